@@ -1,0 +1,1 @@
+"""autopar: a compiler that parallelises PyTorch training."""

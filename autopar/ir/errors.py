@@ -1,0 +1,45 @@
+"""Every error that autopar raises on purpose.
+
+AutoparError
+├── CaptureError          the model cannot be turned into a graph
+├── UnsupportedOp         an op cannot be handled as asked
+├── InvalidPlan           a plan file or object is malformed, or contradicts itself
+├── PlanMismatch          a plan was made for another model, mesh or batch
+├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
+├── InvalidCluster        an unknown GPU or a malformed cluster description
+└── InvalidInput          a call's arguments do not fit the captured program
+
+A message says what, where, expected and got, and what to try.
+"""
+
+
+class AutoparError(Exception):
+    """Base of all errors of autopar."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be turned into a graph."""
+
+
+class UnsupportedOp(AutoparError):
+    """An op cannot be handled as asked."""
+
+
+class InvalidPlan(AutoparError):
+    """A plan is malformed or contradicts itself."""
+
+
+class PlanMismatch(AutoparError):
+    """A plan was made for another model, mesh or batch."""
+
+
+class InfeasiblePlan(AutoparError):
+    """No plan satisfies the memory limits and constraints."""
+
+
+class InvalidCluster(AutoparError):
+    """An unknown GPU or a malformed cluster description."""
+
+
+class InvalidInput(AutoparError):
+    """The arguments of a call do not fit the captured program."""

@@ -1,0 +1,120 @@
+"""The captured program: an ``fx.Graph`` plus what its placeholders and outputs mean.
+
+The graph is functional ATen plus the composite ops of ``autopar.ir.ops``, with global shapes:
+``node.meta["val"]`` is a fake tensor (or a tuple of them, or a plain value). Parameters, buffers and step
+inputs are placeholders. ``node.meta["path"]`` is the module path a node came from (``layers.3.mlp.up``)
+and ``node.meta["source"]`` the user's source line, as ``file.py:12 in forward: x = self.up(x)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter. ``names[0]`` is its name in the model's state dict, the others are tied aliases."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer. ``persistent``: it is in the state dict. ``updated_by``: name of the node with its new value."""
+
+    name: str
+    persistent: bool
+    updated_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """One tensor that each step passes in.
+
+    ``key`` addresses it in the flattened ``(args, kwargs)`` of a call, e.g. ``args[0]``, ``kwargs['labels']``,
+    ``target``. ``batch_dim`` is the dimension of the global batch, None if it has none.
+    """
+
+    key: str
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """An unmodified model as one functional program over the global batch.
+
+    graph_module: its graph's only output is a flat tuple: the loss first if there is one (``has_loss``),
+        then the model's outputs, then new values of the updated buffers.
+    parameters, buffers, inputs: by placeholder name, in placeholder order.
+    in_spec: pytree spec of ``(args, kwargs)`` as example inputs came; out_spec: of the model's output.
+    constants: tensors lifted by capture, by placeholder name (real tensors).
+    batch_size: global batch in the example inputs.
+    fingerprint: hash of parameter names and shapes and of the ops, to tell whether a plan fits a model.
+    """
+
+    graph_module: fx.GraphModule
+    parameters: dict[str, Parameter]
+    buffers: dict[str, Buffer]
+    inputs: dict[str, StepInput]
+    constants: dict[str, torch.Tensor]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    has_loss: bool
+    num_outputs: int
+    batch_size: int
+    name: str
+    fingerprint: str
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    def output_args(self) -> tuple[Any, ...]:
+        """The flat output tuple: nodes (or constants)."""
+        return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+    def loss_node(self) -> fx.Node | None:
+        return self.output_args()[0] if self.has_loss else None
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands of an op in argument order, keyword arguments last; repeats are kept."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves((node.args, node.kwargs))
+        if isinstance(leaf, fx.Node) and is_tensor(leaf)
+    ]
+
+
+def tensor_results(node: fx.Node) -> list[torch.Tensor]:
+    """Fake tensors that an op returns, in order."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def call_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The ops of a graph in execution order, without placeholders and output."""
+    return (node for node in graph.nodes if node.op == "call_function")

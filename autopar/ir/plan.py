@@ -1,0 +1,185 @@
+"""The plan: one YAML file that says how a model is trained on a cluster.
+
+A person can read, edit and commit it. Loading validates it and names the path of a bad field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from autopar.ir.errors import InvalidPlan
+from autopar.ir.mesh import Mesh, MeshAxis
+
+Schedule = Literal["gpipe", "1f1b"]
+Precision = Literal["fp32", "bf16"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelRef(_Model):
+    """Which model the plan was made for."""
+
+    name: str
+    fingerprint: str
+
+
+class ClusterRef(_Model):
+    """Which cluster the plan was made for."""
+
+    gpu: str
+    num_gpus: PositiveInt
+    gpus_per_node: PositiveInt
+
+
+class Batch(_Model):
+    """global_size: samples a step over all ranks; num_microbatches: pieces it is cut into."""
+
+    global_size: PositiveInt
+    num_microbatches: PositiveInt = 1
+
+
+class BlockPlan(_Model):
+    """One distinct block.
+
+    ops: key of an op -> mesh axis -> the factor sharded on it. An op or axis that is left out is replicated.
+    Ops that only follow another (views, pointwise ops after one operand) have no entry.
+    """
+
+    name: str
+    repeats: PositiveInt = 1
+    ops: dict[str, dict[str, str]] = {}
+
+
+class StagePlan(_Model):
+    """Blocks ``first`` to ``last`` (inclusive, counted over all block instances in order).
+
+    remat: level -> number of this stage's blocks at that level, from the first block on; the rest keep
+    their activations.
+    """
+
+    first: Annotated[int, Field(ge=0)]
+    last: Annotated[int, Field(ge=0)]
+    remat: dict[Literal["selective", "full"], Annotated[int, Field(ge=0)]] = {}
+
+
+class Prediction(_Model):
+    """What the cost model says of the plan. Seconds and bytes; memory of the fullest rank."""
+
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float
+    peak_memory_bytes: int
+    stage_memory_bytes: list[int] = []
+    stage_forward_s: list[float] = []
+    stage_backward_s: list[float] = []
+    memory_parts_bytes: list[dict[str, int]] = []
+    breakdown_s: dict[str, float] = {}
+
+
+class Plan(_Model):
+    """How one model is trained on one cluster.
+
+    mesh: axis name -> size, outermost first; the axes of every stage. The pipeline is ``stages``.
+    inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
+    params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
+        dimension.
+    """
+
+    format: Literal[1] = 1
+    model: ModelRef
+    cluster: ClusterRef
+    batch: Batch
+    mesh: dict[str, PositiveInt]
+    inputs: list[str] = []
+    schedule: Schedule = "1f1b"
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    precision: Precision = "fp32"
+    blocks: list[BlockPlan]
+    stages: list[StagePlan]
+    prediction: Prediction | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def stage_mesh(self) -> Mesh:
+        return Mesh(tuple(MeshAxis(name, size) for name, size in self.mesh.items()))
+
+    @property
+    def data_parallel_size(self) -> int:
+        size = 1
+        for name in self.inputs:
+            size *= self.mesh[name]
+        return size
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.stage_mesh.size
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        for name in self.inputs:
+            if name not in self.mesh:
+                raise ValueError(f"inputs: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
+        expected = 0
+        for number, stage in enumerate(self.stages):
+            if stage.first != expected or stage.last < stage.first:
+                raise ValueError(
+                    f"stages.{number}: blocks {stage.first} to {stage.last}, expected a range that starts at {expected}; "
+                    "stages cover the blocks in order, without gaps"
+                )
+            expected = stage.last + 1
+        blocks = sum(block.repeats for block in self.blocks)
+        if expected != blocks:
+            raise ValueError(f"stages: they end at block {expected - 1}, but there are {blocks} blocks")
+        for block in self.blocks:
+            for key, axes in block.ops.items():
+                for axis in axes:
+                    if axis not in self.mesh:
+                        raise ValueError(f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; the mesh has {list(self.mesh)}")
+        rows = self.batch.num_microbatches * self.data_parallel_size
+        if self.batch.global_size % rows:
+            raise ValueError(
+                f"batch: {self.batch.global_size} samples do not divide into {self.batch.num_microbatches} microbatches "
+                f"on {self.data_parallel_size} data-parallel ranks"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The text that ``Plan.from_yaml`` reads back to an equal plan."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=False), sort_keys=False, width=110)
+
+    @classmethod
+    def from_yaml(cls, text: str, *, source: str = "plan") -> Plan:
+        """A plan from its text. Raises InvalidPlan with the path of each bad field."""
+        try:
+            data: Any = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InvalidPlan(f"{source} is not YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise InvalidPlan(f"{source}: expected a mapping with the keys of a plan, got {type(data).__name__}")
+        try:
+            return cls.model_validate(data)
+        except pydantic.ValidationError as error:
+            lines = [f"  {'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
+            raise InvalidPlan(f"{source} is not a valid plan:\n" + "\n".join(lines)) from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise InvalidPlan(f"cannot read plan {path}: {error.strerror}") from error
+        return cls.from_yaml(text, source=str(path))

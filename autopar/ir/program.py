@@ -1,0 +1,101 @@
+"""What partitioning hands to the runtime: the local program of one pipeline stage.
+
+All graphs have local shapes and are the same on every rank of the stage; collectives name mesh axes in
+their ``group`` keyword, which the runtime replaces by process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import Buffer, Parameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout
+
+Remat = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """How a parameter is stored.
+
+    layout: Shard or Replicate on each axis of the stage mesh.
+    partial_axes: mesh axes over which the ranks' gradients are summands, to be summed once a step.
+    stages: every pipeline stage that holds a copy (tied weights: several; their gradients are summed).
+    """
+
+    parameter: Parameter
+    layout: Layout
+    partial_axes: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProgram:
+    """One block instance: a graph from stage values to stage values.
+
+    graph: placeholders are, in order, ``inputs``; its output is the flat tuple ``outputs``. The parameters
+        and buffers that only this block uses are ``get_attr`` nodes whose target is the original dotted name.
+    kind: number of the distinct block; blocks of one kind have the same code.
+    """
+
+    name: str
+    kind: int
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    remat: Remat = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Local shape and dtype of a tensor that crosses a stage cut."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgram:
+    """The program of one stage for one microbatch.
+
+    The stage is an environment of named values. It starts with the step inputs (``inputs``: placeholder
+    name -> key of the captured step input), the ``received`` tensors, and reads of ``shared_parameters`` and
+    ``shared_buffers`` (used by several blocks; under their own dotted names); blocks run in order and add
+    their outputs.
+
+    received, sent: tensors from the previous and to the next stage; all are floating point and carry
+        gradients. A tensor needed further down passes through every stage between.
+    outputs: names of the model's flat outputs (last stage: the loss first, if captured); None for an output
+        that is computed on another stage.
+    loss: name of this microbatch's loss, on the last stage. It is Partial on ``loss_partial_axes``, and the
+        losses of all microbatches add up to the loss of the step.
+    buffer_updates: buffer name -> value to copy into it after each microbatch.
+    """
+
+    stage: int
+    num_stages: int
+    mesh: Mesh
+    blocks: tuple[BlockProgram, ...]
+    inputs: dict[str, str]
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...]
+    parameters: dict[str, ParameterLayout]
+    buffers: dict[str, Buffer]
+    constants: dict[str, torch.Tensor]
+    shared_parameters: tuple[str, ...]
+    shared_buffers: tuple[str, ...]
+    buffer_updates: dict[str, str]
+    outputs: tuple[str | None, ...]
+    output_layouts: tuple[Layout | None, ...]
+    loss: str | None
+    loss_partial_axes: tuple[int, ...]
+    num_microbatches: int
+    input_layouts: dict[str, Layout]

@@ -1,0 +1,179 @@
+"""Factor rules: one per op, from which every placement follows.
+
+A rule names the *factors* of an op, the independent loops it could be written as, and says which
+dimension of which tensor runs over which factor:
+
+    linear      b s k, n k -> b s n      k is summed
+
+Putting a mesh axis on a factor decides the placement of each operand and result on that axis, the
+placement of each gradient, and the local work. See ``FactorRule``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
+from autopar.ir.redistribution import grad_of_use
+
+# The factors of one tensor dimension, major first. () is a dimension that no factor runs over (size 1,
+# broadcast). ("b", "s") is a dimension that merges b and s, as view(b * s, h) makes.
+DimFactors = tuple[str, ...]
+TensorFactors = tuple[DimFactors, ...]
+
+# Choice of an op along one mesh axis: a factor name, None (every rank repeats the op), or "+k": the
+# operands in ``rule.linear[k]`` are partial sums and so are the results.
+Choice = str | None
+# The choices of one op, one per mesh axis.
+Assignment = tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorRule:
+    """How one op may be split.
+
+    operands: factors of each tensor operand, in the order of ``graph.tensor_operands``.
+    results: factors of each tensor result.
+    sizes: global size of every factor.
+    summed: factors that no result has, over which the op sums: sharding one makes the results Partial.
+    lowered: factors that are sharded by a lowering of their own with collectives inside (vocabulary of a
+        cross entropy, batch of a batch norm): factor -> name of the lowering. A result that lacks such a
+        factor is Replicate unless the factor is in ``summed`` too.
+    blocked: factors that are never sharded.
+    linear: each entry is a set of operand positions in which, together, the op is linear: if these are
+        Partial and the others Replicate, the results are Partial.
+    flops: floating point operations of one forward execution, all ranks together.
+    couples: factors along which results depend on each other other than through a plain sum (batch of a
+        batch norm): such a batch cannot be cut into microbatches.
+    """
+
+    operands: tuple[TensorFactors, ...]
+    results: tuple[TensorFactors, ...]
+    sizes: Mapping[str, int]
+    summed: frozenset[str] = frozenset()
+    lowered: Mapping[str, str] = field(default_factory=dict)
+    blocked: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    flops: float = 0.0
+    couples: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        named = {f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim}
+        missing = named - set(self.sizes)
+        assert not missing, f"factors without a size: {sorted(missing)}"
+
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that a mesh axis may be put on, in a fixed order.
+
+        A factor must be the major one of every dimension it is in: a minor one would give each rank
+        scattered pieces. It must be in a result, be summed, or have a lowering.
+        """
+        minor: set[str] = set()
+        present: dict[str, None] = {}
+        kept: set[str] = set(self.summed) | set(self.lowered)
+        for tensor in (*self.operands, *self.results):
+            seen: set[str] = set()
+            for dim in tensor:
+                big = [f for f in dim if self.sizes[f] > 1]
+                minor.update(big[1:])
+                for f in big:
+                    present[f] = None
+                    if f in seen:
+                        minor.add(f)  # one factor on two dimensions of a tensor: a diagonal
+                    seen.add(f)
+        for tensor in self.results:
+            kept.update(f for dim in tensor for f in dim)
+        lost = {
+            f
+            for f in present
+            if f not in self.summed
+            and f not in self.lowered
+            and any(all(f not in dim for dim in tensor) for tensor in self.results)
+        }
+        return tuple(f for f in present if f in kept and f not in minor | self.blocked | lost)
+
+    def choices(self) -> tuple[Choice, ...]:
+        """Every choice along one mesh axis, the replicated one first."""
+        return (None, *self.shardable(), *(f"+{k}" for k in range(len(self.linear))))
+
+    def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
+        """Whether every factor divides by the axes put on it."""
+        left: dict[str, int] = {}
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice is None or choice.startswith("+"):
+                continue
+            size = left.get(choice, self.sizes[choice])
+            if size % axis.size:
+                return False
+            left[choice] = size // axis.size
+        return True
+
+    def operand(self, position: int, choice: Choice) -> tuple[Placement, Placement]:
+        """Placements on one axis of operand ``position``: of the value, and of the gradient it gets."""
+        if choice is not None and choice.startswith("+"):
+            value: Placement = Partial() if position in self.linear[int(choice[1:])] else Replicate()
+            return value, grad_of_use(value, sharded_elsewhere=True)
+        value = _placement_of(self.operands[position], choice)
+        return value, grad_of_use(value, sharded_elsewhere=choice is not None)
+
+    def result(self, position: int, choice: Choice) -> Placement:
+        """Placement on one axis of result ``position``."""
+        if choice is not None and choice.startswith("+"):
+            return Partial()
+        value = _placement_of(self.results[position], choice)
+        if value.is_replicate() and choice in self.summed:
+            return Partial()
+        return value
+
+    def operand_layout(self, position: int, assignment: Assignment) -> tuple[Layout, Layout]:
+        """Layouts of operand ``position``: of the value and of its gradient."""
+        pairs = [self.operand(position, choice) for choice in assignment]
+        return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+
+    def result_layout(self, position: int, assignment: Assignment) -> Layout:
+        return tuple(self.result(position, choice) for choice in assignment)
+
+    def parallel_degree(self, assignment: Assignment, mesh: Mesh) -> int:
+        """Number of ranks among which the op's work is divided."""
+        return prod(axis.size for c, axis in zip(assignment, mesh.axes, strict=True) if c and not c.startswith("+"))
+
+
+def _placement_of(tensor: TensorFactors, choice: Choice) -> Placement:
+    for number, dim in enumerate(tensor):
+        if choice is not None and choice in dim:
+            return Shard(number)
+    return Replicate()
+
+
+def parse_rule(text: str, sizes: Mapping[str, int], **options: object) -> FactorRule:
+    """A rule from its notation: ``parse_rule("b s k, n k -> b s n", sizes, summed=frozenset("k"))``.
+
+    Dimensions are separated by spaces, ``(b s)`` is a merged dimension, ``1`` one without a factor.
+    """
+    left, right = text.split("->")
+    return FactorRule(
+        operands=tuple(_parse_tensor(t) for t in left.split(",")) if left.strip() else (),
+        results=tuple(_parse_tensor(t) for t in right.split(",")),
+        sizes=sizes,
+        **options,  # type: ignore[arg-type]  # forwarded to the dataclass, which checks the names
+    )
+
+
+def _parse_tensor(text: str) -> TensorFactors:
+    dims: list[DimFactors] = []
+    merged: list[str] | None = None
+    for word in text.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            merged = []
+        elif word == ")":
+            assert merged is not None
+            dims.append(tuple(merged))
+            merged = None
+        elif merged is not None:
+            merged.append(word)
+        else:
+            dims.append(() if word == "1" else (word,))
+    return tuple(dims)
