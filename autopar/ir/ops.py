@@ -1,0 +1,223 @@
+"""Composite ops: what captured programs mean where ATen spells it out in many ops.
+
+Plain differentiable Python functions, used as ``call_function`` targets of captured graphs. They call
+ATen, so autograd, fake tensors and ``torch.compile`` see through them, and each one picks the fastest
+kernel of its device. A composite op has one factor rule and one cost, which its parts could not have.
+
+Shape suffixes: B batch, Hq and Hkv query and key/value heads, S queries, T keys, D head size,
+E experts, K experts per token, C classes, h hidden, i intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AttentionKind = Literal["full", "causal", "sliding", "mask"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kind: AttentionKind,
+    window: int | None = None,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Scaled dot product attention with grouped heads and a named kind of mask.
+
+    q: (B, Hq, S, D). k: (B, Hkv, T, D). v: (B, Hkv, T, Dv). Result: (B, Hq, S, Dv). Query head h reads
+        key/value head ``h // (Hq / Hkv)``.
+    kind: "full": every query sees every key. "causal": query s sees keys ``t <= s``. "sliding": query s
+        sees ``s - window < t <= s``. "mask": what the operand ``mask`` says.
+    mask: boolean (True: seen) or added to the scores; broadcasts to (B, Hq, S, T). Needed by kind "mask".
+        The other kinds take it too, and then both must allow a key (padding under a causal mask).
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    queries, keys = q.shape[2], k.shape[2]
+    if kind == "sliding":
+        assert window is not None, "a sliding window needs its size"
+        if window >= keys:
+            kind = "causal"
+        elif mask is None and queries == keys and queries > 2 * window:
+            return _sliding_attention(q, k, v, window=window, scale=scale, dropout_p=dropout_p)
+    if kind == "causal" and mask is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale)
+    if kind in ("causal", "sliding"):
+        mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last dimension.
+
+    x: (..., h). weight: (h,) or None. Computed in float32 for narrower dtypes; the result has x's dtype.
+    """
+    return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), eps)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross entropy of class indices, with the classes in the last dimension.
+
+    logits: (..., C), widened to float32 if narrower. target: (...), integers. Result: a scalar, or (...)
+    for reduction "none". "mean" divides by the number of targets that are not ``ignore_index``.
+    """
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    loss = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def moe(
+    x: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """Mixture of experts: each token through its K experts, summed with their weights.
+
+    x: (..., h). expert_index: (..., K) integers below E. expert_weight: (..., K).
+    w_up: (E, u, h) with u = 2 i if gated, the gate's rows first, else i. w_down: (E, h, i).
+    b_up: (E, u). b_down: (E, h). activation: a key of ``ACTIVATIONS``. Result: (..., h).
+
+    Tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
+    Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
+    """
+    hidden, num_experts, top_k = x.shape[-1], w_up.shape[0], expert_index.shape[-1]
+    tokens = x.reshape(-1, hidden)
+    order = torch.argsort(expert_index.reshape(-1), stable=True)
+    rows = order // top_k
+    sorted_x = tokens[rows]
+    sorted_index = expert_index.reshape(-1)[order]
+    counts = (sorted_index[:, None] == torch.arange(num_experts, device=x.device)).sum(0)
+    ends = counts.cumsum(0).to(torch.int32)
+    up = _grouped_linear(sorted_x, w_up, ends)
+    if b_up is not None:
+        up = up + b_up[sorted_index]
+    if gated:
+        gate, value = up.chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate) * value
+    else:
+        inner = ACTIVATIONS[activation](up)
+    down = _grouped_linear(inner, w_down, ends)
+    if b_down is not None:
+        down = down + b_down[sorted_index]
+    weighted = down * expert_weight.reshape(-1)[order][:, None]
+    out = torch.zeros_like(tokens).index_add(0, rows, weighted.to(tokens.dtype))
+    return out.reshape(x.shape)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``out[r] = x[r] @ weight[e].T`` for the rows r of expert e, which end before ``ends[e]``."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        out = x.new_zeros(x.shape[0], weight.shape[1])
+        for expert, rows in _spans(ends):
+            torch.mm(x[rows], weight[expert].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        x, weight, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
+        for expert, rows in _spans(ends):
+            grad_x[rows] = grad[rows] @ weight[expert]
+            torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])
+        return grad_x, grad_weight, None
+
+
+def _spans(ends: Tensor) -> list[tuple[int, slice]]:
+    """(expert, rows) of the experts that have rows."""
+    limits = [0, *ends.tolist()]
+    return [(e, slice(limits[e], limits[e + 1])) for e in range(len(limits) - 1) if limits[e + 1] > limits[e]]
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of x, sorted by expert, each through its expert's weight: (rows, h), (E, n, h) -> (rows, n)."""
+    if x.is_meta or torch._subclasses.fake_tensor.is_fake(x):
+        return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)  # type: ignore[no-any-return]
+    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return]
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, T, D) -> (B, heads, T, D). The fused CPU kernel takes no grouped heads; CUDA reads strides."""
+    batch, groups, length, size = x.shape
+    return x[:, :, None].expand(batch, groups, heads // groups, length, size).reshape(batch, heads, length, size)
+
+
+def _causal_mask(queries: int, keys: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys) boolean; query row r has position ``first + r``."""
+    positions = torch.arange(first, first + queries, device=device)[:, None]
+    key_positions = torch.arange(keys, device=device)[None, :]
+    seen = key_positions <= positions
+    return seen if window is None else seen & (key_positions > positions - window)
+
+
+def _both(seen: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+def _sliding_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float, dropout_p: float) -> Tensor:
+    """Chunks of ``window`` queries against the at most ``2 * window - 1`` keys they see: no S by S tensor."""
+    length = q.shape[2]
+    parts = []
+    for start in range(0, length, window):
+        end, first = min(start + window, length), max(start - window + 1, 0)
+        seen = _causal_mask(end - start, end - first, start - first, window, q.device)
+        part = F.scaled_dot_product_attention(
+            q[:, :, start:end],
+            k[:, :, first:end],
+            v[:, :, first:end],
+            attn_mask=seen,
+            dropout_p=dropout_p,
+            scale=scale,
+        )
+        parts.append(part)
+    return torch.cat(parts, dim=2)
