@@ -8,6 +8,7 @@ and ``node.meta["source"]`` the user's source line, as ``file.py:12 in forward: 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +102,35 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node only names one result of an op with several. It is no op and has no rule; see ``source``."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def source(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op that computes a tensor, and the number of the tensor in ``tensor_results`` of that op.
+
+    Looks through ``getitem``. An operand that is a ``getitem`` has the layout of that result.
+    """
+    if not is_getitem(node):
+        return node, 0
+    producer, index = node.args
+    assert isinstance(producer, fx.Node) and isinstance(index, int), "only results of an op are picked"
+    values = producer.meta["val"]
+    index %= len(values)
+    return producer, sum(isinstance(value, torch.Tensor) for value in values[:index])
+
+
+def op_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that compute: ``call_nodes`` without ``getitem``. Each has a rule."""
+    return (node for node in call_nodes(graph) if not is_getitem(node))
+
+
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """Tensor operands of an op in argument order, keyword arguments last; repeats are kept."""
+    """Tensor operands of an op in argument order, keyword arguments last; repeats are kept.
+
+    An operand may be a ``getitem`` of an op with several results. A ``getitem`` itself has no operands here.
+    """
     return [
         leaf
         for leaf in pytree.tree_leaves((node.args, node.kwargs))
