@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a virtual environment in .venv, torch, and this package in editable mode.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+# More threads than that make four processes on a small machine fight over its cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-all lint types format parity bench dist clean
+.DEFAULT_GOAL := help
+
+help:            ## print this list
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# What users need to run autopar.
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# What contributors need on top: linters, type checker, test tools, transformers.
+$(VENV)/.dev: pyproject.toml $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.runtime  ## search plans for 4 ranks, train examples/gpt.py on them, write out/plan.html
+	$(BIN)/python scripts/demo.py
+
+test: lint types  ## lint, types and the fast tests
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile -q
+
+test-all: lint types  ## also the tests marked slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+lint: $(VENV)/.dev  ## ruff
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev  ## mypy, strict
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## let ruff fix and format the tree
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+parity: $(VENV)/.dev  ## models × plans: largest relative error against one process
+	$(BIN)/python benchmarks/parity.py
+
+bench: $(VENV)/.dev  ## step time against DDP, FSDP2, DTensor and hand-split pipelines
+	$(BIN)/python benchmarks/execution.py
+
+dist: $(VENV)/.dev  ## sdist and wheel into dist/
+	$(BIN)/python -m build
+
+clean:  ## remove everything these targets made, .venv included
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
