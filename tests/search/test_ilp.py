@@ -1,0 +1,77 @@
+"""The inner solver and its reductions equal brute force on random instances."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.search.dominance import reduce
+from autopar.search.ilp import solve
+from autopar.search.instance import Flow, Instance, User, absorb, brute_force, value
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    num_options = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    number = st.integers(0, 6).map(float)  # small whole numbers make ties frequent
+    costs = tuple(np.array(draw(st.lists(number, min_size=n, max_size=n))) for n in num_options)
+    unit = st.integers(0, len(num_options) - 1)
+    flows = []
+    for _ in range(draw(st.integers(0, 5))):
+        producer, users = draw(unit), draw(st.lists(unit, min_size=1, max_size=3))
+        num_sources, num_needs = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+
+        def states(of: int, count: int) -> np.ndarray:
+            return np.array(
+                draw(st.lists(st.integers(0, count - 1), min_size=num_options[of], max_size=num_options[of]))
+            )
+
+        price = draw(st.lists(number, min_size=num_sources * num_needs, max_size=num_sources * num_needs))
+        flows.append(
+            Flow(
+                producer=producer,
+                sources=states(producer, num_sources),
+                users=tuple(User(unit=u, needs=states(u, num_needs)) for u in users),
+                cost=np.array(price).reshape(num_sources, num_needs),
+            )
+        )
+    return Instance(costs=costs, flows=tuple(flows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances())
+def test_solver_equals_brute_force(instance: Instance) -> None:
+    solution = solve(instance)
+    assert solution.objective == pytest.approx(brute_force(instance)[0])
+    assert value(instance, solution.selection) == solution.objective
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances())
+def test_reduction_keeps_the_optimum(instance: Instance) -> None:
+    reduced, kept = reduce(instance)
+    best, selection = brute_force(reduced)
+    assert best == pytest.approx(brute_force(instance)[0])
+    assert value(instance, [int(k[o]) for k, o in zip(kept, selection, strict=True)]) == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(instances(), st.randoms(use_true_random=False))
+def test_absorbing_keeps_every_value(instance: Instance, random) -> None:
+    selection = [random.randrange(n) for n in instance.num_options]
+    assert value(absorb(instance), selection) == pytest.approx(value(instance, selection))
+
+
+def test_a_conversion_needed_twice_is_paid_once() -> None:
+    flow = Flow(
+        producer=0,
+        sources=np.array([0]),
+        users=(User(unit=1, needs=np.array([0, 1])), User(unit=2, needs=np.array([0, 1]))),
+        cost=np.array([[5.0, 3.0]]),
+    )
+    instance = Instance(costs=(np.zeros(1), np.zeros(2), np.array([4.0, 0.0])), flows=(flow,))
+    solution = solve(instance)
+    assert solution.selection == (0, 1, 1)
+    assert solution.objective == 3.0
