@@ -1,0 +1,61 @@
+"""How a block reads a parameter: as a local tensor in the compute dtype.
+
+A parameter is a DTensor over the tensor axes of its stage mesh, or a plain tensor if there are none. Its local
+gradient may be only a summand of the whole one. It is handed back with the parameter's own placements all the
+same, and the ranks' summands are added once a step by the runtime, so that nothing is summed per microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def read_parameter(
+    parameter: torch.Tensor, *, dtype: torch.dtype | None = None, grad_scale: float = 1.0
+) -> torch.Tensor:
+    """The local part of ``parameter``, cast to ``dtype`` (None: its own).
+
+    The gradient is multiplied by ``grad_scale``: ranks that each hold the whole gradient where a later sum
+    expects summands divide it first.
+    """
+    if isinstance(parameter, DTensor):
+        result: torch.Tensor = _ReadShard.apply(parameter, dtype, grad_scale)
+        return result
+    if grad_scale != 1.0:
+        parameter = _ScaleGradient.apply(parameter, grad_scale)
+    return parameter if dtype is None else parameter.to(dtype)
+
+
+class _ReadShard(torch.autograd.Function):
+    """Local tensor of a DTensor; the gradient gets the DTensor's placements whatever its values mean."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype | None, grad_scale: float) -> torch.Tensor:
+        # The spec is kept rather than the tensor: FSDP frees the storage of gathered parameters meanwhile.
+        ctx.spec, ctx.own_dtype, ctx.grad_scale = parameter._spec, parameter.dtype, grad_scale
+        local = parameter._local_tensor
+        return local.view_as(local) if dtype is None or dtype == local.dtype else local.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
+        if gradient.dtype != ctx.own_dtype:
+            gradient = gradient.to(ctx.own_dtype)
+        if ctx.grad_scale != 1.0:
+            gradient = gradient * ctx.grad_scale
+        return DTensor(gradient, ctx.spec, requires_grad=False), None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The tensor itself; its gradient multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        ctx.grad_scale = grad_scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.grad_scale, None
