@@ -1,0 +1,296 @@
+"""Parity: five training steps of unmodified models under many plans, against one process, in float32.
+
+    python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--fast]
+
+Prints the largest relative error, over the steps, of the loss, of any parameter's gradient and of any updated
+parameter, and exits with 1 above the limits. The error of a tensor is |a - b| / max(|b|, 1e-5 |all of them|).
+Gradients and parameters are compared under SGD with momentum; losses under AdamW too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import CASES, Case, build
+
+import autopar
+from autopar.ir.errors import InfeasiblePlan
+
+STEPS = 5
+LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
+
+# Name of a plan -> number of ranks and constraints of the search.
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp4": (4, {"dp": 4, "zero": 0}),
+    "zero2": (4, {"dp": 4, "zero": 2}),
+    "zero3": (4, {"dp": 4, "zero": 3}),
+    "tp4": (4, {"tp": 4, "sp": False}),
+    "tp2 sp": (2, {"tp": 2, "sp": True}),
+    "pp4 1f1b": (4, {"pp": 4, "schedule": "1f1b", "num_microbatches": 4}),
+    "pp2 gpipe": (2, {"pp": 2, "schedule": "gpipe", "num_microbatches": 4}),
+    "dp2 tp2": (4, {"dp": 2, "tp": 2}),
+    "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
+    "free": (4, {}),
+}
+# Models whose samples depend on each other (batch statistics): one microbatch is the whole batch.
+COUPLED = frozenset({"resnet"})
+FAST = ("dp4", "zero3", "tp4", "dp2 pp2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Result of one model under one plan: largest errors, or why the model cannot have the plan."""
+
+    model: str
+    plan: str
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    chosen: str = ""
+    impossible: str = ""
+    failure: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        errors = {"loss": self.loss, "gradient": self.gradient, "parameter": self.parameter}
+        return not self.failure and all(errors[name] <= limit for name, limit in LIMITS.items())
+
+
+def constraints_of(case: Case, plan: str) -> dict[str, Any]:
+    constraints = dict(PLANS[plan][1])
+    if case.name in COUPLED:
+        constraints["num_microbatches"] = 1
+    return constraints
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one training run did: per step the loss, and under SGD the gradients and parameters after it."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: list[dict[str, Tensor]]
+
+
+def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def loss_of(case: Case, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    batch = dict(batch)
+    if case.loss_fn is None:
+        loss: Tensor = model(**batch).loss
+        return loss
+    target = batch.pop("target")
+    return case.loss_fn(model(**batch), target)
+
+
+def train_alone(case: Case, optimizer_name: str) -> Trace:
+    model = build(case)
+    optimizer = optimizer_of(optimizer_name, list(model.parameters()))
+    trace = Trace([], [], [])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(case, model, case.batch(step))
+        loss.backward()
+        trace.losses.append(float(loss.detach()))
+        named = dict(model.named_parameters())
+        trace.gradients.append({n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in named.items()})
+        optimizer.step()
+        trace.parameters.append({n: p.detach().clone() for n, p in named.items()})
+    return trace
+
+
+def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], optimizer_name: str) -> tuple[Trace, str]:
+    example = case.batch(0)
+    extra = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
+    parallel = autopar.parallelize(build(case), ranks, example_inputs=example, **extra, **constraints)
+    optimizer = optimizer_of(optimizer_name, list(parallel.parameters()))
+    names = {name for name, _ in build(case).named_parameters()}
+    trace = Trace([], [], [])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = parallel.step(**parallel.shard_batch(case.batch(step)))
+        trace.losses.append(float(loss))
+        if optimizer_name == "sgd":
+            trace.gradients.append({n: g for n, g in parallel.full_gradients().items() if n in names})
+        optimizer.step()
+        if optimizer_name == "sgd":
+            trace.parameters.append({n: p for n, p in parallel.full_state_dict().items() if n in names})
+    return trace, describe(parallel.plan)
+
+
+def describe(plan: Any) -> str:
+    """A plan in a few words, with what its axes shard."""
+    used: dict[str, set[str]] = {}
+    for block in plan.blocks:
+        for factors in block.ops.values():
+            for axis, factor in factors.items():
+                used.setdefault(axis, set()).add(factor)
+    axes = " ".join(f"{name}{size}[{','.join(sorted(used.get(name, set())))}]" for name, size in plan.mesh.items() if size > 1)
+    return f"pp{plan.num_stages} {axes} zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule}".replace("  ", " ")
+
+
+def relative(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest relative error of any tensor; infinite if one is missing or not finite."""
+    whole = torch.sqrt(sum((b.double().square().sum() for b in expected.values()), torch.zeros((), dtype=torch.float64)))
+    worst = 0.0
+    for name, b in expected.items():
+        if name not in got or got[name].shape != b.shape:
+            return float("inf")
+        scale = max(float(b.double().norm()), 1e-5 * float(whole))
+        error = float((got[name].double() - b.double()).norm()) / scale
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def run_cell(model: str, plan: str, references: dict[str, tuple[Trace, Trace]]) -> Cell:
+    case = CASES[model]
+    ranks = PLANS[plan][0]
+    constraints = constraints_of(case, plan)
+    start = time.perf_counter()
+    try:
+        sgd, chosen = train_parallel(case, ranks, constraints, "sgd")
+        adam, _ = train_parallel(case, ranks, constraints, "adamw")
+    except InfeasiblePlan as error:
+        return Cell(model=model, plan=plan, impossible=str(error).splitlines()[0])
+    if model not in references:
+        references[model] = (train_alone(case, "sgd"), train_alone(case, "adamw"))
+    expected_sgd, expected_adam = references[model]
+    pairs = [*zip(sgd.losses, expected_sgd.losses, strict=True), *zip(adam.losses, expected_adam.losses, strict=True)]
+    return Cell(
+        model=model,
+        plan=plan,
+        loss=max(abs(a - b) / abs(b) for a, b in pairs),
+        gradient=max(relative(a, b) for a, b in zip(sgd.gradients, expected_sgd.gradients, strict=True)),
+        parameter=max(relative(a, b) for a, b in zip(sgd.parameters, expected_sgd.parameters, strict=True)),
+        chosen=chosen,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _worker(rank: int, world: int, cells: list[tuple[str, str]], folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    references: dict[str, tuple[Trace, Trace]] = {}
+    with open(f"{folder}/rank{rank}.jsonl", "w") as results:
+        for model, plan in cells:
+            try:
+                cell = run_cell(model, plan, references)
+            except Exception:  # noqa: BLE001  # reported in the table; the group is lost, so the run ends here
+                results.write(json.dumps(asdict(Cell(model=model, plan=plan, failure=traceback.format_exc()))) + "\n")
+                results.flush()
+                os._exit(1)
+            results.write(json.dumps(asdict(cell)) + "\n")
+            results.flush()
+            if rank == 0:
+                _print_cell(cell)
+    dist.destroy_process_group()
+
+
+def run(cells: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Run cells in groups of equal numbers of ranks; a failure ends its group and the rest goes on in a new one."""
+    done: list[Cell] = []
+    for world in sorted({PLANS[plan][0] for _, plan in cells}):
+        left = [(model, plan) for model, plan in cells if PLANS[plan][0] == world]
+        while left:
+            with tempfile.TemporaryDirectory() as folder:
+                context = mp.start_processes(_worker, args=(world, left, folder), nprocs=world, join=False)
+                try:
+                    while not context.join():
+                        pass
+                except (mp.ProcessExitedException, mp.ProcessRaisedException):
+                    pass
+                lines = [Path(f"{folder}/rank{r}.jsonl").read_text().splitlines() for r in range(world)]
+            cells0 = [Cell(**json.loads(line)) for line in lines[0]]
+            failures = [c for rows in lines for c in (Cell(**json.loads(line)) for line in rows) if c.failure]
+            if failures:
+                failed = failures[0]
+                cells0 = [c for c in cells0 if (c.model, c.plan) != (failed.model, failed.plan)] + [failed]
+                _print_cell(failed)
+            elif len(cells0) < len(left):
+                model, plan = left[len(cells0)]
+                cells0.append(Cell(model=model, plan=plan, failure="a rank ended without a report"))
+            done += cells0
+            left = left[len(cells0) :]
+    return done
+
+
+def _print_cell(cell: Cell) -> None:
+    where = f"{cell.model:8} {cell.plan:10}"
+    if cell.impossible:
+        print(f"{where} cannot be: {cell.impossible}", flush=True)
+    elif cell.failure:
+        print(f"{where} FAILED\n{cell.failure}", flush=True)
+    else:
+        verdict = "ok  " if cell.passed else "OVER"
+        print(
+            f"{where} {verdict} loss {cell.loss:.1e}  gradient {cell.gradient:.1e}  parameter {cell.parameter:.1e}"
+            f"  {cell.seconds:5.1f} s  {cell.chosen}",
+            flush=True,
+        )
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Models x plans in Markdown: gradient error of each cell, or why there is none."""
+    by_place = {(c.model, c.plan): c for c in cells}
+    models = list(dict.fromkeys(c.model for c in cells))
+    plans = list(dict.fromkeys(c.plan for c in cells))
+    notes: list[str] = []
+    lines = ["| model | " + " | ".join(plans) + " |", "|---" * (len(plans) + 1) + "|"]
+    for model in models:
+        row = []
+        for plan in plans:
+            cell = by_place.get((model, plan))
+            if cell is None:
+                row.append("")
+            elif cell.impossible:
+                notes.append(f"[{len(notes) + 1}] {model}, {plan}: {cell.impossible}")
+                row.append(f"[{len(notes)}]")
+            elif cell.failure:
+                row.append("failed")
+            else:
+                row.append(f"{max(cell.loss, cell.gradient, cell.parameter):.0e}" + ("" if cell.passed else " over"))
+        lines.append(f"| {model} | " + " | ".join(row) + " |")
+    return "\n".join([*lines, "", *notes])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CASES))
+    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--fast", action="store_true", help=f"only the plans {', '.join(FAST)}")
+    options = parser.parse_args()
+    plans = list(FAST) if options.fast else options.plans.split(",")
+    cells = run([(model, plan) for model in options.models.split(",") for plan in plans])
+    print("\nLargest relative error of loss, gradients and parameters over", STEPS, "steps\n")
+    print(table(cells))
+    failed = [cell for cell in cells if not cell.impossible and not cell.passed]
+    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells within the limits {LIMITS}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Where each parameter is stored, and how each use reads it.
+
+A parameter is stored the way its first user needs it. Its gradient is summed once a step over the axes on
+which the users' gradients are summands, instead of in every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from autopar.ir.graph import CapturedModel, tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Replicate, replicated
+from autopar.ir.redistribution import Step, redistribute
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Layout of a stored parameter and the axes over which its local gradients are summands."""
+
+    layout: Layout
+    partial_axes: tuple[int, ...]
+
+    def read(self, value: Layout, grad: Layout, mesh: Mesh) -> tuple[float, tuple[Step, ...]]:
+        """How a use that needs ``value`` and returns ``grad`` reads the parameter.
+
+        Returns the factor on the gradient and the redistribution. On a partial axis nothing is summed here; a
+        gradient that all ranks have whole is divided, so that the later sum counts it once.
+        """
+        scale = 1.0
+        wanted = list(grad)
+        for axis in self.partial_axes:
+            if value[axis].is_replicate() and grad[axis].is_partial():
+                wanted[axis] = Replicate()
+            else:
+                scale /= mesh.axes[axis].size
+        return scale, redistribute(self.layout, value, tuple(wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One op that takes a parameter as operand ``position``."""
+
+    node: fx.Node
+    position: int
+    value: Layout
+    grad: Layout
+
+
+def find_uses(captured: CapturedModel, assignments: Mapping[fx.Node, Assignment]) -> dict[str, list[Use]]:
+    """Parameter placeholder name -> its uses, in execution order."""
+    uses: dict[str, list[Use]] = {name: [] for name in captured.parameters}
+    for node in captured.graph.nodes:
+        if node not in assignments:
+            continue
+        for position, operand in enumerate(tensor_operands(node)):
+            if operand.op == "placeholder" and operand.name in uses:
+                value, grad = rule_for(node).operand_layout(position, assignments[node])
+                uses[operand.name].append(Use(node=node, position=position, value=value, grad=grad))
+    return uses
+
+
+def store(
+    captured: CapturedModel, uses: Mapping[str, list[Use]], mesh: Mesh, *, zero: int
+) -> tuple[dict[str, Storage], tuple[int, ...]]:
+    """Storage of every parameter (by placeholder name), and the data axes of the mesh.
+
+    A data axis is one on which every parameter is replicated and at least one gradient is a summand. With ZeRO
+    all parameters are made partial there, as the engine sums all of them.
+    """
+    layouts: dict[str, Layout] = {}
+    partial: dict[str, set[int]] = {}
+    for name in captured.parameters:
+        own = uses[name]
+        first = own[0].value if own else replicated(mesh)
+        layouts[name] = tuple(Replicate() if placement.is_partial() else placement for placement in first)
+        partial[name] = {
+            axis
+            for axis, placement in enumerate(layouts[name])
+            if placement.is_replicate()
+            and any(use.value[axis].is_replicate() and use.grad[axis] == Partial() for use in own)
+        }
+    used = [name for name in captured.parameters if uses[name]]
+    data_axes = tuple(
+        axis
+        for axis in range(len(mesh))
+        if all(layouts[name][axis].is_replicate() for name in used) and any(axis in partial[name] for name in used)
+    )
+    if zero:
+        for name in used:
+            partial[name].update(data_axes)
+    storage = {
+        name: Storage(layout=layouts[name], partial_axes=tuple(sorted(partial[name]))) for name in captured.parameters
+    }
+    return storage, data_axes
+
+
+def local_numel(captured: CapturedModel, name: str, storage: Storage, mesh: Mesh) -> int:
+    """Elements of a parameter that one rank stores, before ZeRO."""
+    shards = prod(
+        axis.size for axis, placement in zip(mesh.axes, storage.layout, strict=True) if placement.is_shard()
+    )
+    return captured.parameters[name].numel // shards

@@ -1,0 +1,53 @@
+"""Partitioning: from a captured model and a plan to one program per pipeline stage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autopar.ir.blocks import Folding, fold
+from autopar.ir.clusters import cluster
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.program import StageProgram
+from autopar.ir.roles import find_roles, microbatch_obstacle
+from autopar.passes.assign import assign
+from autopar.passes.parameters import find_uses, store
+from autopar.passes.shard import shard
+from autopar.passes.split import split_stages
+
+
+def partition(
+    captured: CapturedModel,
+    plan: Plan,
+    *,
+    outputs: Literal["loss", "model"] = "loss",
+    folding: Folding | None = None,
+) -> tuple[StageProgram, ...]:
+    """The local program of every stage of ``plan``.
+
+    outputs: "loss" for a training step (the captured loss alone), "model" for a plain forward.
+    Raises PlanMismatch or InvalidPlan, saying why the plan does not fit the model.
+    """
+    if outputs == "loss" and not captured.has_loss:
+        raise PlanMismatch(
+            f"{captured.name} has no loss: its output is not a scalar and has no .loss.\n"
+            "  try: pass loss_fn=..., or labels among the example inputs"
+        )
+    if captured.batch_size != plan.batch.global_size:
+        raise PlanMismatch(
+            f"batch: the plan is for {plan.batch.global_size} samples a step, the example inputs have "
+            f"{captured.batch_size}.\n  try: example inputs with {plan.batch.global_size} rows (the global batch)"
+        )
+    roles = find_roles(captured)
+    if plan.batch.num_microbatches > 1:
+        obstacle = microbatch_obstacle(captured, roles)
+        if obstacle is not None:
+            raise PlanMismatch(f"batch: cannot be cut into {plan.batch.num_microbatches} microbatches: {obstacle}")
+    folding = folding or fold(captured)
+    clusters = cluster(captured, folding, roles)
+    assignments = assign(captured, folding, clusters, plan)
+    uses = find_uses(captured, assignments)
+    storage, data_axes = store(captured, uses, plan.stage_mesh, zero=plan.zero)
+    sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs)
+    return split_stages(captured, folding, clusters, sharded, storage, data_axes, plan, outputs=outputs)

@@ -1,0 +1,314 @@
+"""Rewrite the global program into the program of one rank, with explicit collectives.
+
+Before, on global shapes, with ``up`` sharded on its output features over axis ``tp`` and ``down`` on its input
+features:
+
+    h = linear(x, up)            # x (8, 64), up (256, 64)
+    y = linear(gelu(h), down)    # down (64, 256)
+
+After, on local shapes:
+
+    x_1 = identity(x, group='tp', backward='all_reduce')
+    h = linear(x_1, up)          # up (64, 64)
+    y = linear(gelu(h), down)    # down (64, 64)
+    y_1 = all_reduce(y, group='tp', backward='none')
+
+The batch is cut into microbatches in the same sweep: a microbatch is the batch factor sharded in time, over an
+extra outermost axis that no collective crosses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.ir.blocks import Folding
+from autopar.ir.clusters import BATCH, Clusters
+from autopar.ir.collectives import step_call
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_results
+from autopar.ir.lowered import LOWERINGS
+from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.parameters import read_parameter
+from autopar.ir.placement import Layout, Replicate, Shard, local_shape, replicated
+from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Collective, Step, redistribute
+from autopar.ir.roles import Roles
+from autopar.ir.rule import Assignment, Choice, FactorRule
+from autopar.ir.rules import rule_for
+from autopar.ir.rules.sizes import local_arguments
+from autopar.passes.parameters import Storage
+
+PRELUDE = -1
+_TIME = "microbatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedProgram:
+    """The program of one rank of a stage mesh, for one microbatch, before it is cut into stages.
+
+    Every node has ``meta["val"]`` with its local shape, ``meta["layout"]`` and ``meta["block"]`` (PRELUDE for
+    what depends on no parameter). outputs: the flat outputs asked for, in order.
+    """
+
+    graph: fx.Graph
+    outputs: tuple[fx.Node, ...]
+    output_layouts: tuple[Layout, ...]
+    updates: Mapping[str, fx.Node]
+
+
+def shard(
+    captured: CapturedModel,
+    folding: Folding,
+    clusters: Clusters,
+    roles: Roles,
+    assignments: Mapping[fx.Node, Assignment],
+    storage: Mapping[str, Storage],
+    plan: Plan,
+    *,
+    outputs: str,
+) -> ShardedProgram:
+    """The local program of every rank under ``assignments``.
+
+    outputs: "loss" keeps only the loss, in the layout that it is produced in; "model" keeps the model's
+    outputs, their batch over the data-parallel ranks and otherwise whole.
+    """
+    sweep = _Sweep(captured, folding, clusters, roles, assignments, storage, plan)
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            sweep.placeholder(node)
+        elif node.op == "call_function":
+            sweep.call(node)
+    flat = captured.output_args()
+    start = 1 if captured.has_loss else 0
+    kept = flat[:1] if outputs == "loss" else flat[start : start + captured.num_outputs]
+    layouts: list[Layout] = []
+    results: list[fx.Node] = []
+    for value in kept:
+        if not isinstance(value, fx.Node):
+            continue
+        wanted = sweep.layout(value)
+        if outputs == "model":
+            wanted = sweep.output_layout(value)
+            results.append(sweep.use(value, wanted, wanted, max(folding.block_of.values(), default=PRELUDE)))
+        else:
+            results.append(sweep.made[value])
+        layouts.append(wanted[1:])
+    updates = {}
+    for name, buffer in captured.buffers.items():
+        if buffer.updated_by is not None:
+            new = next(n for n in captured.graph.nodes if n.name == buffer.updated_by)
+            whole = replicated(sweep.mesh)
+            updates[captured.buffers[name].name] = sweep.use(new, whole, whole, sweep.block(new))
+    sweep.graph.output(tuple(results) + tuple(updates.values()))
+    sweep.graph.eliminate_dead_code()
+    sweep.graph.lint()
+    return ShardedProgram(
+        graph=sweep.graph, outputs=tuple(results), output_layouts=tuple(layouts), updates=updates
+    )
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """State of one sweep over the graph. Layouts and meshes here have the time axis in front."""
+
+    captured: CapturedModel
+    folding: Folding
+    clusters: Clusters
+    roles: Roles
+    assignments: Mapping[fx.Node, Assignment]
+    storage: Mapping[str, Storage]
+    plan: Plan
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    uses: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+    mesh: Mesh = field(init=False)
+    differentiable: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        time = MeshAxis(_TIME, self.plan.batch.num_microbatches)
+        self.mesh = Mesh((time, *self.plan.stage_mesh.axes))
+
+    # Layouts of the original nodes, time axis first.
+
+    def choices(self, node: fx.Node) -> Assignment:
+        """The assignment of an op with its choice along the time axis in front."""
+        factor: Choice = self.roles.batch.get(node) if self.mesh.sizes[0] > 1 else None
+        return (factor, *self.assignments[node])
+
+    def layout(self, node: fx.Node) -> Layout:
+        """Layout that ``node`` is produced in."""
+        producer, result = source(node)
+        if producer.op == "call_function":
+            return rule_for(producer).result_layout(result, self.choices(producer))
+        if producer.name in self.captured.inputs:
+            inputs = (BATCH, *(BATCH if n in self.plan.inputs else None for n in self.plan.mesh))
+            return tuple(self.clusters.input_placement(producer, choice) for choice in inputs)
+        if producer.name in self.captured.parameters:
+            return (Replicate(), *self.storage[producer.name].layout)
+        return replicated(self.mesh)
+
+    def output_layout(self, node: fx.Node) -> Layout:
+        """Layout in which a model output is handed to the caller."""
+        dim = self.roles.batch_dim.get(node)
+        if dim is None:
+            return replicated(self.mesh)
+        names = {_TIME, *self.plan.inputs}
+        return tuple(Shard(dim) if name in names else Replicate() for name in self.mesh.names)
+
+    def block(self, node: fx.Node) -> int:
+        return self.folding.block_of.get(source(node)[0], PRELUDE)
+
+    # New nodes.
+
+    def placeholder(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        self.describe(new, node.meta["val"], self.layout(node), PRELUDE)
+        self.made[node] = new
+        parameter = self.captured.parameters.get(node.name)
+        if parameter is not None and parameter.requires_grad:
+            self.differentiable.add(node)
+
+    def describe(self, new: fx.Node, value: Any, layout: Layout, block: int) -> None:
+        """Attach the local value (from the global one), layout and block of a new node."""
+        if isinstance(value, torch.Tensor):
+            value = value.new_empty(local_shape(value.shape, layout, self.mesh), device="meta")
+        new.meta.update(val=value, layout=layout[1:], block=block)
+
+    def call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            self.getitem(node)
+            return
+        rule = rule_for(node)
+        choices = self.choices(node)
+        block = self.block(node)
+        operands = tensor_operands(node)
+        if any(n in self.differentiable for n in operands) and _differentiable(node):
+            self.differentiable.add(node)
+        wanted = iter(
+            [
+                self.use(operand, *rule.operand_layout(position, choices), block)
+                for position, operand in enumerate(operands)
+            ]
+        )
+        operand_set = set(operands)
+
+        def localise(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            return next(wanted) if leaf in operand_set else self.made[leaf]
+
+        layouts = [rule.result_layout(i, choices) for i in range(len(rule.results))]
+        shapes = [
+            local_shape(result.shape, layout, self.mesh)
+            for result, layout in zip(tensor_results(node), layouts, strict=True)
+        ]
+        args, kwargs = local_arguments(node, shapes[0]) if shapes else (node.args, node.kwargs)
+        args, kwargs = pytree.tree_map_only(fx.Node, localise, (args, kwargs))
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        leaves, spec = pytree.tree_flatten(node.meta["val"])
+        fresh = iter(zip(shapes, strict=True))
+        values = [leaf.new_empty(next(fresh)[0], device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        new.meta.update(node.meta)
+        new.meta.update(val=pytree.tree_unflatten(values, spec), layout=layouts[0][1:] if layouts else (), block=block)
+        self.lower(node, new, rule)
+        self.made[node] = self.mean_over_time(node, new, rule, choices[0], block)
+
+    def getitem(self, node: fx.Node) -> None:
+        producer, result = source(node)
+        inner, index = node.args
+        assert isinstance(inner, fx.Node)
+        new = self.graph.create_node("call_function", operator.getitem, (self.made[inner], index), name=node.name)
+        self.describe(new, node.meta["val"], self.layout(node), self.block(node))
+        if producer in self.differentiable and _differentiable(node):
+            self.differentiable.add(node)
+        self.made[node] = new
+
+    def lower(self, node: fx.Node, new: fx.Node, rule: FactorRule) -> None:
+        """Replace the op by its lowering where a lowered factor is sharded over the mesh."""
+        assignment = self.assignments[node]
+        names = {rule.lowered[choice] for choice in assignment if choice in rule.lowered}
+        names |= {name for factor, name in rule.lowered.items() if factor == "*"}
+        if not names:
+            return
+        name = sorted(names)[0]
+        assert len(names) == 1, f"{node} needs several lowerings: {names}"
+        function, args, kwargs = LOWERINGS[name](new, rule, assignment, self.plan.stage_mesh)
+        new.target, new.args, new.kwargs = function, args, kwargs
+
+    def mean_over_time(self, node: fx.Node, new: fx.Node, rule: FactorRule, choice: Choice, block: int) -> fx.Node:
+        """A mean over the batch is, of each microbatch, its mean divided by their number."""
+        if choice is None or choice not in rule.lowered or choice not in rule.summed:
+            return new
+        scaled = self.graph.call_function(torch.ops.aten.div.Scalar, (new, float(self.mesh.sizes[0])))
+        scaled.meta.update(new.meta)
+        return scaled
+
+    # Uses: reads of parameters and redistributions, shared by the consumers in one block.
+
+    def use(self, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
+        """The node that holds ``node`` in layout ``value`` for consumers in ``block``."""
+        made = self.layout(node)
+        if made[0] != value[0] and self.mesh.sizes[0] > 1 and not node.name in self.captured.parameters:
+            raise PlanMismatch(
+                f"the batch cannot be cut into {self.mesh.sizes[0]} microbatches: {node.name} "
+                f"({node.meta.get('source', 'no source')}) does not keep the samples of a batch apart.\n"
+                "  try: one microbatch (batch.num_microbatches: 1)"
+            )
+        if node.name in self.captured.parameters and node.op == "placeholder":
+            return self.read(node, value[1:], grad[1:], block)
+        steps = redistribute(made[1:], value[1:], grad[1:])
+        if node not in self.differentiable:
+            steps = tuple(step for step in steps if step.forward is not Collective.NONE)
+        return self.emit(node, self.made[node], steps, made, block, ())
+
+    def read(self, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
+        stored = self.storage[node.name]
+        scale, steps = stored.read(value, grad, self.plan.stage_mesh)
+        key = (node, block, scale)
+        if key not in self.uses:
+            kwargs: dict[str, Any] = {}
+            if self.plan.precision == "bf16" and self.captured.parameters[node.name].dtype.is_floating_point:
+                kwargs["dtype"] = torch.bfloat16
+            if scale != 1.0:
+                kwargs["grad_scale"] = scale
+            new = self.graph.call_function(read_parameter, (self.made[node],), kwargs)
+            self.describe(new, node.meta["val"], (Replicate(), *stored.layout), block)
+            self.uses[key] = new
+        return self.emit(node, self.uses[key], steps, (Replicate(), *stored.layout), block, (scale,))
+
+    def emit(
+        self, node: fx.Node, start: fx.Node, steps: tuple[Step, ...], layout: Layout, block: int, key: tuple[Any, ...]
+    ) -> fx.Node:
+        """The chain of collectives ``steps`` after ``start``, shared with equal chains in the same block."""
+        current = start
+        placements = list(layout[1:])
+        for number, step in enumerate(steps):
+            known = (node, block, key, steps[: number + 1])
+            if known not in self.uses:
+                function, kwargs = step_call(step, self.plan.stage_mesh)
+                new = self.graph.call_function(function, (current,), kwargs)
+                after = list(placements)
+                _move(after, step)
+                self.describe(new, node.meta["val"], (layout[0], *after), block)
+                self.uses[known] = new
+            _move(placements, step)
+            current = self.uses[known]
+        return current
+
+
+def _move(placements: list[Any], step: Step) -> None:
+    if step.shard_dim is not None:
+        placements[step.axis] = Shard(step.shard_dim)
+    elif step.forward in (Collective.ALL_GATHER, Collective.ALL_REDUCE):
+        placements[step.axis] = Replicate()
+
+
+def _differentiable(node: fx.Node) -> bool:
+    return any(result.is_floating_point() for result in tensor_results(node))

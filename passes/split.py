@@ -1,0 +1,258 @@
+"""Cut the program of one rank into blocks and pipeline stages.
+
+Each block becomes a graph of its own, from named stage values to named stage values. The prelude (positions,
+masks, label shifts: whatever depends on no parameter) is cheap and is repeated on every stage that needs it;
+everything else is computed once and sent on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.ir.blocks import Folding
+from autopar.ir.clusters import Clusters
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan, StagePlan
+from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
+from autopar.passes.parameters import Storage
+from autopar.passes.shard import PRELUDE, ShardedProgram
+
+
+def split_stages(
+    captured: CapturedModel,
+    folding: Folding,
+    clusters: Clusters,
+    sharded: ShardedProgram,
+    storage: Mapping[str, Storage],
+    data_axes: tuple[int, ...],
+    plan: Plan,
+    *,
+    outputs: str,
+) -> tuple[StageProgram, ...]:
+    """One program per stage of ``plan``. Raises PlanMismatch where a tensor cannot cross a cut."""
+    cut = _Cut(captured, sharded, plan)
+    holders = cut.parameter_stages()
+    layouts = {
+        parameter.name: ParameterLayout(
+            parameter=parameter,
+            layout=storage[name].layout,
+            partial_axes=storage[name].partial_axes,
+            stages=tuple(sorted(holders.get(name, ()))),
+        )
+        for name, parameter in captured.parameters.items()
+    }
+    input_layouts = {
+        node.name: tuple(
+            clusters.input_placement(node, "batch" if name in plan.inputs else None) for name in plan.stage_mesh.names
+        )
+        for node in clusters.input_dims
+    }
+    programs = []
+    for number in range(plan.num_stages):
+        blocks = cut.blocks(number, folding)
+        read_by_many, buffers_of_many = cut.shared(number)
+        held = {p for b in blocks for p in b.parameters} | set(read_by_many)
+        used_buffers = {b for block in blocks for b in block.buffers} | set(buffers_of_many)
+        wanted = {name for block in blocks for name in block.inputs} | {n.name for n in sharded.outputs}
+        mine = [n.name if cut.stage_of(n) == number or n.op == "placeholder" else None for n in sharded.outputs]
+        loss = mine[0] if outputs == "loss" and mine else None
+        partial = sharded.output_layouts[0] if sharded.output_layouts else ()
+        programs.append(
+            StageProgram(
+                stage=number,
+                num_stages=plan.num_stages,
+                mesh=plan.stage_mesh,
+                blocks=blocks,
+                inputs={name: step.key for name, step in captured.inputs.items() if name in wanted},
+                received=tuple(_spec(n) for n in cut.crossing(number)),
+                sent=tuple(_spec(n) for n in cut.crossing(number + 1)),
+                parameters={name: layout for name, layout in layouts.items() if name in held},
+                buffers={b.name: b for b in captured.buffers.values() if b.name in used_buffers},
+                constants={name: value for name, value in captured.constants.items() if name in wanted},
+                shared_parameters=tuple(read_by_many),
+                shared_buffers=tuple(buffers_of_many),
+                buffer_updates={
+                    name: node.name for name, node in sharded.updates.items() if cut.stage_of(node) == number
+                },
+                outputs=tuple(mine),
+                output_layouts=tuple(
+                    layout if name is not None else None
+                    for name, layout in zip(mine, sharded.output_layouts, strict=True)
+                ),
+                loss=loss,
+                loss_partial_axes=tuple(axis for axis, p in enumerate(partial) if p.is_partial()) if loss else (),
+                num_microbatches=plan.batch.num_microbatches,
+                data_axes=data_axes,
+                input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
+            )
+        )
+    return tuple(programs)
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    return TensorSpec(name=node.name, shape=tuple(value.shape), dtype=value.dtype)
+
+
+@dataclass(slots=True)
+class _Cut:
+    """The sharded graph seen as blocks and stages."""
+
+    captured: CapturedModel
+    sharded: ShardedProgram
+    plan: Plan
+    names: dict[str, str] = field(init=False)
+    by_block: dict[int, list[fx.Node]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = {
+            **{name: p.name for name, p in self.captured.parameters.items()},
+            **{name: b.name for name, b in self.captured.buffers.items()},
+        }
+        self.by_block = {}
+        for node in self.sharded.graph.nodes:
+            if node.op == "call_function":
+                self.by_block.setdefault(node.meta["block"], []).append(node)
+
+    def stage_of_block(self, block: int) -> int:
+        for number, stage in enumerate(self.plan.stages):
+            if stage.first <= block <= stage.last:
+                return number
+        raise AssertionError(f"block {block} is in no stage")
+
+    def stage_of(self, node: fx.Node) -> int:
+        """Stage that computes ``node``; the prelude is on all of them, counted as the first."""
+        block = node.meta["block"]
+        return 0 if block == PRELUDE else self.stage_of_block(block)
+
+    def kept(self) -> set[fx.Node]:
+        """Nodes that the caller or a buffer needs after the last block."""
+        return {*self.sharded.outputs, *self.sharded.updates.values()}
+
+    def crossing(self, stage: int) -> list[fx.Node]:
+        """Values that enter ``stage`` from the one before, in order; none at the two ends of the pipeline."""
+        if not 0 < stage < self.plan.num_stages:
+            return []
+        values = []
+        for node in self.sharded.graph.nodes:
+            if node.op != "call_function" or node.meta["block"] == PRELUDE or self.stage_of(node) >= stage:
+                continue
+            later = [u for u in node.users if u.op == "call_function" and self.stage_of(u) >= stage]
+            if later or (node in self.sharded.outputs and len(self.sharded.outputs) > 1):
+                if not node.meta["val"].is_floating_point():
+                    raise PlanMismatch(
+                        f"stages: the cut before stage {stage} would send {node.name}, a {node.meta['val'].dtype} tensor; "
+                        f"only floating point tensors cross a cut.\n  needed by: {later[0].format_node()}\n"
+                        "  try: cut at another block"
+                    )
+                values.append(node)
+        return values
+
+    def parameter_stages(self) -> dict[str, set[int]]:
+        """Parameter placeholder name -> stages that read it."""
+        found: dict[str, set[int]] = {}
+        for node in self.sharded.graph.nodes:
+            if node.op == "placeholder" and node.name in self.captured.parameters:
+                found[node.name] = {self.stage_of(user) for user in node.users if user.op == "call_function"}
+        return found
+
+    def shared(self, stage: int) -> tuple[list[str], list[str]]:
+        """Dotted names of the parameters and of the buffers that several blocks of ``stage`` read."""
+        parameters, buffers = [], []
+        for node in self.sharded.graph.nodes:
+            if node.op != "placeholder" or node.name not in self.names:
+                continue
+            readers = {
+                user.meta["block"]
+                for user in node.users
+                if user.op == "call_function" and self._runs_on(user, stage)
+            }
+            if len(readers) > 1:
+                (parameters if node.name in self.captured.parameters else buffers).append(self.names[node.name])
+        return parameters, buffers
+
+    def _runs_on(self, node: fx.Node, stage: int) -> bool:
+        return node.meta["block"] == PRELUDE or self.stage_of(node) == stage
+
+    def blocks(self, stage: int, folding: Folding) -> tuple[BlockProgram, ...]:
+        """The blocks of ``stage``: the part of the prelude that it needs, then its own."""
+        plan = self.plan.stages[stage]
+        own = range(plan.first, plan.last + 1)
+        shared = {name for group in self.shared(stage) for name in group}
+        prelude = self._needed_prelude([n for b in own for n in self.by_block.get(b, [])], self.by_block.get(PRELUDE, []), stage)
+        programs = []
+        if prelude:
+            programs.append(self._extract("prelude", -1, prelude, shared, "none", set(prelude)))
+        for number, index in enumerate(own):
+            block = folding.blocks[index]
+            nodes = self.by_block.get(index, [])
+            if nodes:
+                remat = _remat(plan, number)
+                programs.append(self._extract(block.name, block.kind, nodes, shared, remat, set(nodes)))
+        return tuple(programs)
+
+    def _needed_prelude(self, nodes: Iterable[fx.Node], prelude: Sequence[fx.Node], stage: int) -> list[fx.Node]:
+        needed: set[fx.Node] = set()
+        stack = [n for node in nodes for n in node.all_input_nodes]
+        if stage == self.plan.num_stages - 1:
+            stack += [n for n in self.sharded.outputs if n.meta["block"] == PRELUDE]
+        if stage == 0:
+            stack += [n for n in self.sharded.updates.values() if n.meta["block"] == PRELUDE]
+        while stack:
+            node = stack.pop()
+            if node.op == "call_function" and node.meta["block"] == PRELUDE and node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return [node for node in prelude if node in needed]
+
+    def _extract(
+        self, name: str, kind: int, nodes: list[fx.Node], shared: set[str], remat: Remat, inside: set[fx.Node]
+    ) -> BlockProgram:
+        """A graph of ``nodes`` alone."""
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        inputs: list[str] = []
+        parameters: list[str] = []
+        buffers: list[str] = []
+        outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+        for node in outside:
+            dotted = self.names.get(node.name) if node.op == "placeholder" else None
+            if dotted is None or dotted in shared:
+                value = dotted or node.name
+                copied[node] = graph.placeholder(node.name)
+                inputs.append(value)
+        for node in outside:
+            dotted = self.names.get(node.name) if node.op == "placeholder" else None
+            if dotted is not None and dotted not in shared:
+                copied[node] = graph.create_node("get_attr", dotted, name=node.name)
+                (parameters if node.name in self.captured.parameters else buffers).append(dotted)
+        for node, new in copied.items():
+            new.meta.update(node.meta)
+        for node in nodes:
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+        kept = self.kept()
+        results = [n for n in nodes if n in kept or any(u not in inside and u.op == "call_function" for u in n.users)]
+        graph.output(tuple(copied[n] for n in results))
+        return BlockProgram(
+            name=name,
+            kind=kind,
+            graph=graph,
+            inputs=tuple(inputs),
+            outputs=tuple(n.name for n in results),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            remat=remat,
+        )
+
+
+def _remat(stage: StagePlan, number: int) -> Remat:
+    """Level of the stage's block ``number``: full first, then selective, then none."""
+    full = stage.remat.get("full", 0)
+    selective = stage.remat.get("selective", 0)
+    if number < full:
+        return "full"
+    return "selective" if number < full + selective else "none"
