@@ -1,1 +1,69 @@
-"""autopar: a compiler that parallelises PyTorch training."""
+"""autopar: a compiler that finds the fastest way to train a PyTorch model on a cluster, and trains it that way.
+
+    pm = autopar.parallelize(model, 8, example_inputs=batch)     # an nn.Module, spread over 8 ranks
+    loss = pm.step(*rows)                                        # forward, backward and gradient sync
+
+    plan = autopar.search(model, cluster, example_inputs=batch)  # the plan alone; needs no GPU
+
+Public names are resolved when they are first used, so that importing one layer (``autopar.passes``) does not
+import those above it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import Parallelized as Parallelized
+    from autopar.api import parallelize as parallelize
+    from autopar.api import search as search
+    from autopar.cost_model.cluster import Cluster as Cluster
+    from autopar.ir.errors import AutoparError as AutoparError
+    from autopar.ir.plan import Plan as Plan
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "AutoparError": "autopar.ir.errors",
+    "Cluster": "autopar.cost_model.cluster",
+    "Parallelized": "autopar.api",
+    "Plan": "autopar.ir.plan",
+    "parallelize": "autopar.api",
+}
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Parallelized",
+    "Plan",
+    "__version__",
+    "parallelize",
+    "search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _SearchPackage(types.ModuleType):
+    """``autopar.search`` is both the package of the search and, called, ``autopar.api.search``.
+
+    Python sets the attribute ``autopar.search`` to the package as soon as anything in it is imported, so the
+    function cannot live under that name beside it.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("autopar.api").search(*args, **kwargs)
+
+
+# Cheap: the package itself imports nothing.
+importlib.import_module("autopar.search").__class__ = _SearchPackage

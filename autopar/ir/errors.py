@@ -7,6 +7,7 @@ AutoparError
 ├── PlanMismatch          a plan was made for another model, mesh or batch
 ├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
 ├── InvalidCluster        an unknown GPU or a malformed cluster description
+├── InvalidModelFile      the MODEL of the command line does not say what to train
 └── InvalidInput          a call's arguments do not fit the captured program
 
 A message says what, where, expected and got, and what to try.
@@ -39,6 +40,10 @@ class InfeasiblePlan(AutoparError):
 
 class InvalidCluster(AutoparError):
     """An unknown GPU or a malformed cluster description."""
+
+
+class InvalidModelFile(AutoparError):
+    """The MODEL of the command line does not say what to train."""
 
 
 class InvalidInput(AutoparError):
