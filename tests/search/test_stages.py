@@ -1,0 +1,97 @@
+"""Stage cuts equal brute force, and are found quickly for deep models."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.search.stages import LEVELS, BlockCost, Stage, cut, cuts_time, stage_memory
+
+
+def brute_force(blocks, live, num_microbatches, budget, levels) -> float | None:
+    n = len(blocks)
+    best = None
+    for inner in combinations(range(1, n), len(live) - 1):
+        bounds = [0, *inner, n]
+        options = []
+        for number, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            mine = []
+            for full in range(b - a + 1):
+                for selective in range(b - a - full + 1):
+                    stage = Stage(first=a, last=b - 1, full=full, selective=selective)
+                    used = {LEVELS[stage.level(block)] for block in range(a, b)}
+                    if used <= set(levels) and stage_memory(blocks, stage, live[number]) <= budget:
+                        mine.append(stage)
+            options.append(mine)
+        for stages in _product(options):
+            objective = cuts_time(blocks, stages, num_microbatches)
+            if best is None or objective < best:
+                best = objective
+    return best
+
+
+def _product(options):
+    if not options:
+        yield ()
+        return
+    for first in options[0]:
+        for rest in _product(options[1:]):
+            yield (first, *rest)
+
+
+@st.composite
+def problems(draw: st.DrawFn):
+    number = st.integers(0, 9).map(float)
+
+    def block() -> BlockCost:
+        if draw(st.booleans()):  # rematerialisation takes more time and less memory, as it should
+            times, saved = sorted(draw(st.tuples(number, number, number))), sorted(draw(st.tuples(number, number, number)))
+            saved = saved[::-1]
+        else:
+            times, saved = draw(st.tuples(number, number, number)), draw(st.tuples(number, number, number))
+        return BlockCost(
+            time_s=tuple(times),
+            saved_bytes=tuple(saved),
+            static_bytes=draw(number),
+            workspace_bytes=draw(number),
+            send_s=draw(number),
+        )
+
+    blocks = [block() for _ in range(draw(st.integers(1, 5)))]
+    live = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    levels = draw(st.sampled_from([("none",), ("full",), ("selective",), ("none", "full"), LEVELS]))
+    return blocks, live, draw(st.integers(1, 4)), draw(st.integers(0, 60)), levels
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_cuts_equal_brute_force(problem) -> None:
+    blocks, live, num_microbatches, budget, levels = problem
+    expected = brute_force(blocks, live, num_microbatches, budget, levels)
+    found = cut(blocks, live, num_microbatches, budget, levels)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.time_s == pytest.approx(expected)
+    assert cuts_time(blocks, found.stages, num_microbatches) == pytest.approx(expected)
+    for stage, count in zip(found.stages, live, strict=True):
+        assert stage_memory(blocks, stage, count) <= budget * (1 + 1e-9) + 1e-5
+
+
+def test_deep_model_takes_well_under_a_second() -> None:
+    layer = BlockCost(time_s=(3.0, 3.2, 4.0), saved_bytes=(10.0, 7.0, 1.0), static_bytes=20.0, send_s=0.01)
+    ends = [
+        BlockCost(time_s=(1.0,) * 3, saved_bytes=(1.0,) * 3, static_bytes=30.0),
+        BlockCost(time_s=(2.0,) * 3, saved_bytes=(5.0,) * 3, static_bytes=30.0, workspace_bytes=9.0),
+    ]
+    blocks = [ends[0], *[layer] * 84, ends[1]]
+    start = time.perf_counter()
+    found = cut(blocks, [16 - i for i in range(16)], 64, 700.0)
+    assert found is not None
+    assert time.perf_counter() - start < 1.0
+    assert any(stage.full or stage.selective for stage in found.stages)
