@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.harness import RankFailure, run_ranks
 
 
