@@ -1,0 +1,440 @@
+"""The catalogue of GPUs: published constants with sources, and assumptions with reasons.
+
+A ``Published`` value is a figure somebody printed; an ``Assumed`` value is ours, with the measurement or
+argument behind it. Nothing else is in an entry. ``docs/cost_model.md`` tabulates them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import GB, Device, Link, MatmulRate
+from autopar.ir.errors import InvalidCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A figure from a datasheet, a paper or a published measurement."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """A figure of ours and what it rests on."""
+
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateEntry:
+    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by matmuls and by fused attention."""
+
+    peak_tflops: Published
+    efficiency: Assumed
+    attention: Assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEntry:
+    """A kind of link: GB/s (decimal) per device and direction, microseconds."""
+
+    name: str
+    bandwidth_gb_s: Published
+    efficiency: Assumed
+    base_latency_us: Assumed
+    hop_latency_us: Assumed
+    peer_gb_s: Published | None = None
+    switch_reduce_gb_s: Published | None = None
+
+    def link(self) -> Link:
+        return Link(
+            name=self.name,
+            bandwidth=self.bandwidth_gb_s.value * GB,
+            efficiency=self.efficiency.value,
+            base_latency_s=self.base_latency_us.value * 1e-6,
+            hop_latency_s=self.hop_latency_us.value * 1e-6,
+            peer_bandwidth=self.peer_gb_s.value * GB if self.peer_gb_s else None,
+            switch_reduce=self.switch_reduce_gb_s.value * GB if self.switch_reduce_gb_s else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEntry:
+    """One device type in its usual node."""
+
+    name: str
+    rates: dict[str, RateEntry]
+    memory_gb: Published
+    reserved_gb: Assumed
+    bandwidth_gb_s: Published
+    memory_efficiency: Assumed
+    kernel_launch_us: Assumed
+    half_saturation: Assumed
+    gpus_per_node: Published | Assumed
+    intra_node: LinkEntry
+    inter_node: LinkEntry
+
+    def device(self) -> Device:
+        return Device(
+            name=self.name,
+            matmul=tuple(
+                MatmulRate(
+                    precision=precision,
+                    peak_flops=rate.peak_tflops.value * 1e12,
+                    efficiency=rate.efficiency.value,
+                    attention_efficiency=rate.attention.value,
+                )
+                for precision, rate in self.rates.items()
+            ),
+            memory_bytes=int(self.memory_gb.value * GB),
+            reserved_bytes=int(self.reserved_gb.value * GB),
+            memory_bandwidth=self.bandwidth_gb_s.value * GB,
+            memory_efficiency=self.memory_efficiency.value,
+            kernel_launch_s=self.kernel_launch_us.value * 1e-6,
+            half_saturation=self.half_saturation.value,
+        )
+
+
+# Pages that several entries quote.
+_ACCELERATORS = "stas00/ml-engineering compute/accelerator/README.md @744d01e"
+_NETWORK = "stas00/ml-engineering network/README.md @744d01e"
+_A100 = "NVIDIA A100 datasheet"
+_H100 = "NVIDIA H100 datasheet"
+_V100 = "NVIDIA V100 datasheet"
+_B200 = "NVIDIA HGX B200 datasheet"
+_MI300X = "AMD Instinct MI300X datasheet"
+
+_RESERVED = Assumed(
+    1.5, "CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
+)
+_MEMORY_EFFICIENCY = Assumed(0.80, "large elementwise kernels reach 80-90 % of HBM bandwidth; normalisations less")
+_LAUNCH = Assumed(4.0, "eager kernels of a training step are queued ahead; each still costs about 4 us of tail and gap")
+_SATURATION = Assumed(100.0, "128-wide tiles: a matmul 1024 thin reaches about 90 % of the rate of a large one")
+_EIGHT = Published(8, "DGX and HGX systems hold eight GPUs")
+
+
+def _fp32(tflops: float, source: str) -> RateEntry:
+    return RateEntry(
+        peak_tflops=Published(tflops, source),
+        efficiency=Assumed(0.85, "cuBLAS SGEMM without TF32, which PyTorch leaves off by default, runs near its peak"),
+        attention=Assumed(0.35, "the memory-efficient kernel serves fp32; FlashAttention does not"),
+    )
+
+
+def _half(tflops: float, source: str, efficiency: float, why: str, attention: float, why_attention: str) -> RateEntry:
+    return RateEntry(
+        peak_tflops=Published(tflops, source),
+        efficiency=Assumed(efficiency, why),
+        attention=Assumed(attention, why_attention),
+    )
+
+
+_A100_HALF = _half(
+    312, _ACCELERATORS,
+    0.78, "best measured shape 271 TFLOP/s (0.87, MAMF finder); training shapes and clocks lose a tenth",
+    0.50, "FlashAttention-2 forward and backward on A100: 150-190 TFLOP/s at head size 64-128",
+)
+_H100_WHY = "best measured shape 795 TFLOP/s (0.80, MAMF finder); training throttles on power, its shapes are worse"
+_H100_ATTENTION = "FlashAttention-2, the kernel PyTorch ships: 300-400 TFLOP/s on H100"
+
+_NVLINK_BASE = Assumed(20.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
+_NVLINK_HOP = Assumed(1.5, "same measurement, over the 14 steps of a ring of 8")
+
+
+def _nvlink(name: str, gb_s: float, efficiency: float, why: str, switch: Published | None = None) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=Published(gb_s, _NETWORK),
+        efficiency=Assumed(efficiency, why),
+        base_latency_us=_NVLINK_BASE,
+        hop_latency_us=_NVLINK_HOP,
+        switch_reduce_gb_s=switch,
+    )
+
+
+def _network(name: str, gb_s: float, source: str) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=Published(gb_s, source),
+        efficiency=Assumed(0.90, "busbw 192 of 200 GB/s (DGX A100), 382 of 400 (B200 EFA), 350 of 400 (248 nodes)"),
+        base_latency_us=Assumed(25.0, "as within a node, plus the proxy thread that drives the NIC"),
+        hop_latency_us=Assumed(5.0, "B200 EFA: 1 MiB on 32 GPUs takes 380 us in 62 ring steps; InfiniBand less"),
+    )
+
+
+def _pcie(name: str, gb_s: float, source: str) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=Published(gb_s, source),
+        efficiency=Assumed(0.60, "protocol overhead leaves 0.8; neighbours share host bridges and switches"),
+        base_latency_us=_NVLINK_BASE,
+        hop_latency_us=Assumed(3.0, "through the root complex"),
+    )
+
+
+_IB_A100 = _network("HDR InfiniBand", 25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Megatron-LM paper")
+_IB_H100 = _network("NDR InfiniBand", 50, f"DGX H100: 8 x NDR 400 Gb/s, {_NETWORK}")
+_NVLINK_A100 = _nvlink("NVLink 3", 300, 0.76, "nccl busbw 229-235 of 300 GB/s at 1-16 GiB, 8 GPUs")
+_NVLINK_H100 = _nvlink(
+    "NVLink 4", 450, 0.80, "ring busbw 363-368 of 450 GB/s, 2 to 8 GPUs",
+    Published(270, f"NVLS all-reduce: 480 GB/s busbw on 8 GPUs = 274 GB/s of payload, 414 on 5 = 259; {_NETWORK}"),
+)
+
+_ENTRIES = (
+    GpuEntry(
+        name="V100",
+        rates={
+            "fp32": _fp32(15.7, _V100),
+            "fp16": _half(
+                125, "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
+                0.65, "cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
+                0.25, "FlashAttention does not support V100; the memory-efficient kernel does",
+            ),
+        },
+        memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(900, _V100),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_nvlink("NVLink 2", 150, 0.80, "as on A100, whose rings reach 0.78"),
+        inter_node=_network("EDR InfiniBand", 6.25, "DGX-1V: 4 x EDR 100 Gb/s per node, NVIDIA/nccl-tests#29"),
+    ),
+    GpuEntry(
+        name="A100-40GB",
+        rates={"fp32": _fp32(19.5, _A100), "bf16": _A100_HALF},
+        memory_gb=Published(40, _A100),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(1555, _A100),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_NVLINK_A100,
+        inter_node=_IB_A100,
+    ),
+    GpuEntry(
+        name="A100-80GB",
+        rates={"fp32": _fp32(19.5, _A100), "bf16": _A100_HALF},
+        memory_gb=Published(80, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(2039, _A100),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_NVLINK_A100,
+        inter_node=_IB_A100,
+    ),
+    GpuEntry(
+        name="A100-80GB-PCIe",
+        rates={
+            "fp32": _fp32(19.5, _A100),
+            "bf16": _half(
+                312, _ACCELERATORS,
+                0.70, "best measured shape 253 TFLOP/s (0.81, MAMF finder) at 300 W",
+                0.45, "as on the SXM part, at the lower power limit",
+            ),
+        },
+        memory_gb=Published(80, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(1940, _ACCELERATORS),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=Assumed(8, "common 4U servers hold eight cards"),
+        intra_node=_pcie("PCIe 4 x16", 31.5, "PCI Express 4.0 specification: 16 GT/s x 16 lanes, 128b/130b"),
+        inter_node=_network("100 Gb/s Ethernet per GPU", 12.5, "line rate; two 400 Gb/s adapters for eight cards"),
+    ),
+    GpuEntry(
+        name="H100-SXM",
+        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.68, _H100_WHY, 0.38, _H100_ATTENTION)},
+        memory_gb=Published(80, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(3350, _ACCELERATORS),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_NVLINK_H100,
+        inter_node=_IB_H100,
+    ),
+    GpuEntry(
+        name="H100-PCIe",
+        rates={
+            "fp32": _fp32(51, _H100),
+            "bf16": _half(756, _ACCELERATORS, 0.60, "350 W limit; otherwise as SXM", 0.35, _H100_ATTENTION),
+        },
+        memory_gb=Published(80, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(2000, _ACCELERATORS),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=Assumed(8, "common 4U servers hold eight cards"),
+        intra_node=_pcie("PCIe 5 x16", 63, "PCI Express 5.0 specification: 32 GT/s x 16 lanes, 128b/130b"),
+        inter_node=_network("200 Gb/s per GPU", 25, "200 Gb/s line rate; four 400 Gb/s adapters for eight cards"),
+    ),
+    GpuEntry(
+        name="H200",
+        rates={
+            "fp32": _fp32(67, "NVIDIA H200 datasheet"),
+            "bf16": _half(989, _ACCELERATORS, 0.70, _H100_WHY, 0.38, _H100_ATTENTION),
+        },
+        memory_gb=Published(141, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(4800, _ACCELERATORS),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_NVLINK_H100,
+        inter_node=_IB_H100,
+    ),
+    GpuEntry(
+        name="B200",
+        rates={
+            "fp32": _fp32(75, _B200),
+            "bf16": _half(
+                2250, _ACCELERATORS,
+                0.65, "best measured shape 1745 TFLOP/s (0.78, MAMF finder); sustained training power-throttles",
+                0.35, "cuDNN attention on B200; FlashAttention-2 would be slower",
+            ),
+        },
+        memory_gb=Published(180, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(7700, "NVIDIA/dgxc-benchmarking README.md @v26.06.01"),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=_nvlink(
+            "NVLink 5", 900, 0.75, "ring busbw 673-682 of 900 GB/s, 4 to 8 GPUs",
+            Published(470, f"NVLS all-reduce: 838 GB/s busbw on 8 GPUs = 479 GB/s payload, 778 on 6 = 467; {_NETWORK}"),
+        ),
+        inter_node=_network("NDR InfiniBand or EFA v4", 50, f"8 x 400 Gb/s, {_NETWORK}"),
+    ),
+    GpuEntry(
+        name="MI300X",
+        rates={
+            "fp32": _fp32(163.4, _MI300X),
+            "bf16": _half(
+                1307, _ACCELERATORS,
+                0.46, "best measured shape 668 TFLOP/s (0.51, MAMF finder)",
+                0.25, "ROCm FlashAttention-2: about 300 TFLOP/s",
+            ),
+        },
+        memory_gb=Published(192, _ACCELERATORS),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(5300, _ACCELERATORS),
+        memory_efficiency=Assumed(0.75, "rocm stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
+        kernel_launch_us=Assumed(6.0, "HIP launches are slower than CUDA's"),
+        half_saturation=_SATURATION,
+        gpus_per_node=_EIGHT,
+        intra_node=LinkEntry(
+            name="Infinity Fabric",
+            bandwidth_gb_s=Published(448, _NETWORK),
+            efficiency=Assumed(0.70, "busbw 313 of 448 GB/s on 8 GPUs, 48 of 64 on 2"),
+            base_latency_us=Assumed(25.0, "RCCL, as NCCL with slower launches"),
+            hop_latency_us=Assumed(2.0, "RCCL, as NCCL"),
+            peer_gb_s=Published(64, f"one xGMI link per pair, {_NETWORK}"),
+        ),
+        inter_node=_network("400 Gb/s per GPU", 50, "8 x 400 Gb/s adapters, AMD MI300X platform reference design"),
+    ),
+    GpuEntry(
+        name="CPU",
+        rates={
+            "fp32": RateEntry(
+                peak_tflops=Published(0.16, "2.5 GHz x 16 lanes x 2 (fused multiply-add) x 2 ports, one AVX-512 core"),
+                efficiency=Assumed(0.25, "one thread: 26-59 GFLOP/s at sizes 256-1024, measured on a shared machine"),
+                attention=Assumed(0.10, "the CPU flash kernel, blocked but not tuned for short rows"),
+            ),
+            "bf16": RateEntry(
+                peak_tflops=Published(0.16, "as fp32: no matrix unit for bf16 assumed"),
+                efficiency=Assumed(0.10, "16 GFLOP/s measured at size 512 on one thread"),
+                attention=Assumed(0.05, "half of fp32, as the matmuls"),
+            ),
+        },
+        memory_gb=Published(4, "a share of the 16-24 GB of a small continuous-integration machine"),
+        reserved_gb=Assumed(0.5, "one Python process with torch imported"),
+        bandwidth_gb_s=Published(10, "one core's share of two DDR4-2666 channels"),
+        memory_efficiency=Assumed(0.5, "2.6-6 GB/s measured for elementwise kernels, page faults included"),
+        kernel_launch_us=Assumed(12.0, "11.6 us measured for an eager addition of 16 numbers"),
+        half_saturation=Assumed(32.0, "small tiles: a matmul of size 64 reaches more than half"),
+        gpus_per_node=Assumed(8, "ranks on one machine"),
+        intra_node=LinkEntry(
+            name="gloo over loopback",
+            bandwidth_gb_s=Published(2.0, "one core copying through a TCP loopback socket"),
+            efficiency=Assumed(0.4, "gloo's rings copy and reduce on the core that also computes"),
+            base_latency_us=Assumed(150.0, "a thread hand-over and several system calls for each collective"),
+            hop_latency_us=Assumed(50.0, "one socket round between processes that share cores"),
+        ),
+        inter_node=LinkEntry(
+            name="gloo over Ethernet",
+            bandwidth_gb_s=Published(1.25, "10 Gb/s Ethernet line rate"),
+            efficiency=Assumed(0.5, "as over loopback"),
+            base_latency_us=Assumed(200.0, "as over loopback"),
+            hop_latency_us=Assumed(100.0, "kernel network stack on both sides"),
+        ),
+    ),
+)
+
+CATALOGUE: dict[str, GpuEntry] = {entry.name.lower(): entry for entry in _ENTRIES}
+
+# Other spellings of the same parts.
+_ALIASES = {
+    "a100": "a100-80gb",
+    "a100-sxm": "a100-80gb",
+    "a100-80gb-sxm": "a100-80gb",
+    "a100-40gb-sxm": "a100-40gb",
+    "a100-sxm-80gb": "a100-80gb",
+    "a100-sxm-40gb": "a100-40gb",
+    "a100-pcie": "a100-80gb-pcie",
+    "a100-pcie-80gb": "a100-80gb-pcie",
+    "h100": "h100-sxm",
+    "h100-80gb": "h100-sxm",
+    "h200-sxm": "h200",
+    "b200-sxm": "b200",
+    "v100-sxm2": "v100",
+}
+
+
+def known_gpus() -> tuple[str, ...]:
+    """Names that ``make_cluster`` takes, without the aliases."""
+    return tuple(CATALOGUE)
+
+
+def find_gpu(name: str) -> GpuEntry:
+    """The entry called ``name``, in any case. Raises InvalidCluster that lists what there is."""
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = _ALIASES.get(key, key)
+    if key in CATALOGUE:
+        return CATALOGUE[key]
+    close = get_close_matches(key, [*CATALOGUE, *_ALIASES], n=1, cutoff=0.5)
+    hint = f"; did you mean {_ALIASES.get(close[0], close[0])!r}?" if close else ""
+    raise InvalidCluster(
+        f"unknown GPU {name!r}{hint}\n  known: {', '.join(CATALOGUE)}\n  "
+        "try: one of these, or --cluster with a YAML file that gives its figures"
+    )
+
+
+def make_cluster(gpu: str, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
+    """``num_gpus`` devices of a catalogued type in the type's usual nodes.
+
+    ``gpus_per_node`` defaults to the usual node, or to ``num_gpus`` if that is smaller.
+    Raises InvalidCluster for an unknown GPU or counts that do not divide.
+    """
+    entry = find_gpu(gpu)
+    return Cluster(
+        device=entry.device(),
+        num_gpus=num_gpus,
+        gpus_per_node=gpus_per_node if gpus_per_node is not None else min(num_gpus, int(entry.gpus_per_node.value)),
+        intra_node=entry.intra_node.link(),
+        inter_node=entry.inter_node.link(),
+    )

@@ -1,0 +1,169 @@
+"""Time of collectives, and of the redistributions made of them.
+
+A collective on ``n`` ranks moves per rank, of a tensor of ``S`` bytes:
+
+    all_reduce        2 (n - 1) / n  S         S: the tensor, the same size on every rank
+    all_gather          (n - 1) / n  S         S: the gathered tensor
+    reduce_scatter      (n - 1) / n  S         S: the tensor before it is scattered
+    all_to_all          (n - 1) / n  S         S: the local shard
+
+Rings run at the speed of their slowest edge. Inside a node that is the device's link. Where a group crosses
+nodes, NCCL cuts the ring into one channel per NIC, so a group with ``r`` ranks on each node has ``r`` NICs and
+gets ``min(link, r * nic)``; the measured busbw of 4-node groups (192 of 200 GB/s on DGX A100, 382 of 400 on
+B200) agrees. In an all-to-all each rank has one NIC for what leaves its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, log2, prod
+
+from autopar.cost_model.cluster import Cluster, Group
+from autopar.cost_model.hardware import Device, Link
+from autopar.cost_model.seconds import OpTime
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Shard
+from autopar.ir.redistribution import Collective, Step
+
+# NCCL takes the switch's own reduction from this group size on (NVIDIA/nccl#1455).
+_SWITCH_REDUCE_FROM = 5
+
+
+def volume_bytes(collective: Collective, payload_bytes: float, size: int) -> float:
+    """Bytes that each of ``size`` ranks sends. ``payload_bytes`` as in the table above."""
+    if not collective.communicates or size == 1:
+        return 0.0
+    share = (size - 1) / size * payload_bytes
+    return 2 * share if collective is Collective.ALL_REDUCE else share
+
+
+def collective_time(collective: Collective, payload_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of one collective. ``payload_bytes`` as in the table above."""
+    moved = volume_bytes(collective, payload_bytes, group.size)
+    if moved == 0.0:
+        return 0.0
+    intra, inter = cluster.intra_node, cluster.inter_node
+    if collective is Collective.ALL_TO_ALL:
+        outside = (group.size - group.ranks_per_node) / group.size * payload_bytes if group.spans_nodes else 0.0
+        inside = moved - outside
+        if not group.spans_nodes:
+            hops = (group.size - 1) * intra.hop_latency_s
+            return intra.base_latency_s + hops + inside / intra.ring_bandwidth(group.size)
+        slowest = max(inside / intra.ring_bandwidth(group.ranks_per_node), outside / inter.ring_bandwidth(2))
+        return inter.base_latency_s + (group.num_nodes - 1) * inter.hop_latency_s + slowest
+    return _latency(collective, group, intra, inter) + moved / _ring_bandwidth(collective, group, intra, inter)
+
+
+def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
+    """Bus bandwidth of a group: bytes/s that each rank's share of the ring gets."""
+    if group.spans_nodes:
+        network = inter.ring_bandwidth(2) * group.ranks_per_node
+        if group.ranks_per_node == 1:
+            return network
+        return min(intra.ring_bandwidth(group.ranks_per_node), network)
+    ring = intra.ring_bandwidth(group.size)
+    if collective is Collective.ALL_REDUCE and intra.switch_reduce is not None and group.size >= _SWITCH_REDUCE_FROM:
+        return max(ring, intra.switch_reduce * 2 * (group.size - 1) / group.size)
+    return ring
+
+
+def _latency(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
+    """Ring steps wait for the slowest hop; an all-reduce over many nodes takes a tree instead."""
+    rounds = 2 if collective is Collective.ALL_REDUCE else 1
+    if not group.spans_nodes:
+        return intra.base_latency_s + rounds * (group.size - 1) * intra.hop_latency_s
+    ring = rounds * (group.size - 1) * inter.hop_latency_s
+    if collective is Collective.ALL_REDUCE:
+        depth = ceil(log2(group.num_nodes))
+        ring = min(ring, 2 * (depth * inter.hop_latency_s + (group.ranks_per_node - 1) * intra.hop_latency_s))
+    return inter.base_latency_s + ring
+
+
+def point_to_point_time(payload_bytes: float, link: Link) -> float:
+    """Seconds to send ``payload_bytes`` from one rank to one other."""
+    return link.base_latency_s + link.hop_latency_s + payload_bytes / link.ring_bandwidth(2)
+
+
+def redistribution_time(
+    steps: Sequence[Step], numel: int, itemsize: int, source: Layout, mesh: Mesh, cluster: Cluster
+) -> OpTime:
+    """Seconds, forward and backward, of the steps that take a tensor of global ``numel`` out of layout ``source``."""
+    return Fabric(cluster, mesh).redistribution_time(steps, numel, itemsize, source)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The links of one stage mesh on one cluster: what communication along its axes costs."""
+
+    cluster: Cluster
+    mesh: Mesh
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Group of each mesh axis."""
+        return tuple(self.cluster.group(self.mesh, axis) for axis in range(len(self.mesh)))
+
+    def group(self, axes: int | Sequence[int]) -> Group:
+        return self.groups[axes] if isinstance(axes, int) else self.cluster.group(self.mesh, axes)
+
+    def time(self, collective: Collective, payload_bytes: float, axes: int | Sequence[int]) -> float:
+        """Seconds of one collective over one axis, or over several jointly."""
+        return collective_time(collective, payload_bytes, self.group(axes), self.cluster)
+
+    def redistribution_time(self, steps: Sequence[Step], numel: float, itemsize: int, source: Layout) -> OpTime:
+        """As the function of this name. ``numel``: global elements (of one microbatch).
+
+        Local copies count too: what a split cuts off, and the reordering after a gather along a dimension that
+        is not the first.
+        """
+        if not steps:
+            return OpTime()
+        device = self.cluster.device
+        local = numel * itemsize
+        for placement, axis in zip(source, self.mesh.axes, strict=True):
+            if isinstance(placement, Shard):
+                local /= axis.size
+        forward = backward = 0.0
+        for step in steps:
+            size = self.mesh.axes[step.axis].size
+            if size == 1:
+                continue
+            group = self.groups[step.axis]
+            after = _size_after(step.forward, local, size)
+            ends = max(local, after), min(local, after)
+            forward += collective_time(step.forward, ends[0], group, self.cluster)
+            forward += _copy_time(step.forward, step.gather_dim, step.shard_dim, *ends, device)
+            backward += collective_time(step.backward, ends[0], group, self.cluster)
+            backward += _copy_time(step.backward, step.shard_dim, step.gather_dim, *ends, device)
+            local = after
+        return OpTime(forward, backward)
+
+
+def _size_after(collective: Collective, local: float, size: int) -> float:
+    if collective in (Collective.SPLIT, Collective.REDUCE_SCATTER):
+        return local / size
+    if collective is Collective.ALL_GATHER:
+        return local * size
+    return local
+
+
+def _copy_time(
+    collective: Collective, gather_dim: int | None, shard_dim: int | None, large: float, small: float, device: Device
+) -> float:
+    """Local reads and writes that come with a step in one direction."""
+    if collective in (Collective.SPLIT, Collective.DIVIDE):
+        return device.kernel_launch_s + device.memory_seconds(2 * small)
+    if collective is Collective.ALL_GATHER and gather_dim:
+        return device.kernel_launch_s + device.memory_seconds(2 * large)
+    if collective is Collective.REDUCE_SCATTER and shard_dim:
+        return device.kernel_launch_s + device.memory_seconds(2 * large)
+    if collective is Collective.ALL_TO_ALL:
+        return 2 * (device.kernel_launch_s + device.memory_seconds(2 * large))
+    return 0.0
+
+
+def sharded_degree(layout: Layout, mesh: Mesh) -> int:
+    """Into how many pieces ``layout`` cuts a tensor."""
+    return prod(axis.size for placement, axis in zip(layout, mesh.axes, strict=True) if isinstance(placement, Shard))

@@ -1,0 +1,91 @@
+"""Cluster files: a catalogued GPU, with any figure replaced by what was measured.
+
+    gpu: a100-80gb
+    num_gpus: 64
+    gpus_per_node: 8
+    memory_gb: 80
+    inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import GB, Link
+from autopar.ir.errors import InvalidCluster
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LinkDescription(_Model):
+    """Figures of a link that replace the catalogue's. bandwidth_gb_s: per GPU and direction, decimal."""
+
+    bandwidth_gb_s: PositiveFloat | None = None
+    efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    latency_us: Annotated[float, Field(ge=0)] | None = None
+
+    def applied_to(self, link: Link) -> Link:
+        if self.bandwidth_gb_s is not None:
+            # What the catalogue knows of pairs and switches belongs to the link that is replaced.
+            link = replace(link, bandwidth=self.bandwidth_gb_s * GB, peer_bandwidth=None, switch_reduce=None)
+        if self.efficiency is not None:
+            link = replace(link, efficiency=self.efficiency)
+        if self.latency_us is not None:
+            link = replace(link, hop_latency_s=self.latency_us * 1e-6)
+        return link
+
+
+class ClusterDescription(_Model):
+    """A cluster file."""
+
+    gpu: str
+    num_gpus: PositiveInt
+    gpus_per_node: PositiveInt | None = None
+    memory_gb: PositiveFloat | None = None
+    matmul_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    intra_node: LinkDescription = LinkDescription()
+    inter_node: LinkDescription = LinkDescription()
+
+    def cluster(self) -> Cluster:
+        base = make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
+        device = base.device
+        if self.memory_gb is not None:
+            device = replace(device, memory_bytes=int(self.memory_gb * GB))
+        if self.matmul_efficiency is not None:
+            device = replace(device, matmul=tuple(replace(r, efficiency=self.matmul_efficiency) for r in device.matmul))
+        return replace(
+            base,
+            device=device,
+            intra_node=self.intra_node.applied_to(base.intra_node),
+            inter_node=self.inter_node.applied_to(base.inter_node),
+        )
+
+
+def cluster_from_dict(data: object, *, source: str = "cluster") -> Cluster:
+    """A cluster from a mapping. Raises InvalidCluster with the path of each bad field."""
+    if not isinstance(data, dict):
+        raise InvalidCluster(f"{source}: expected a mapping with gpu and num_gpus, got {type(data).__name__}")
+    try:
+        description = ClusterDescription.model_validate(data)
+    except pydantic.ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'cluster'}: {e['msg']}" for e in error.errors()]
+        raise InvalidCluster(f"{source} is not a valid cluster:\n" + "\n".join(lines)) from error
+    return description.cluster()
+
+
+def cluster_from_yaml(text: str, *, source: str = "cluster") -> Cluster:
+    """A cluster from YAML text. Raises InvalidCluster."""
+    try:
+        data: object = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidCluster(f"{source} is not YAML: {error}") from error
+    return cluster_from_dict(data, source=source)

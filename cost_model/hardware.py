@@ -1,0 +1,111 @@
+"""Devices and links.
+
+Every published figure (a datasheet's peak, a capacity) is a field of its own beside the fraction of it that
+training is assumed to achieve. ``catalogue`` holds the figures with their sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.errors import InvalidCluster
+
+GIB = 1 << 30
+GB = 1e9
+
+# Bytes of one floating point number in compute.
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# What a precision is costed as where a device lacks it.
+_SIXTEEN_BIT = {"bf16": "fp16", "fp16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulRate:
+    """Dense matrix multiplication in one precision.
+
+    peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that a large matmul inside a training
+    step achieves. attention_efficiency: the same for fused attention.
+    """
+
+    precision: str
+    peak_flops: float
+    efficiency: float
+    attention_efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or one CPU rank).
+
+    memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
+    of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
+    kernel_launch_s: floor of the time of one kernel.
+    half_saturation: matrix size at which a matmul whose smallest local dimension has this size runs at half of
+    its rate (tiles and pipelines not filled).
+    """
+
+    name: str
+    matmul: tuple[MatmulRate, ...]
+    memory_bytes: int
+    reserved_bytes: int
+    memory_bandwidth: float
+    memory_efficiency: float
+    kernel_launch_s: float
+    half_saturation: float
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions with a matrix rate of their own."""
+        return tuple(rate.precision for rate in self.matmul)
+
+    def matmul_rate(self, precision: str) -> MatmulRate:
+        """Rate in ``precision``. bf16 on a device that has only fp16 units is costed at the fp16 rate.
+
+        Raises InvalidCluster for a precision the device has no figure for.
+        """
+        for name in (precision, _SIXTEEN_BIT.get(precision)):
+            for rate in self.matmul:
+                if rate.precision == name:
+                    return rate
+        raise InvalidCluster(f"{self.name} has no {precision} rate; it has {', '.join(self.precisions)}")
+
+    def peak_flops(self, precision: str) -> float:
+        """Datasheet FLOP/s, the denominator of model FLOPs utilisation."""
+        return self.matmul_rate(precision).peak_flops
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move ``num_bytes`` to or from device memory."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for a training program."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects the devices of a node, or the nodes.
+
+    bandwidth: bytes/s of one device in one direction, by the datasheet. efficiency: fraction of it that a ring
+    of devices achieves. base_latency_s: cost of starting a collective. hop_latency_s: of each step of a ring.
+    peer_bandwidth: bytes/s between one pair of devices where a pair gets less than ``bandwidth`` (links without
+    a switch), else None.
+    switch_reduce: all-reduce bytes/s of a switch that reduces in the network (NVLink SHARP), used by groups of
+    at least five devices; None without.
+    """
+
+    name: str
+    bandwidth: float
+    efficiency: float
+    base_latency_s: float
+    hop_latency_s: float
+    peer_bandwidth: float | None = None
+    switch_reduce: float | None = None
+
+    def ring_bandwidth(self, size: int) -> float:
+        """Achieved bytes/s per device in a group of ``size`` devices."""
+        if self.peer_bandwidth is not None:
+            return min(self.bandwidth, self.peer_bandwidth * max(1, size - 1)) * self.efficiency
+        return self.bandwidth * self.efficiency

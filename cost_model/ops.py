@@ -1,0 +1,289 @@
+"""Roofline of one op on one rank, forward and backward.
+
+    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth) + launch
+    backward = the same over what the gradient computation does
+
+FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
+tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch.
+
+An op is a *contraction* if a factor is in two of its floating point operands and in no result, as ``k`` in
+``m k, n k -> m n``. Its backward is one such product for each operand that needs a gradient. Every other op is
+bound by the bytes it reads and writes, backward the gradients and what it saved. A view costs nothing
+forward; backward it fills the gradient of what it left out. Nothing else is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.cost_model.hardware import ITEMSIZE, Device, MatmulRate
+from autopar.cost_model.seconds import OpTime
+from autopar.ir.errors import UnsupportedOp
+from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+
+# Fused attention recomputes the scores in its backward: five products for the forward's two.
+_ATTENTION_BACKWARD = 2.5
+
+# Ops whose first operand is a table of which they read only what they return.
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
+
+# Ops with an alias annotation that nevertheless copy.
+_COPIES = frozenset({"contiguous", "to", "_to_copy"})
+
+# Views without an alias annotation.
+_VIEWS = frozenset({"_unsafe_view", "getitem", "reshape"})
+
+
+def op_name(node: fx.Node) -> str:
+    """Short name of an op: ``linear`` for ``aten.linear.default``, ``attention`` for ``autopar.ir.ops.attention``."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", str(target))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an op only names the data of its operand anew."""
+    name = op_name(node)
+    if name in _VIEWS:
+        return True
+    if name in _COPIES or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_attention(node: fx.Node) -> bool:
+    return op_name(node) in ("attention", "scaled_dot_product_attention")
+
+
+def is_contraction(node: fx.Node, rule: FactorRule) -> bool:
+    """Whether the op multiplies two floating point operands over a common factor that no result has."""
+    return bool(_contracted(node, rule))
+
+
+def _contracted(node: fx.Node, rule: FactorRule) -> list[int]:
+    """Positions of the operands that share a factor which no result has with another one; [] for none."""
+    kept = _factors_of(rule.results)
+    own = {
+        position: {f for dim in rule.operands[position] for f in dim} - kept
+        for position, operand in enumerate(tensor_operands(node))
+        if operand.meta["val"].is_floating_point()
+    }
+    return [p for p, lost in own.items() if any(lost & other for q, other in own.items() if q != p)]
+
+
+def needs_gradient(captured: CapturedModel) -> frozenset[fx.Node]:
+    """Tensors that a gradient flows through: floating point and computed from a parameter that requires one."""
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            parameter = captured.parameters.get(node.name)
+            if parameter is not None and parameter.requires_grad:
+                found.add(node)
+        elif node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            if is_tensor(node) and not node.meta["val"].is_floating_point():
+                continue
+            found.add(node)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Bytes of a tensor of the whole batch, the factors it runs over, and what backward does with it."""
+
+    num_bytes: float
+    factors: frozenset[str]
+    carries_batch: bool
+
+    def local(self, degrees: dict[str, int], num_microbatches: int) -> float:
+        divisor = num_microbatches if self.carries_batch else 1
+        for factor, degree in degrees.items():
+            if factor in self.factors:
+                divisor *= degree
+        return self.num_bytes / divisor
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Everything about an op that its time depends on, so that each assignment takes microseconds.
+
+    read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
+    matrix: factors of rows, columns and depth of a plain matrix product, () for any other op.
+    is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
+    """
+
+    name: str
+    device: Device
+    rate: MatmulRate
+    free: bool
+    free_backward: bool
+    flops: float
+    backward_flops: float
+    carries_batch: bool
+    read: tuple[_Tensor, ...]
+    written: tuple[_Tensor, ...]
+    backward_read: tuple[_Tensor, ...]
+    backward_written: tuple[_Tensor, ...]
+    matrix: tuple[frozenset[str], ...]
+    is_contraction: bool
+    sizes: dict[str, int]
+    batch_factor: str | None
+    efficiency: float
+    backward_launches: int
+
+    @classmethod
+    def of(
+        cls,
+        node: fx.Node,
+        rule: FactorRule | None,
+        device: Device,
+        *,
+        precision: str = "fp32",
+        batch_factor: str | None = None,
+        needs_grad: AbstractSet[fx.Node] | None = None,
+    ) -> OpCost:
+        """Measure ``node``.
+
+        precision: of compute, fp32 or bf16: what float32 tensors of the capture become. batch_factor: the
+        factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
+        gradient flows through; every floating point operand if not given.
+        Raises UnsupportedOp for an op without a rule.
+        """
+        if rule is None:
+            raise UnsupportedOp(
+                f"no cost for {node.target} ({node.name}): it has no factor rule"
+                f"\n  at: {node.meta.get('source', 'unknown line')}"
+            )
+        operands, results = tensor_operands(node), tensor_results(node)
+        read = [
+            _tensor(o.meta["val"], f, precision, batch_factor) for o, f in zip(operands, rule.operands, strict=True)
+        ]
+        written = [_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
+        differentiable = [
+            position
+            for position, operand in enumerate(operands)
+            if operand.meta["val"].is_floating_point() and (needs_grad is None or operand in needs_grad)
+        ]
+        flowing = [t for r, t in zip(results, written, strict=True) if r.is_floating_point()]
+        gradients = [read[position] for position in differentiable]
+        contracted = _contracted(node, rule)
+        attention = is_attention(node)
+        free = is_view(node)
+        if op_name(node) in _LOOKUPS and read:
+            read[0] = written[0]
+        flops = rule.flops
+        if contracted and flops == 0:
+            flops = 2.0 * prod(rule.sizes.values())
+        rate = device.matmul_rate(precision)
+        # A composite of several products (experts) has more operands, but still two products for each one.
+        products = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
+        same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
+        return cls(
+            name=op_name(node),
+            device=device,
+            rate=rate,
+            free=free,
+            free_backward=not gradients or not flowing or (free and same_size) or op_name(node) == "getitem",
+            flops=flops,
+            backward_flops=flops * products if contracted else 2 * flops,
+            carries_batch=batch_factor is not None,
+            read=tuple(read),
+            written=tuple(written),
+            backward_read=tuple(flowing if free else [*flowing, *read]),
+            backward_written=tuple(gradients),
+            matrix=_matrix(rule, contracted) if contracted and not attention else (),
+            is_contraction=bool(contracted),
+            sizes=dict(rule.sizes),
+            batch_factor=batch_factor,
+            efficiency=rate.attention_efficiency if attention else rate.efficiency,
+            backward_launches=max(1, len(gradients)) if contracted else 1,
+        )
+
+    def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
+        """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
+        degrees: dict[str, int] = {}
+        work = num_microbatches if self.carries_batch else 1
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice is not None and choice[0] != "+":
+                degrees[choice] = degrees.get(choice, 1) * axis.size
+                work *= axis.size
+        peak = self.rate.peak_flops * self.efficiency
+        if self.matrix:
+            peak *= self._saturation(degrees, num_microbatches)
+        launch = self.device.kernel_launch_s
+        forward = backward = 0.0
+        if not self.free:
+            moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
+            forward = max(self.flops / work / peak, self.device.memory_seconds(moved)) + launch
+        if not self.free_backward:
+            moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
+            backward = max(self.backward_flops / work / peak, self.device.memory_seconds(moved))
+            backward += launch * self.backward_launches
+        return OpTime(forward, backward)
+
+    def _saturation(self, degrees: dict[str, int], num_microbatches: int) -> float:
+        """Fraction of the large-matrix rate that the local matrices reach, by their smallest dimension."""
+        smallest = float("inf")
+        for factors in self.matrix:
+            size = 1.0
+            for factor in factors:
+                size *= self.sizes[factor] / degrees.get(factor, 1)
+                if factor == self.batch_factor:
+                    size /= num_microbatches
+            smallest = min(smallest, size)
+        return smallest / (smallest + self.device.half_saturation)
+
+
+def op_time(
+    node: fx.Node,
+    rule: FactorRule | None,
+    assignment: Assignment,
+    mesh: Mesh,
+    device: Device,
+    *,
+    precision: str = "fp32",
+    batch_factor: str | None = None,
+    num_microbatches: int = 1,
+    needs_grad: AbstractSet[fx.Node] | None = None,
+) -> OpTime:
+    """Seconds of one microbatch of one op on one rank. ``OpCost`` is the form for many assignments."""
+    cost = OpCost.of(
+        node, rule, device, precision=precision, batch_factor=batch_factor, needs_grad=needs_grad
+    )
+    return cost.time(assignment, mesh, num_microbatches)
+
+
+def compute_itemsize(dtype: torch.dtype, precision: str) -> int:
+    """Bytes of an element that the capture has as ``dtype``: float32 becomes the precision of compute."""
+    return ITEMSIZE[precision] if dtype == torch.float32 else dtype.itemsize
+
+
+def _tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_factor: str | None) -> _Tensor:
+    names = frozenset(f for dim in factors for f in dim)
+    num_bytes = value.numel() * compute_itemsize(value.dtype, precision)
+    return _Tensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
+
+
+def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:
+    return {f for tensor in tensors for dim in tensor for f in dim}
+
+
+def _matrix(rule: FactorRule, contracted: list[int]) -> tuple[frozenset[str], ...]:
+    """Factors of the rows, the columns and the depth of a product of two operands; () for a product of more.
+
+    Factors common to both operands and the result repeat the product and are no dimension of it.
+    """
+    if len(contracted) != 2:
+        return ()
+    left, right = (_factors_of((rule.operands[position],)) for position in contracted)
+    result = _factors_of(rule.results)
+    groups = (left & result - right, right & result - left, (left & right) - result)
+    return tuple(frozenset(group) for group in groups if group)
