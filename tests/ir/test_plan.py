@@ -1,0 +1,69 @@
+"""The plan file: what is written is read back, and what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autopar.ir.errors import InvalidPlan
+from autopar.ir.plan import Plan
+
+PLAN: dict[str, Any] = {
+    "model": {"name": "Net", "fingerprint": "abc"},
+    "cluster": {"gpu": "cpu", "num_gpus": 4, "gpus_per_node": 4},
+    "batch": {"global_size": 8, "num_microbatches": 2},
+    "mesh": {"dp": 1, "tp": 2},
+    "inputs": ["dp"],
+    "blocks": [{"name": "layers.*", "repeats": 4, "ops": {"mlp.up/linear": {"tp": "n"}}}],
+    "stages": [{"first": 0, "last": 1}, {"first": 2, "last": 3, "remat": {"full": 1}}],
+}
+
+
+def changed(**fields: Any) -> str:
+    return yaml.safe_dump(PLAN | fields)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plan = Plan.from_yaml(yaml.safe_dump(PLAN))
+    plan.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+    assert plan.num_stages == 2
+    assert plan.num_ranks == 4
+    assert plan.stage_mesh.sizes == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh: [unclosed", "is not YAML"),
+        ("- a\n- b\n", "expected a mapping"),
+        (changed(zero=4), "zero: Input should be less than or equal to 3"),
+        (changed(colour="red"), "colour: Extra inputs are not permitted"),
+        (changed(mesh={"tp": 0}), "mesh.tp"),
+        (changed(inputs=["cp"]), "'cp' is not a mesh axis"),
+        (changed(stages=[{"first": 0, "last": 1}, {"first": 3, "last": 3}]), "expected a range that starts at 2"),
+        (changed(stages=[{"first": 0, "last": 2}]), "they end at block 2, but there are 4 blocks"),
+        (changed(batch={"global_size": 9, "num_microbatches": 2}), "9 samples do not divide into 2 microbatches"),
+        (
+            changed(blocks=[{"name": "layers.*", "repeats": 4, "ops": {"up/linear": {"ep": "n"}}}]),
+            "'up/linear' of 'layers.*' names mesh axis 'ep'",
+        ),
+    ],
+)
+def test_bad_field_is_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidPlan, match="mine.yaml") as error:
+        Plan.from_yaml(text, source="mine.yaml")
+    assert message in str(error.value)
+
+
+def test_no_object_is_built_from_yaml() -> None:
+    with pytest.raises(InvalidPlan, match="is not YAML"):
+        Plan.from_yaml("model: !!python/object/apply:os.system ['true']")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlan, match="cannot read plan"):
+        Plan.load(tmp_path / "none.yaml")
