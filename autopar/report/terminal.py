@@ -1,0 +1,115 @@
+"""The plan on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.plan import BlockPlan, Plan
+from autopar.report.data import block_names, microbatch_size, remat_level
+from autopar.report.units import gib, percent, plural, seconds
+
+if TYPE_CHECKING:
+    from autopar.search.result import SearchResult
+
+_AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+def print_plan(plan: Plan, result: SearchResult | None = None, *, console: Console | None = None) -> None:
+    """Prints what the plan does to each block, its stages, and what is predicted of it."""
+    console = console or Console()
+    styles = {axis: _AXIS_STYLES[n % len(_AXIS_STYLES)] for n, axis in enumerate(plan.mesh)}
+    console.print(_heading(plan, styles))
+    console.print(_prediction(plan, result))
+    console.print(_stages(plan))
+    console.print(_blocks(plan, styles))
+
+
+def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
+    cluster = plan.cluster
+    title = Text.assemble(
+        (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {cluster.gpus_per_node} a node"
+    )
+    sizes = [Text(f"pp {plan.num_stages}", "bold")] if plan.num_stages > 1 else []
+    sizes += [Text(f"{axis} {size}", f"bold {styles[axis]}") for axis, size in plan.mesh.items()]
+    mesh = Text("mesh ") + (Text("  ").join(sizes) if sizes else Text("one rank", "bold"))
+    mesh.append(
+        f"   batch {plan.batch.global_size:,} = {plural(plan.batch.num_microbatches, 'microbatch', 'microbatches')}"
+        f" × {plural(plan.data_parallel_size, 'data-parallel rank')} × {plural(microbatch_size(plan), 'sample')}"
+    )
+    flags = Text(
+        f"{plan.precision}   zero {plan.zero}   remat {remat_level(plan)}"
+        + (f"   schedule {plan.schedule}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
+    )
+    return Group(title, mesh, flags)
+
+
+def _prediction(plan: Plan, result: SearchResult | None) -> RenderableType:
+    prediction = plan.prediction
+    if prediction is None:
+        return Text("no prediction in this plan: it was written by hand", "dim")
+    line = Text.assemble(
+        "predicted ",
+        (f"{seconds(prediction.step_time_s)} a step", "bold green"),
+        f"   {prediction.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   {prediction.model_tflops_per_gpu:,.1f} TFLOP/s/GPU"
+        f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}",
+    )
+    parts: list[RenderableType] = [line]
+    if prediction.breakdown_s:
+        total = sum(prediction.breakdown_s.values()) or 1.0
+        shown = (f"{name} {seconds(s)} ({s / total:.0%})" for name, s in prediction.breakdown_s.items() if s > 0)
+        parts.append(Text("of which " + ", ".join(shown), "dim"))
+    if result is not None:
+        parts.append(
+            Text(
+                f"captured in {seconds(result.capture_time_s)}, searched in {seconds(result.search_time_s)}, "
+                f"optimality gap {percent(result.optimality_gap)}",
+                "dim",
+            )
+        )
+    return Group(*parts)
+
+
+def _stages(plan: Plan) -> RenderableType:
+    names = block_names(plan)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column, justify in (("stage", "right"), ("ranks", "left"), ("blocks", "left"), ("remat", "left"),
+                            ("forward", "right"), ("backward", "right"), ("memory", "right")):  # fmt: skip
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    size = plan.stage_mesh.size
+    for number, stage in enumerate(plan.stages):
+        first, last = names[stage.first], names[stage.last]
+        ranks = f"{number * size}–{(number + 1) * size - 1}" if size > 1 else str(number)
+        times = ["", "", ""]
+        if plan.prediction is not None and number < len(plan.prediction.stage_forward_s):
+            times = [
+                seconds(plan.prediction.stage_forward_s[number]),
+                seconds(plan.prediction.stage_backward_s[number]),
+                gib(plan.prediction.stage_memory_bytes[number]),
+            ]
+        remat = ", ".join(f"{level} {count}" for level, count in stage.remat.items() if count) or "none"
+        table.add_row(str(number), ranks, first if first == last else f"{first} … {last}", remat, *times)
+    return table
+
+
+def _blocks(plan: Plan, styles: dict[str, str]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("block")
+    table.add_column("op")
+    for axis in plan.mesh:
+        table.add_column(f"{axis} {plan.mesh[axis]}", header_style=styles[axis])
+    for block in plan.blocks:
+        _add_block(table, plan, block, styles)
+    return table
+
+
+def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str]) -> None:
+    title = block.name if block.repeats == 1 else f"{block.name} × {block.repeats}"
+    if not block.ops:
+        table.add_row(Text(title, "bold"), Text("replicated", "dim"), *("" for _ in plan.mesh))
+    for number, (key, axes) in enumerate(block.ops.items()):
+        cells = [Text(axes[axis], styles[axis]) if axis in axes else Text("–", "dim") for axis in plan.mesh]
+        table.add_row(Text(title if number == 0 else "", "bold"), key, *cells)

@@ -1,0 +1,28 @@
+"""Quantities as people read them."""
+
+from __future__ import annotations
+
+
+def seconds(value: float) -> str:
+    """``1.234 s``, ``56.7 ms``, ``890 µs``."""
+    if value >= 1:
+        return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} µs"
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in binary gibibytes, or mebibytes below a tenth of one."""
+    if num_bytes < 0.1 * 2**30:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def percent(fraction: float) -> str:
+    return f"{fraction * 100:.1f} %"
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

@@ -1,0 +1,73 @@
+"""The report says what the plan says, is self-contained, and survives names that look like HTML."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from autopar.report.data import block_names, microbatch_size, remat_level, report_data
+from autopar.report.page import plan_report, render
+from autopar.report.terminal import print_plan
+from autopar.report.units import gib, plural, seconds
+from tests.report.sample import sample_plan
+
+
+def test_data_covers_every_block_op_and_stage() -> None:
+    plan = sample_plan()
+    data = json.loads(json.dumps(report_data(plan)))
+    assert [stage["num_blocks"] for stage in data["stages"]] == [5, 4, 4, 5]
+    assert [(stage["first_rank"], stage["last_rank"]) for stage in data["stages"]][-1] == (48, 63)
+    assert data["stages"][0]["remat"] == {"full": 2, "none": 3}
+    assert (data["stages"][1]["from"], data["stages"][1]["to"]) == ("layers.4", "layers.7")
+    shown = {op["key"]: op["axes"] for group in data["blocks"][1]["groups"] for op in group["ops"]}
+    assert shown == plan.blocks[1].ops
+    assert [group["module"] for group in data["blocks"][1]["groups"]] == ["", "attention", "mlp"]
+    assert len(data["timeline"]["events"]) == 4
+    assert all(len(stage) == 32 for stage in data["timeline"]["events"])
+
+
+def test_derived_figures() -> None:
+    plan = sample_plan()
+    assert microbatch_size(plan) == 2
+    assert remat_level(plan) == "mixed"
+    assert block_names(plan)[:3] == ["embedding", "layers.0", "layers.1"]
+    assert len(block_names(plan)) == 18
+
+
+def test_a_plan_without_prediction_has_a_report_too() -> None:
+    page = render(sample_plan(predicted=False))
+    assert "Pipeline timeline" not in page
+    assert "Stages" in page
+
+
+def test_page_is_self_contained_small_and_escaped(tmp_path: Path) -> None:
+    plan_report(sample_plan(), tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert len(page.encode()) < 6_000_000
+    assert "llama &lt;70b&gt;" in page and "llama <70b>" not in page
+    head = page.split("moduleName", 1)[0]
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", head)
+    embedded = re.search(r'<script type="application/json" id="plan-data">(.*?)</script>', page, re.DOTALL)
+    assert embedded is not None
+    assert json.loads(embedded[1])["model"] == "llama <70b>"
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_terminal_view(predicted: bool) -> None:
+    out = io.StringIO()
+    print_plan(sample_plan(predicted=predicted), console=Console(file=out, width=140))
+    text = out.getvalue()
+    assert "pp 4" in text and "tp 8" in text and "16 microbatches × 2 data-parallel ranks × 2 samples" in text
+    assert "attention.query/linear" in text and "layers.* × 16" in text
+    assert ("9.84 s a step" in text) is predicted
+
+
+def test_units() -> None:
+    assert [seconds(s) for s in (12.34, 0.0567, 8.9e-5)] == ["12.3 s", "56.7 ms", "89 µs"]
+    assert (gib(3 * 2**30), gib(5 * 2**20)) == ("3.0 GiB", "5.0 MiB")
+    assert (plural(1, "rank"), plural(1200, "rank")) == ("1 rank", "1,200 ranks")
