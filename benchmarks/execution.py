@@ -233,7 +233,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.profile:
         os.makedirs(options.profile, exist_ok=True)
-    print("| plan | peer | autopar | peer's | ratio | limit | loss difference |\n|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| plan | peer | autopar | peer's | ratio | limit | loss difference |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     for row in options.rows.split(","):
         world = TABLE[row][0]
         with tempfile.TemporaryDirectory() as folder:

@@ -116,7 +116,9 @@ def train_alone(case: Case, optimizer_name: str) -> Trace:
         loss.backward()
         trace.losses.append(float(loss.detach()))
         named = dict(model.named_parameters())
-        trace.gradients.append({n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in named.items()})
+        trace.gradients.append(
+            {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in named.items()}
+        )
         optimizer.step()
         trace.parameters.append({n: p.detach().clone() for n, p in named.items()})
     return trace
@@ -148,13 +150,19 @@ def describe(plan: Any) -> str:
         for factors in block.ops.values():
             for axis, factor in factors.items():
                 used.setdefault(axis, set()).add(factor)
-    axes = " ".join(f"{name}{size}[{','.join(sorted(used.get(name, set())))}]" for name, size in plan.mesh.items() if size > 1)
-    return f"pp{plan.num_stages} {axes} zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule}".replace("  ", " ")
+    axes = " ".join(
+        f"{name}{size}[{','.join(sorted(used.get(name, set())))}]" for name, size in plan.mesh.items() if size > 1
+    )
+    return f"pp{plan.num_stages} {axes} zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule}".replace(
+        "  ", " "
+    )
 
 
 def relative(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Largest relative error of any tensor; infinite if one is missing or not finite."""
-    whole = torch.sqrt(sum((b.double().square().sum() for b in expected.values()), torch.zeros((), dtype=torch.float64)))
+    whole = torch.sqrt(
+        sum((b.double().square().sum() for b in expected.values()), torch.zeros((), dtype=torch.float64))
+    )
     worst = 0.0
     for name, b in expected.items():
         if name not in got or got[name].shape != b.shape:
@@ -199,7 +207,7 @@ def _worker(rank: int, world: int, cells: list[tuple[str, str]], folder: str) ->
         for model, plan in cells:
             try:
                 cell = run_cell(model, plan, references)
-            except Exception:  # noqa: BLE001  # reported in the table; the group is lost, so the run ends here
+            except Exception:  # reported in the table; the group is lost, so the run ends here
                 results.write(json.dumps(asdict(Cell(model=model, plan=plan, failure=traceback.format_exc()))) + "\n")
                 results.flush()
                 os._exit(1)

@@ -81,9 +81,7 @@ def _listing(names: list[str], repeats: list[int]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in zip(names, repeats, strict=True))
 
 
-def _spread(
-    led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.Node, Assignment], what: str
-) -> None:
+def _spread(led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.Node, Assignment], what: str) -> None:
     """Enter the assignment of every member, checking that sizes divide."""
     for member in led.members:
         own = led.assignment(member, choice)

@@ -103,7 +103,5 @@ def store(
 
 def local_numel(captured: CapturedModel, name: str, storage: Storage, mesh: Mesh) -> int:
     """Elements of a parameter that one rank stores, before ZeRO."""
-    shards = prod(
-        axis.size for axis, placement in zip(mesh.axes, storage.layout, strict=True) if placement.is_shard()
-    )
+    shards = prod(axis.size for axis, placement in zip(mesh.axes, storage.layout, strict=True) if placement.is_shard())
     return captured.parameters[name].numel // shards

@@ -109,9 +109,7 @@ def shard(
     sweep.graph.output(tuple(results) + tuple(updates.values()))
     sweep.graph.eliminate_dead_code()
     sweep.graph.lint()
-    return ShardedProgram(
-        graph=sweep.graph, outputs=tuple(results), output_layouts=tuple(layouts), updates=updates
-    )
+    return ShardedProgram(graph=sweep.graph, outputs=tuple(results), output_layouts=tuple(layouts), updates=updates)
 
 
 @dataclass(slots=True)
@@ -214,14 +212,16 @@ class _Sweep:
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         leaves, spec = pytree.tree_flatten(node.meta["val"])
         fresh = iter(zip(shapes, strict=True))
-        values = [leaf.new_empty(next(fresh)[0], device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        values = [
+            leaf.new_empty(next(fresh)[0], device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
         new.meta.update(node.meta)
         new.meta.update(val=pytree.tree_unflatten(values, spec), layout=layouts[0][1:] if layouts else (), block=block)
         self.lower(node, new, rule)
         self.made[node] = self.mean_over_time(node, new, rule, choices[0], block)
 
     def getitem(self, node: fx.Node) -> None:
-        producer, result = source(node)
+        producer, _ = source(node)
         inner, index = node.args
         assert isinstance(inner, fx.Node)
         new = self.graph.create_node("call_function", operator.getitem, (self.made[inner], index), name=node.name)
@@ -255,7 +255,7 @@ class _Sweep:
     def use(self, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
         """The node that holds ``node`` in layout ``value`` for consumers in ``block``."""
         made = self.layout(node)
-        if made[0] != value[0] and self.mesh.sizes[0] > 1 and not node.name in self.captured.parameters:
+        if made[0] != value[0] and self.mesh.sizes[0] > 1 and node.name not in self.captured.parameters:
             raise PlanMismatch(
                 f"the batch cannot be cut into {self.mesh.sizes[0]} microbatches: {node.name} "
                 f"({node.meta.get('source', 'no source')}) does not keep the samples of a batch apart.\n"

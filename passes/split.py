@@ -145,8 +145,8 @@ class _Cut:
             if later or (node in self.sharded.outputs and len(self.sharded.outputs) > 1):
                 if not node.meta["val"].is_floating_point():
                     raise PlanMismatch(
-                        f"stages: the cut before stage {stage} would send {node.name}, a {node.meta['val'].dtype} tensor; "
-                        f"only floating point tensors cross a cut.\n  needed by: {later[0].format_node()}\n"
+                        f"stages: the cut before stage {stage} would send {node.name}, a {node.meta['val'].dtype} "
+                        f"tensor; only floating point tensors cross a cut.\n  needed by: {later[0].format_node()}\n"
                         "  try: cut at another block"
                     )
                 values.append(node)
@@ -167,9 +167,7 @@ class _Cut:
             if node.op != "placeholder" or node.name not in self.names:
                 continue
             readers = {
-                user.meta["block"]
-                for user in node.users
-                if user.op == "call_function" and self._runs_on(user, stage)
+                user.meta["block"] for user in node.users if user.op == "call_function" and self._runs_on(user, stage)
             }
             if len(readers) > 1:
                 (parameters if node.name in self.captured.parameters else buffers).append(self.names[node.name])
@@ -183,7 +181,9 @@ class _Cut:
         plan = self.plan.stages[stage]
         own = range(plan.first, plan.last + 1)
         shared = {name for group in self.shared(stage) for name in group}
-        prelude = self._needed_prelude([n for b in own for n in self.by_block.get(b, [])], self.by_block.get(PRELUDE, []), stage)
+        prelude = self._needed_prelude(
+            [n for b in own for n in self.by_block.get(b, [])], self.by_block.get(PRELUDE, []), stage
+        )
         programs = []
         if prelude:
             programs.append(self._extract("prelude", -1, prelude, shared, "none", set(prelude)))

@@ -132,9 +132,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     An operand may be a ``getitem`` of an op with several results. A ``getitem`` itself has no operands here.
     """
     return [
-        leaf
-        for leaf in pytree.tree_leaves((node.args, node.kwargs))
-        if isinstance(leaf, fx.Node) and is_tensor(leaf)
+        leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node) and is_tensor(leaf)
     ]
 
 

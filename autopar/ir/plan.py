@@ -145,7 +145,9 @@ class Plan(_Model):
             for key, axes in block.ops.items():
                 for axis in axes:
                     if axis not in self.mesh:
-                        raise ValueError(f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; the mesh has {list(self.mesh)}")
+                        raise ValueError(
+                            f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; the mesh has {list(self.mesh)}"
+                        )
         rows = self.batch.num_microbatches * self.data_parallel_size
         if self.batch.global_size % rows:
             raise ValueError(
