@@ -44,13 +44,14 @@ def assign(captured: CapturedModel, folding: Folding, clusters: Clusters, plan: 
         }
         _check_keys(stated, leaders, folding, block.nodes, clusters)
         for key, led in leaders.items():
+            possible = ", ".join(c for c in led.choices if c) or "none; leave the op out"
             factors = stated.ops.get(key, {})
             choice: Assignment = tuple(factors.get(name) for name in mesh.names)
             for name, value in zip(mesh.names, choice, strict=True):
                 if value not in led.choices:
                     raise InvalidPlan(
                         f"plan: op {key!r} of block {stated.name!r} cannot be sharded on factor {value!r} (mesh axis "
-                        f"{name!r}).\n  expected one of: {', '.join(c for c in led.choices if c) or 'none; leave the op out'}"
+                        f"{name!r}).\n  expected one of: {possible}"
                     )
             _spread(led, choice, mesh, assignments, f"op {key!r} of block {stated.name!r}")
 
@@ -65,15 +66,15 @@ def check_model(captured: CapturedModel, folding: Folding, plan: Plan) -> None:
     names = [kind.name for kind in folding.kinds]
     stated = [block.name for block in plan.blocks]
     repeats = [kind.repeats for kind in folding.kinds]
-    if plan.model.fingerprint == captured.fingerprint and stated == names:
-        if [block.repeats for block in plan.blocks] == repeats:
-            return
+    same_blocks = stated == names and [block.repeats for block in plan.blocks] == repeats
+    if same_blocks and plan.model.fingerprint == captured.fingerprint:
+        return
     raise PlanMismatch(
         f"the plan was made for another model: {plan.model.name!r} with blocks "
         f"{_listing(stated, [b.repeats for b in plan.blocks])}; this is {captured.name!r} with blocks "
         f"{_listing(names, repeats)}.\n  fingerprint: the plan has {plan.model.fingerprint}, this model and its "
-        f"example inputs have {captured.fingerprint}\n  try: search a new plan, or pass the model and the example input "
-        "shapes that the plan was made for"
+        f"example inputs have {captured.fingerprint}\n  try: search a new plan, or pass the model and the example "
+        "input shapes that the plan was made for"
     )
 
 
@@ -90,8 +91,8 @@ def _spread(led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.N
             sizes = {f: rule.sizes[f] for f in own if f in rule.sizes}
             raise InvalidPlan(
                 f"plan: {what} does not divide on mesh {mesh}: {member.format_node() or member.name} has factor sizes "
-                f"{sizes}, sharded as {dict(zip(mesh.names, own, strict=True))}.\n  expected sizes that are multiples of "
-                "the product of the axes put on them\n  try: a smaller axis, or leave the op replicated on it"
+                f"{sizes}, sharded as {dict(zip(mesh.names, own, strict=True))}.\n  expected sizes that are multiples "
+                "of the product of the axes put on them\n  try: a smaller axis, or leave the op replicated on it"
             )
         assignments[member] = own
 
@@ -112,8 +113,8 @@ def _check_keys(
             leader = clusters.of[node].leader
             assert leader is not None
             raise InvalidPlan(
-                f"plan: op {key!r} of block {stated.name!r} follows {folding.key[leader]!r} and has no factors of its own.\n"
-                f"  try: shard {folding.key[leader]!r} instead"
+                f"plan: op {key!r} of block {stated.name!r} follows {folding.key[leader]!r} and has no factors of its "
+                f"own.\n  try: shard {folding.key[leader]!r} instead"
             )
         close = difflib.get_close_matches(key, leaders, n=3)
         raise InvalidPlan(
