@@ -1,0 +1,242 @@
+"""Activations that a block keeps for its backward.
+
+Autograd saves operands and results of ops (``autopar.ir.rules.saved``). Views share the storage of what they
+view, so a storage is counted once however many ops save it, but once for every way it is cut: an operand that
+a redistribution gathered is another tensor than the shard it came from.
+
+    none        everything autograd saves
+    selective   results of contractions and of collectives, and the block's inputs; the rest is recomputed
+    full        the block's inputs; everything is recomputed
+
+Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
+every block of a stage saves the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import inf
+
+from torch import fx
+
+from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view, op_name
+from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+from autopar.ir.rules import rule_for
+from autopar.ir.rules.saved import saved_for_backward
+
+# One storage: the op that allocates it and the number of its result.
+Storage = tuple[fx.Node, int]
+
+# Composite ops that compute in float32 whatever they are given: bytes an element of operand 0 that they hold
+# beside it while they run backward (the widened operand and its gradient).
+_WIDENED = {"cross_entropy": 8}
+
+
+def storage_of(node: fx.Node) -> Storage:
+    """Whose memory a tensor lives in, looking through views and ``getitem``."""
+    while True:
+        if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node):
+            parent = node.args[0]
+            if not is_view(parent):
+                index = node.args[1]
+                assert isinstance(index, int)
+                return parent, index
+            node = parent
+        elif node.op == "call_function" and is_view(node):
+            node = tensor_operands(node)[0]
+        else:
+            return node, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A tensor of ``node`` that may be kept: bytes of the whole batch over all ranks, and the factors it runs over."""
+
+    node: fx.Node
+    storage: Storage
+    num_bytes: float
+    factors: frozenset[str]
+    carries_batch: bool
+
+    def cuts(self, assignment: Assignment) -> tuple[bool, ...]:
+        """Which mesh axes cut the tensor."""
+        return tuple(choice in self.factors for choice in assignment)
+
+    def local_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
+        """What one rank holds of it for one microbatch."""
+        local = self.num_bytes / (num_microbatches if self.carries_batch else 1)
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice in self.factors:
+                local /= axis.size
+        return local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockActivations:
+    """What one block may keep. Built once per distinct block; evaluated per assignment.
+
+    saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
+    kept: results of contractions. moved: (producer's result, consumer's operand), which a collective may join.
+    inputs: operands from outside the block. working: operands and results of each op, whose gradients live
+    while its backward runs.
+    """
+
+    saved: tuple[Saved, ...]
+    extra: tuple[Saved, ...]
+    kept: tuple[Saved, ...]
+    moved: tuple[tuple[Saved, Saved], ...]
+    inputs: tuple[Saved, ...]
+    working: tuple[tuple[Saved, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[fx.Node],
+        *,
+        precision: str = "fp32",
+        batch_factors: Mapping[fx.Node, str | None] | None = None,
+        shared: AbstractSet[fx.Node] = frozenset(),
+        rules: Callable[[fx.Node], FactorRule] = rule_for,
+    ) -> BlockActivations:
+        """Measure the ops of a block.
+
+        batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
+        parameters, buffers, step inputs, and ops that depend on no parameter.
+        """
+        inside = set(nodes)
+        batches = batch_factors or {}
+
+        def entry(node: fx.Node, tensor: fx.Node | None, position: int) -> Saved:
+            rule = rules(node)
+            if tensor is None:
+                storage, factors = (node, position), rule.results[position]
+                value = tensor_results(node)[position]
+            else:
+                storage, factors = storage_of(tensor), rule.operands[position]
+                value = tensor.meta["val"]
+            base = tensor_results(storage[0])[storage[1]]
+            num_bytes = base.numel() * compute_itemsize(value.dtype, precision)
+            return _saved(node, storage, num_bytes, (factors,), batches.get(node))
+
+        saved: list[Saved] = []
+        extra: list[Saved] = []
+        kept: list[Saved] = []
+        moved: list[tuple[Saved, Saved]] = []
+        inputs: list[Saved] = []
+        working: list[tuple[Saved, ...]] = []
+        for node in nodes:
+            rule = rules(node)
+            operands = tensor_operands(node)
+            uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
+            counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
+            results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
+            operand_positions, result_positions, extra_bytes = saved_for_backward(node)
+            saved += [uses[p] for p in operand_positions if uses[p] in counted]
+            saved += [results[p] for p in result_positions if p < len(results)]
+            if extra_bytes:
+                extra.append(_saved(node, (node, -1), extra_bytes, rule.results[:1], batches.get(node)))
+            if is_contraction(node, rule):
+                kept += results
+            inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
+            for tensor, use in zip(operands, uses, strict=True):
+                if tensor in inside and use in counted and tensor_results(tensor):
+                    moved.append((_produced(tensor, use, rules(tensor), batches.get(tensor)), use))
+            if not is_view(node):
+                floating = [u for u, o in zip(uses, operands, strict=True) if o.meta["val"].is_floating_point()]
+                wide = _WIDENED.get(op_name(node), 0)
+                widened = _saved(
+                    node, (node, -2), wide * operands[0].meta["val"].numel() if wide else 0, rule.operands[:1],
+                    batches.get(node),
+                )
+                working.append((*floating, *results, *([widened] if wide else [])))
+        return cls(
+            saved=tuple(dict.fromkeys(saved)),
+            extra=tuple(extra),
+            kept=tuple(dict.fromkeys(kept)),
+            moved=tuple(dict.fromkeys(moved)),
+            inputs=tuple(dict.fromkeys(inputs)),
+            working=tuple(working),
+        )
+
+    def saved_bytes(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1, remat: str = "none"
+    ) -> float:
+        """Bytes one rank keeps of one microbatch between forward and backward, rematerialised at level ``remat``."""
+        if remat == "full":
+            return _total(self.inputs, assignments, mesh, num_microbatches)
+        if remat == "selective":
+            communicated = [
+                use
+                for produced, use in self.moved
+                if produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
+            ]
+            chosen = dict.fromkeys((*self.inputs, *self.kept, *communicated))
+            least = _total(chosen, assignments, mesh, num_microbatches)
+            return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
+        return _total(self.saved, assignments, mesh, num_microbatches) + _total(
+            self.extra, assignments, mesh, num_microbatches
+        )
+
+    def additive_bytes(
+        self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1
+    ) -> float:
+        """Saved bytes that ``node`` is the first op to keep, for a price per op.
+
+        Summed over the block it is ``saved_bytes`` where every op that saves a tensor cuts it the same way.
+        """
+        total = 0.0
+        owned: set[Storage] = set()
+        for tensor in self.saved:
+            if tensor.storage in owned:
+                continue
+            owned.add(tensor.storage)
+            if tensor.node is node:
+                total += tensor.local_bytes(assignment, mesh, num_microbatches)
+        return total + sum(
+            t.local_bytes(assignment, mesh, num_microbatches) for t in self.extra if t.node is node
+        )
+
+    def working_bytes(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1) -> float:
+        """Largest gradients that are alive at once while one op of the block runs backward.
+
+        In the last block this is the peak of the logits.
+        """
+        most = 0.0
+        for tensors in self.working:
+            most = max(most, sum(t.local_bytes(assignments[t.node], mesh, num_microbatches) for t in tensors))
+        return most
+
+
+def _total(
+    tensors: Iterable[Saved], assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
+) -> float:
+    """Bytes of the distinct storages among ``tensors``, each way of cutting one counted once."""
+    sizes: dict[tuple[Storage, tuple[bool, ...]], float] = {}
+    for tensor in tensors:
+        assignment = assignments[tensor.node]
+        local = tensor.local_bytes(assignment, mesh, num_microbatches)
+        key = tensor.storage, tensor.cuts(assignment)
+        sizes[key] = min(sizes.get(key, inf), local)
+    return sum(sizes.values())
+
+
+def _produced(tensor: fx.Node, use: Saved, rule: FactorRule, batch_factor: str | None) -> Saved:
+    """The operand ``use`` as its producer ``tensor`` left it."""
+    return _saved(tensor, use.storage, use.num_bytes, rule.results[:1], batch_factor)
+
+
+def _saved(
+    node: fx.Node, storage: Storage, num_bytes: float, tensors: Sequence[TensorFactors], batch_factor: str | None
+) -> Saved:
+    names = frozenset(factor for tensor in tensors for dim in tensor for factor in dim)
+    return Saved(
+        node=node,
+        storage=storage,
+        num_bytes=float(num_bytes),
+        factors=names,
+        carries_batch=batch_factor is not None and batch_factor in names,
+    )

@@ -1,0 +1,103 @@
+"""Bytes that one rank holds for parameters, gradients and optimiser state, by ZeRO level and precision.
+
+With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks and ``c`` bytes of compute
+(4 or 2), AdamW:
+
+    level   parameters      gradients   optimiser
+    0       4n  (+ 2n bf16) 4n          8n
+    1       4n/d + cn       4n          8n/d
+    2       4n/d + cn       4n/d        8n/d
+    3       4n/d            4n/d        8n/d       + transient: gathered blocks
+
+Parameters stay float32 and are their own master copy; bf16 compute adds 2n, the copies that matmuls read. So
+fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
+precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 1 and 2 keep the
+gathered compute copy from the first microbatch to the last; level 3 gathers block by block and holds two: the
+one that runs and the one that is prefetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from autopar.cost_model.hardware import ITEMSIZE
+
+_MASTER = 4  # float32 parameters and gradients
+_ADAM = 8  # two float32 moments
+
+# Blocks whose parameters are gathered at once under ZeRO-3.
+GATHERED_BLOCKS = 2
+
+# Share of the live activations that the caching allocator loses to fragmentation and rounding.
+FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one rank at its fullest.
+
+    transient: gathered parameters, gradients of the largest op, what one block recomputes.
+    workspace: allocator fragmentation.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    transient: float = 0.0
+    workspace: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    def __add__(self, other: MemoryParts) -> MemoryParts:
+        return MemoryParts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __mul__(self, factor: float) -> MemoryParts:
+        return MemoryParts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+    __rmul__ = __mul__
+
+    def as_bytes(self) -> dict[str, int]:
+        """Part name -> whole bytes, rounded up."""
+        return {f.name: int(-(-getattr(self, f.name) // 1)) for f in fields(self)}
+
+
+def state_memory(numel: float, *, zero: int, data_size: int, precision: str) -> MemoryParts:
+    """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
+
+    ``data_size``: ranks over which ZeRO shards. Excludes what level 3 gathers; see ``gathered_bytes``.
+    """
+    compute = ITEMSIZE[precision]
+    copy = compute if compute < _MASTER else 0
+    if zero == 0 or data_size == 1:
+        return MemoryParts(parameters=(_MASTER + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
+    shard = numel / data_size
+    return MemoryParts(
+        parameters=_MASTER * shard + (compute * numel if zero < 3 else 0.0),
+        gradients=_MASTER * (numel if zero == 1 else shard),
+        optimizer=_ADAM * shard,
+    )
+
+
+def frozen_memory(numel: float, *, zero: int, data_size: int, precision: str) -> MemoryParts:
+    """Bytes of parameters that get no gradient."""
+    return MemoryParts(parameters=state_memory(numel, zero=zero, data_size=data_size, precision=precision).parameters)
+
+
+def gathered_bytes(block_numel: float, *, zero: int, data_size: int, precision: str) -> float:
+    """Transient bytes of ZeRO-2 and 3 for blocks of at most ``block_numel`` elements on this rank.
+
+    Level 3 holds gathered parameters of two blocks; levels 2 and 3 the float32 gradients of one block until they
+    are scattered.
+    """
+    if zero < 2 or data_size == 1:
+        return 0.0
+    parameters = GATHERED_BLOCKS * ITEMSIZE[precision] * block_numel if zero == 3 else 0.0
+    return parameters + _MASTER * block_numel
+
+
+def workspace_bytes(activation_bytes: float) -> float:
+    """What the allocator loses with this many bytes of live activations."""
+    return FRAGMENTATION * activation_bytes

@@ -1,0 +1,113 @@
+"""What a step costs besides its ops: gradient synchronisation, gathered parameters, the optimiser.
+
+Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of compute:
+
+    ZeRO    each microbatch                                        once a step
+    0       -                                                      all_reduce 4n
+    1       -                                                      reduce_scatter 4n, all_gather cn
+    2       reduce_scatter 4n                                      all_gather cn
+    3       all_gather cn (forward), all_gather cn and             -
+            reduce_scatter 4n (backward)
+
+So level 3 moves 1.5 times the bytes of level 0 in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.hardware import ITEMSIZE, Device
+from autopar.ir.redistribution import Collective
+
+_MASTER = 4
+
+# Share of the compute beside it that a prefetched or bucketed collective can hide under: the first and last
+# buckets and the waits between blocks stay exposed.
+OVERLAP = 0.8
+
+# Slow-down of compute while a collective runs beside it: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
+OVERLAP_SLOWDOWN = 0.126
+
+# Fused AdamW reads parameter, gradient and two moments, writes parameter and moments, all float32.
+_ADAMW_BYTES = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTime:
+    """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+
+    def __add__(self, other: SyncTime) -> SyncTime:
+        return SyncTime(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            step_s=self.step_s + other.step_s,
+        )
+
+    def __mul__(self, factor: float) -> SyncTime:
+        return SyncTime(
+            forward_s=self.forward_s * factor, backward_s=self.backward_s * factor, step_s=self.step_s * factor
+        )
+
+    __rmul__ = __mul__
+
+    def total_s(self, num_microbatches: int) -> float:
+        return (self.forward_s + self.backward_s) * num_microbatches + self.step_s
+
+
+def sync_time(
+    fabric: Fabric,
+    numel: float,
+    axes: int | Sequence[int],
+    *,
+    zero: int = 0,
+    precision: str = "fp32",
+    num_collectives: int = 1,
+) -> SyncTime:
+    """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
+
+    num_collectives: buckets or blocks the elements come in, each with its latency.
+    """
+    if not isinstance(axes, int) and not axes:
+        return SyncTime()
+    count = max(1, num_collectives)
+    gradient, copy = _MASTER * numel / count, ITEMSIZE[precision] * numel / count
+    if zero == 0:
+        return SyncTime(step_s=count * fabric.time(Collective.ALL_REDUCE, gradient, axes))
+    scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes)
+    gather = count * fabric.time(Collective.ALL_GATHER, copy, axes)
+    if zero == 1:
+        return SyncTime(step_s=scatter + gather)
+    if zero == 2:
+        return SyncTime(backward_s=scatter, step_s=gather)
+    return SyncTime(forward_s=gather, backward_s=gather + scatter)
+
+
+def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
+    """Seconds that communication adds to ``compute_s`` seconds of work it may run beside.
+
+    What hides still slows the compute down.
+    """
+    hidden = min(communication_s, overlap * compute_s)
+    return communication_s - hidden + OVERLAP_SLOWDOWN * hidden
+
+
+def optimizer_time(numel: float, device: Device) -> float:
+    """Seconds of a fused AdamW step over ``numel`` float32 elements: it is bound by memory."""
+    return device.kernel_launch_s + device.memory_seconds(_ADAMW_BYTES * numel)
+
+
+def rematerialised_s(remat: str, forward_s: float, contraction_s: float) -> float:
+    """Forward seconds that a block runs again in its backward.
+
+    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions and
+    communication, whose results "selective" keeps.
+    """
+    if remat == "full":
+        return forward_s
+    return max(0.0, forward_s - contraction_s) if remat == "selective" else 0.0
