@@ -1,0 +1,307 @@
+"""Capture: an unmodified ``nn.Module`` as one functional graph over the global batch.
+
+    model, inputs -> fake twins -> torch.export (training IR) -> functional graph -> simplified graph
+
+No parameter is copied and nothing is computed: a 70B model is captured on a laptop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autopar.ir.capture_errors import explain
+from autopar.ir.errors import CaptureError
+from autopar.ir.functionalise import Functionaliser
+from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput
+from autopar.ir.simplify import simplify
+from autopar.ir.source import WRAPPED
+from autopar.ir.standins import fake_like, fake_model
+
+LossFunction = Callable[..., Any]
+
+# What a forward, and torch.export on its way through it, may raise.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    name: str | None = None,
+) -> CapturedModel:
+    """Capture a model, in train mode, over the batch of the example inputs.
+
+    example_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments, with
+        the *global* batch first. Only shapes and dtypes of tensors matter, on whatever device they are; all
+        else is baked in.
+    loss_fn: ``loss_fn(output, target)``, with target from ``example_target`` or ``example_inputs["target"]``.
+        Without one, the loss is ``output.loss`` or ``output["loss"]``, or the output itself if it is a
+        scalar; a model that has none of these is captured without a loss.
+
+    Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
+    """
+    title = name or type(model).__name__
+    call = _Call.of(model, example_inputs, loss_fn, example_target)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _Flat(fake_model(model, mode), call, loss_fn)
+    fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+    try:
+        program = torch.export.export(twin, fakes, strict=False)
+    except _FAILURES as error:
+        raise explain(title, error) from error
+    return _assemble(model, title, call, twin, program, mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Example inputs, flattened. leaves: of (args, kwargs), then of the target; tensors where tensors were."""
+
+    leaves: tuple[Any, ...]
+    keys: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    target_spec: pytree.TreeSpec | None
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, target: Any) -> _Call:
+        args, kwargs = split_example(example_inputs)
+        if loss_fn is not None and target is None:
+            if "target" not in kwargs:
+                raise CaptureError(
+                    "loss_fn needs an example target.\n  try: example_target=..., or a 'target' in example_inputs"
+                )
+            kwargs = dict(kwargs)
+            target = kwargs.pop("target")
+        entries, in_spec = pytree.tree_flatten_with_path((args, kwargs))
+        keys = [("args" if path[0].idx == 0 else "kwargs") + pytree.keystr(path[1:]) for path, _ in entries]
+        leaves = [leaf for _, leaf in entries]
+        target_spec = None
+        if loss_fn is not None:
+            targets, target_spec = pytree.tree_flatten_with_path(target)
+            keys += ["target" + pytree.keystr(path) for path, _ in targets]
+            leaves += [leaf for _, leaf in targets]
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise CaptureError(f"example_inputs hold no tensor: {type(example_inputs).__name__}")
+        accepted = inspect.signature(model.forward).parameters
+        # A key/value cache is state of generation; a training step has no use for it.
+        extra = {"use_cache": False} if "use_cache" in accepted and "use_cache" not in kwargs else {}
+        return cls(leaves=tuple(leaves), keys=tuple(keys), in_spec=in_spec, target_spec=target_spec, extra=extra)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def tensor_keys(self) -> list[str]:
+        return [key for key, leaf in zip(self.keys, self.leaves, strict=True) if isinstance(leaf, Tensor)]
+
+    def rebuilt(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any]:
+        """(args, kwargs, target) with ``tensors`` in place of the examples."""
+        supply = iter(tensors)
+        leaves = [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves[: self.in_spec.num_leaves], self.in_spec)
+        target = None
+        if self.target_spec is not None:
+            target = pytree.tree_unflatten(leaves[self.in_spec.num_leaves :], self.target_spec)
+        return args, {**kwargs, **self.extra}, target
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of example inputs: a tensor, a sequence of arguments or a dict of keyword arguments."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+@dataclass(slots=True)
+class _Output:
+    """What the model returned while it was traced: leaves that are tensors are marked by None."""
+
+    spec: pytree.TreeSpec | None = None
+    constants: list[Any] = field(default_factory=list)
+    is_tensor: list[bool] = field(default_factory=list)
+    has_loss: bool = False
+
+
+class _Flat(nn.Module):
+    """The model from a flat list of tensors to a flat list of tensors, the loss first if there is one."""
+
+    def __init__(self, model: nn.Module, call: _Call, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._loss_fn = [loss_fn]  # in a list: a module here would become part of the model
+        self.output = _Output()
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        args, kwargs, target = self._call.rebuilt(tensors)
+        result = self.model(*args, **kwargs)
+        loss_fn = self._loss_fn[0]
+        loss = loss_fn(result, target) if loss_fn is not None else _loss_in(result)
+        if loss_fn is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
+            raise CaptureError(f"loss_fn returned {_described(loss)}; a scalar tensor is needed")
+        leaves, spec = pytree.tree_flatten(result)
+        output = self.output  # filled in place: torch.export puts attributes back after the trace
+        output.spec, output.has_loss = spec, loss is not None
+        output.constants[:] = [leaf if isinstance(leaf, (int, float, bool, str)) else None for leaf in leaves]
+        output.is_tensor[:] = [isinstance(leaf, Tensor) for leaf in leaves]
+        tensors_out = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return ([loss] if loss is not None else []) + tensors_out
+
+
+def _loss_in(result: Any) -> Tensor | None:
+    if isinstance(result, Tensor):
+        return result if result.dim() == 0 else None
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _assemble(
+    model: nn.Module,
+    title: str,
+    call: _Call,
+    twin: _Flat,
+    program: torch.export.ExportedProgram,
+    mode: FakeTensorMode,
+) -> CapturedModel:
+    """The captured model from what torch.export returned."""
+    graph = fx.Graph()
+    sources = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    kinds: dict[str, list[Any]] = {}
+    for spec in program.graph_signature.input_specs:
+        kinds.setdefault(spec.kind.name, []).append(spec)
+
+    def place(name: str, value: Any) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    arguments: dict[fx.Node, Any] = {}
+    exported = {spec.target.removeprefix(f"{WRAPPED}."): sources[spec.arg.name] for spec in kinds.get("PARAMETER", ())}
+    parameters: dict[str, Parameter] = {}
+    for parameter in _parameters_of(model):
+        tensor = model.get_parameter(parameter.name)
+        node = place(_identifier("p", parameter.name), fake_like(tensor, mode))
+        parameters[node.name] = parameter
+        arguments.update({exported[alias]: node for alias in parameter.names if alias in exported})
+    exported = {spec.target.removeprefix(f"{WRAPPED}."): sources[spec.arg.name] for spec in kinds.get("BUFFER", ())}
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers: dict[str, Buffer] = {}
+    first: dict[int, fx.Node] = {}
+    for alias, tensor in model.named_buffers(remove_duplicate=False):
+        if id(tensor) not in first:
+            node = first[id(tensor)] = place(_identifier("b", alias), fake_like(tensor, mode))
+            buffers[node.name] = Buffer(name=alias, persistent=alias in persistent)
+            if not tensor.is_meta:
+                node.meta["value"] = tensor
+        if alias in exported:
+            arguments[exported[alias]] = first[id(tensor)]
+    constants: dict[str, Tensor] = {}
+    for spec in kinds.get(InputKind.CONSTANT_TENSOR.name, ()):
+        tensor = program.constants[spec.target]
+        node = place(_identifier("c", spec.target.removeprefix(f"{WRAPPED}.")), fake_like(tensor, mode))
+        constants[node.name] = node.meta["value"] = tensor
+        arguments[sources[spec.arg.name]] = node
+    batch_size = int(call.tensors[0].shape[0]) if call.tensors[0].dim() else 1
+    inputs: dict[str, StepInput] = {}
+    for key, tensor, spec in zip(call.tensor_keys(), call.tensors, kinds.get("USER_INPUT", ()), strict=True):
+        node = place(_identifier("", key.removeprefix("kwargs")), fake_like(tensor, mode))
+        batched = tensor.dim() > 0 and tensor.shape[0] == batch_size
+        inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
+        arguments[sources[spec.arg.name]] = node
+
+    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module)
+    flat = list(writer.run(program.graph, arguments))
+    has_loss = twin.output.has_loss
+    supply = iter(flat[has_loss:])
+    outputs = [
+        next(supply) if tensor else constant
+        for tensor, constant in zip(twin.output.is_tensor, twin.output.constants, strict=True)
+    ]
+    written = {arguments[n].name: writer.values[n] for n in writer.versions if n.op == "placeholder"}
+    updates = {name: written[name] for name in buffers if name in written}
+    graph.output((*flat[:has_loss], *outputs, *updates.values()))
+    differentiable = {n for n in graph.nodes if n.name in parameters and parameters[n.name].requires_grad}
+    simplify(graph, differentiable=differentiable)
+    graph_module = fx.GraphModule(nn.Module(), graph)
+    final = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(final, tuple) and twin.output.spec is not None
+    for buffer, value in zip(updates, final[len(final) - len(updates) :], strict=True):
+        old = buffers[buffer]
+        buffers[buffer] = Buffer(name=old.name, persistent=old.persistent, updated_by=value.name)
+    return CapturedModel(
+        graph_module=graph_module,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        constants=constants,
+        in_spec=call.in_spec,
+        out_spec=twin.output.spec,
+        has_loss=has_loss,
+        num_outputs=len(outputs),
+        batch_size=batch_size,
+        name=title,
+        fingerprint=_fingerprint(parameters, graph),
+    )
+
+
+def _parameters_of(model: nn.Module) -> list[Parameter]:
+    """Parameters in state-dict order; tied ones once, with all their names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for alias, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(alias)
+        tensors[id(tensor)] = tensor
+    return [
+        Parameter(
+            names=tuple(aliases),
+            shape=tuple(tensors[key].shape),
+            dtype=tensors[key].dtype,
+            requires_grad=tensors[key].requires_grad,
+        )
+        for key, aliases in names.items()
+    ]
+
+
+def _identifier(prefix: str, name: str) -> str:
+    words = "".join(c if c.isalnum() else "_" for c in name).strip("_")
+    return f"{prefix}_{words}" if prefix else words
+
+
+def _fingerprint(parameters: Mapping[str, Parameter], graph: fx.Graph) -> str:
+    """Identifies a model whatever the batch it is captured with."""
+    digest = hashlib.sha256()
+    for parameter in parameters.values():
+        digest.update(f"{parameter.names} {parameter.shape}\n".encode())
+    for node in graph.nodes:
+        if node.op == "call_function":
+            digest.update(f"{node.meta.get('path')} {node.target}\n".encode())
+    return digest.hexdigest()[:16]

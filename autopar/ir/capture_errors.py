@@ -1,0 +1,56 @@
+"""What a failed capture says: the line of the model that stopped it, and what to change there."""
+
+from __future__ import annotations
+
+from autopar.ir.errors import CaptureError
+from autopar.ir.source import user_frame
+
+# Text in torch's message -> what it means, and what to try. The first that fits is used.
+_CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("data-dependent", "data dependent", "DataDependent", "dynamic control flow", "_local_scalar_dense"),
+        "its Python control flow or a Python number depends on the values of a tensor",
+        "torch.where in place of `if`, masks in place of indexing by a condition, and no .item(), .tolist() or bool() of a "
+        "tensor in forward",
+    ),
+    (
+        ("unexpected keyword argument", "missing", "positional argument"),
+        "example_inputs do not fit the signature of forward",
+        "a dict for keyword arguments, a tuple for positional ones",
+    ),
+    (
+        ("DynamicOutputShape", "nonzero", "dynamic shape operator"),
+        "the shape of a tensor depends on values",
+        "masks in place of nonzero() or boolean indexing",
+    ),
+    (
+        ("torch.autocast", "autocast"),
+        "forward switches autocast on",
+        "dropping autocast; the plan's precision takes its place",
+    ),
+)
+
+
+def explain(title: str, error: BaseException) -> CaptureError:
+    """A CaptureError for what torch.export raised on the model called ``title``."""
+    text = _chain_text(error)
+    where = user_frame(error)
+    meaning, remedy = "torch.export could not follow it", "running forward on the example inputs without autopar first"
+    for needles, cause, change in _CAUSES:
+        if any(needle in text for needle in needles):
+            meaning, remedy = cause, change
+            break
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    location = f"\n  at {where}" if where else ""
+    return CaptureError(
+        f"{title} cannot be captured: {meaning}.{location}\n  {type(error).__name__}: {first_line}\n  try: {remedy}"
+    )
+
+
+def _chain_text(error: BaseException) -> str:
+    parts: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(parts) < 8:
+        parts.append(f"{type(current).__name__} {current}")
+        current = current.__cause__ or current.__context__
+    return "\n".join(parts)

@@ -1,0 +1,65 @@
+"""Where in the user's code an op or an error comes from."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+# The module that capture wraps around the user's model calls it so.
+WRAPPED = "model"
+
+
+def origin_of(node: fx.Node) -> tuple[str, str]:
+    """(module path, source line) of a node of an exported graph, "" where unknown."""
+    return _path_of(node), _line_of(node.meta.get("stack_trace") or "")
+
+
+def _path_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    return path.removeprefix(WRAPPED).removeprefix(".") if path.split(".")[0] == WRAPPED else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_of(stack_trace: str) -> str:
+    """The innermost frame outside torch: ``file.py:12 in forward: x = self.up(x)``."""
+    frames = _FRAME.findall(stack_trace)
+    for file, line, function, code in reversed(frames):
+        if not file.startswith(_LIBRARIES):
+            return f"{Path(file).name}:{line} in {function}: {code.strip()}"
+    return ""
+
+
+def user_frame(error: BaseException) -> str:
+    """The innermost frame of an error, or of its causes, outside torch; "" if there is none."""
+    innermost = ""
+    for trace in _tracebacks(error):
+        for frame in traceback.extract_tb(trace):
+            if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+                code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+                innermost = f"{frame.filename}:{frame.lineno} in {frame.name}: {code}"
+        if innermost:
+            return innermost
+    return innermost
+
+
+def _tracebacks(error: BaseException) -> Iterator[TracebackType | None]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current.__traceback__
+        current = current.__cause__ or current.__context__

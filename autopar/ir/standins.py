@@ -1,0 +1,53 @@
+"""Stand-ins for capture: a model and its inputs with fake tensors in place of real storage.
+
+The user's model is not touched and no parameter is copied: its module tree is copied with every parameter
+and buffer already replaced. The fakes claim to be CPU tensors, wherever the originals are, so that tensors
+that a forward makes without naming a device mix with them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ir.errors import CaptureError
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype."""
+    with mode:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the module tree with fake parameters and buffers, in train mode.
+
+    Raises CaptureError if the module tree cannot be copied, or has plain tensor attributes without storage.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_like(buffer, mode)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                if value.is_meta:
+                    where = f"{path}.{name}" if path else name
+                    raise CaptureError(
+                        f"{type(module).__name__}: tensor attribute {where!r} is on the meta device and is neither a "
+                        f"parameter nor a buffer, so its value is unknown.\n  try: self.register_buffer({name!r}, ...)"
+                    )
+                memo[id(value)] = value.detach().cpu()
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for capture: {error}\n"
+            "  try: keep locks, files, process groups and non-leaf tensors out of the module's attributes"
+        ) from error
+    return twin.train()

@@ -1,0 +1,24 @@
+"""Normalisation: from what a model's trace says to what the model means.
+
+One rewrite per file. Each recognises a region by what it computes and puts one op in its place, an ATen op
+or a composite of ``autopar.ir.ops``, with its own factor rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.graph import CapturedModel
+from autopar.passes.pipeline import Pass, PassReport, run_passes
+
+
+def normal_form() -> tuple[Pass, ...]:
+    """The rewrites, in the order in which they run."""
+    return ()
+
+
+def normalise(
+    captured: CapturedModel, *, check: bool = True, report: Callable[[PassReport], None] | None = None
+) -> CapturedModel:
+    """A captured model in normal form. check: verify after every pass. report: called after each."""
+    return run_passes(captured, normal_form(), check=check, report=report)

@@ -1,0 +1,110 @@
+"""The pass manager: runs passes in order, verifies after each, and can report what each one did."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx, nn
+
+from autopar.ir.building import remove_dead
+from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.passes.verify import Memo, verify
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A rewrite of a captured model: valid graph in, valid graph out.
+
+    Subclasses are frozen dataclasses: options are fields. ``apply`` may edit the graph it is given in
+    place, which the pass manager has copied, and removes no dead ops, which the pass manager does.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def apply(self, captured: CapturedModel) -> CapturedModel:
+        """The rewritten model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """What a pass did: op counts before and after, by op name, where they differ."""
+
+    name: str
+    seconds: float
+    num_ops: int
+    removed: dict[str, int]
+    added: dict[str, int]
+
+    def __str__(self) -> str:
+        changes = [f"-{n} {op}" for op, n in self.removed.items()] + [f"+{n} {op}" for op, n in self.added.items()]
+        return f"{self.name}: {self.num_ops} ops in {self.seconds:.2f} s; {', '.join(changes) or 'no change'}"
+
+
+def run_passes(
+    captured: CapturedModel,
+    passes: Sequence[Pass],
+    *,
+    check: bool = True,
+    report: Callable[[PassReport], None] | None = None,
+) -> CapturedModel:
+    """Apply passes to a copy of a captured model.
+
+    check: verify before the first and after every pass. report: called after each pass.
+    """
+    captured = copy_captured(captured)
+    memo: Memo = {}
+    if check:
+        verify(captured, memo=memo)
+    for step in passes:
+        before = _counts(captured) if report is not None else Counter()
+        start = time.perf_counter()
+        captured = step.apply(captured)
+        remove_dead(captured.graph)
+        captured = with_updates(captured)
+        seconds = time.perf_counter() - start
+        if check:
+            verify(captured, after=step.name, memo=memo)
+        if report is not None:
+            after = _counts(captured)
+            report(
+                PassReport(
+                    name=step.name,
+                    seconds=seconds,
+                    num_ops=after.total(),
+                    removed=dict(before - after),
+                    added=dict(after - before),
+                )
+            )
+    captured.graph_module.recompile()
+    return captured
+
+
+def copy_captured(captured: CapturedModel) -> CapturedModel:
+    """The same model with a graph of its own."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+    return replace(captured, graph_module=fx.GraphModule(nn.Module(), graph))
+
+
+def with_updates(captured: CapturedModel) -> CapturedModel:
+    """The model with ``Buffer.updated_by`` naming the nodes that its graph returns now."""
+    updated = [name for name, buffer in captured.buffers.items() if buffer.updated_by is not None]
+    if not updated:
+        return captured
+    tail = captured.output_args()[-len(updated) :]
+    buffers = dict(captured.buffers)
+    for name, value in zip(updated, tail, strict=True):
+        buffers[name] = replace(buffers[name], updated_by=value.name)
+    return replace(captured, buffers=buffers)
+
+
+def _counts(captured: CapturedModel) -> Counter[str]:
+    return Counter(getattr(node.target, "__name__", str(node.target)) for node in call_nodes(captured.graph))

@@ -1,0 +1,87 @@
+"""Checks that a captured model is well formed, after capture and after every pass.
+
+Each op is run again on the fake values of its operands: the result must have the shapes and dtypes that its
+``meta["val"]`` claims. Ops that look alike (80 equal layers) are run once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.ir.building import fake_call, fake_mode_of
+from autopar.ir.graph import CapturedModel
+
+# Signatures of ops -> shapes and dtypes of their results. Handed from one check to the next.
+Memo = dict[Any, Any]
+
+
+def verify(captured: CapturedModel, *, after: str = "capture", memo: Memo | None = None) -> None:
+    """Raise AssertionError, naming the pass and the node, if the graph is not well formed.
+
+    memo: what earlier checks found out about ops; filled by this one.
+    """
+    graph = captured.graph
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise AssertionError(f"after {after}: {error}") from error
+    known = {*captured.parameters, *captured.buffers, *captured.inputs, *captured.constants}
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    assert set(names) == known, f"after {after}: placeholders {sorted(set(names) ^ known)} are not accounted for"
+    memo = {} if memo is None else memo
+    mode = fake_mode_of(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            assert node.op in ("placeholder", "output"), f"after {after}: {node.op} {node.name} is not allowed"
+            continue
+        assert "val" in node.meta, f"after {after}: {node.format_node()} has no value"
+        signature = (node.target, _signature(node.args), _signature(node.kwargs))
+        claimed = _summary(node.meta["val"])
+        found = memo.get(signature)
+        if found is None:
+            found = memo[signature] = _summary(fake_call(node.target, node.args, node.kwargs, mode))
+        assert found == claimed, (
+            f"after {after}: {node.format_node()}\n  gives {found}, its meta says {claimed}\n  at {node.meta.get('source')}"
+        )
+    _verify_outputs(captured, after)
+
+
+def _verify_outputs(captured: CapturedModel, after: str) -> None:
+    outputs = captured.output_args()
+    updated = [b.updated_by for b in captured.buffers.values() if b.updated_by is not None]
+    expected = captured.has_loss + captured.num_outputs + len(updated)
+    assert len(outputs) == expected, f"after {after}: {len(outputs)} outputs, expected {expected}"
+    tail = outputs[len(outputs) - len(updated) :]
+    found = [value.name if isinstance(value, fx.Node) else None for value in tail]
+    assert found == updated, f"after {after}: buffers are updated by {updated}, the graph returns {found}"
+    loss = captured.loss_node()
+    assert loss is None or loss.meta["val"].numel() == 1, f"after {after}: the loss is not a scalar"
+
+
+def _signature(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return _operand(argument.meta["val"])
+    if isinstance(argument, (list, tuple)):
+        return tuple(_signature(a) for a in argument)
+    if isinstance(argument, dict):
+        return tuple((k, _signature(v)) for k, v in argument.items())
+    return (type(argument), str(argument))
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_operand(v) for v in value)
+    return value
+
+
+def _summary(value: Any) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in pytree.tree_leaves(value)
+    )
