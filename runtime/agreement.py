@@ -1,0 +1,52 @@
+"""Steps that may fail on some ranks: all ranks learn of it, so that none waits for one that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from autopar.ir.errors import AutoparError
+
+T = TypeVar("T")
+
+
+def agree(work: Callable[[], T]) -> T:
+    """``work()`` on every rank. If it raises an AutoparError on some rank, all ranks raise one.
+
+    The rank that failed raises its own error, the others that of the first rank that failed. ``work`` must not
+    communicate.
+    """
+    failure: AutoparError | None = None
+    report: AutoparError | str | None = "an unexpected error"
+    try:
+        value = work()
+        report = None
+    except AutoparError as error:
+        failure = report = error
+    finally:
+        # Here, so that the others do not wait if an unexpected error is on its way out of this rank.
+        reports: list[AutoparError | str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(reports):
+        if isinstance(other, AutoparError):
+            raise type(other)(f"on rank {rank}: {other}")
+        if other is not None:
+            raise AutoparError(f"on rank {rank}: {other}; its own output says more")
+    return value
+
+
+def from_first(work: Callable[[], str]) -> str:
+    """The text that ``work()`` gives on rank 0, on every rank. Raises on all ranks if it raises there."""
+    text: list[str] = [""]
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            text[0] = work()
+
+    agree(run)
+    dist.broadcast_object_list(text, src=0)
+    return text[0]

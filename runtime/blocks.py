@@ -1,0 +1,171 @@
+"""Blocks as modules: parameters under their original names, code shared by identical blocks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autopar.ir.collectives import bind_groups
+from autopar.ir.program import BlockProgram, Remat
+
+# What selective rematerialization keeps: results that are dear to compute or to communicate.
+_KEPT_NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_dot_product", "flash_attention")
+_KEPT_NAMESPACES = ("_c10d_functional", "autopar")
+
+
+def attach(root: nn.Module, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
+    """Register a parameter or buffer under a dotted name, with empty modules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = root._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            root.add_module(part, child)
+        root = child
+    if isinstance(value, nn.Parameter):
+        root.register_parameter(leaf, value)
+    else:
+        root.register_buffer(leaf, value, persistent=persistent)
+
+
+class Slot:
+    """A named place of a parameter or buffer. What is in it changes: FSDP swaps gathered and sharded tensors."""
+
+    __slots__ = ("_leaf", "_places")
+
+    def __init__(self, root: nn.Module, name: str) -> None:
+        *path, leaf = name.split(".")
+        for part in path:
+            child = root._modules[part]
+            assert child is not None
+            root = child
+        self._leaf = leaf
+        self._places: dict[str, Any] = root._parameters if leaf in root._parameters else root._buffers
+
+    def get(self) -> torch.Tensor:
+        value: torch.Tensor = self._places[self._leaf]
+        return value
+
+    def set(self, value: torch.Tensor) -> None:
+        self._places[self._leaf] = value
+
+
+class CodeLibrary:
+    """Compiles block graphs to functions; graphs that differ in names alone give one function."""
+
+    def __init__(self, group_names: Mapping[str, str]) -> None:
+        self._group_names = group_names
+        self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
+
+    def function(
+        self, program: BlockProgram, shared: Container[str]
+    ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
+        """A function of the block's state and then its other inputs; the names of the state; those of the inputs.
+
+        State is what the block reads by ``get_attr`` and its inputs that are in ``shared``: parameters and
+        buffers of the stage. They are read where they are; passed in, they would go through FSDP's hooks.
+        """
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        state = {node: str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
+        values: dict[fx.Node, str] = {}
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        for node, name in zip(placeholders, program.inputs, strict=True):
+            (state if name in shared else values)[node] = name
+        for prefix, nodes in (("w", state), ("x", values)):
+            for number, node in enumerate(nodes):
+                copied[node] = graph.placeholder(f"{prefix}{number}")
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: copied[n])
+                copied[node] = graph.create_node("call_function", node.target, args, kwargs)
+            elif node.op == "output":
+                graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
+        bind_groups(graph, self._group_names)
+        code = graph.python_code("self")
+        key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
+        if key not in self._functions:
+            self._functions[key] = fx.GraphModule(nn.Module(), graph, class_name=f"Block{len(self._functions)}")
+        return self._functions[key], tuple(state.values()), tuple(values.values())
+
+
+class BlockModule(nn.Module):
+    """One block instance. ``forward(*inputs)`` returns the flat tuple of the block's outputs.
+
+    Its parameters are registered under their original dotted names; a block can have several functions over
+    them (one for the training step, one for plain forward), of which ``select`` chooses.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._variants: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, tuple[fx.GraphModule, ...]] = {}
+        self._slots: dict[str, tuple[Slot, ...]] = {}
+        self._selected = ""
+
+    def add_variant(self, variant: str, function: fx.GraphModule, slots: Iterable[Slot], remat: Remat) -> None:
+        """Add a function of ``slots`` and then the block's inputs."""
+        # In a tuple, so that nn.Module does not take the shared function for a child.
+        self._functions[variant] = (function,)
+        self._slots[variant] = tuple(slots)
+        self._variants[variant] = rematerialized(function, remat)
+        self._selected = self._selected or variant
+
+    def select(self, variant: str) -> None:
+        self._selected = variant
+
+    @property
+    def code(self) -> str:
+        """Source of the selected function."""
+        return str(self._functions[self._selected][0].code)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        variant = self._selected
+        state = [slot.get() for slot in self._slots[variant]]
+        result: tuple[torch.Tensor, ...] = self._variants[variant](*state, *inputs)
+        return result
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+def rematerialized(function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
+    """``function``, keeping less for backward: "full" its inputs alone, "selective" what is dear to recompute."""
+    call = function.forward
+    if remat == "none":
+        return call
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _is_random(function.graph)}
+    if remat == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+
+    def run(*args: torch.Tensor) -> Any:
+        return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)
+
+    return run
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = getattr(op, "_opname", "")
+    namespace = getattr(op, "namespace", "")
+    dear = namespace in _KEPT_NAMESPACES or name in _KEPT_NAMES or any(part in name for part in _KEPT_NAMES[6:])
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_random(graph: fx.Graph) -> bool:
+    """Whether a graph draws random numbers, so that recomputing it has to restore the generator."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                return True
+        elif node.kwargs.get("dropout_p") or "dropout" in getattr(node.target, "__name__", ""):
+            return True
+    return False

@@ -1,0 +1,255 @@
+"""One rank's running program: its stage, its parameters, and what sums their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.runtime.agreement import agree
+from autopar.runtime.blocks import CodeLibrary
+from autopar.runtime.gradients import GradientReducer
+from autopar.runtime.inputs import Signature
+from autopar.runtime.launch import this_device
+from autopar.runtime.mesh import JobMesh
+from autopar.runtime.outputs import Outputs, scale_outputs
+from autopar.runtime.parameters import materialize, tensor_axes
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stage_module import StageModule
+from autopar.runtime.state import Stored
+from autopar.runtime.zero import ZeroEngine, apply_zero, is_managed
+
+_STEP, _FORWARD = "loss", "model"
+
+
+class Engine:
+    """Built by all ranks together from the same plan and programs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: CapturedModel,
+        plan: Plan,
+        programs: Sequence[StageProgram],
+        *,
+        forward_program: Callable[[], StageProgram] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """programs: of every stage; for a model without a loss, those of the plain forward.
+
+        forward_program: makes the program of the plain forward, if there is no pipeline; called when needed.
+        seed: for parameters that have no values yet.
+        """
+        self.captured, self.plan = captured, plan
+        self.device = this_device()
+        self.mesh = JobMesh.build(plan, self.device.type)
+        self.mesh.make_groups(programs)
+        self.program = program = programs[self.mesh.stage]
+        self.signature = Signature.of(captured, plan)
+        self.state_order = tuple(model.state_dict(keep_vars=True))
+        self.stages = {name: p.stage for p in reversed(programs) for name in (*p.parameters, *p.buffers)}
+        self.layouts = self._layouts()
+        # A buffer that no stage reads keeps its value on the first one.
+        self.buffers = [
+            buffer.name for buffer in captured.buffers.values() if self.stages.get(buffer.name, 0) == self.mesh.stage
+            or buffer.name in program.buffers
+        ]
+        axes = tensor_axes(program)
+        state = agree(
+            lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed)
+        )
+        self._library = CodeLibrary(self.mesh.group_names())
+        self.stage = StageModule(program, self._library, state)
+        self._has_step = program.loss is not None or program.num_stages > 1
+        results = (program.loss,) if program.loss else tuple(spec.name for spec in program.sent)
+        if self._has_step:
+            self.stage.add_variant(_STEP, program, results, self.device)
+        self._forward_program = forward_program
+        self._outputs: Outputs | None = None
+        self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(program.inputs)}
+
+        self.zero = self._apply_zero()
+        self.stored = {name: Stored(layout, self._zero_axes(layout)) for name, layout in self.layouts.items()}
+        self.reducer = self._make_reducer()
+        self.pipeline: Pipeline | None = None
+        if program.num_stages > 1:
+            self.pipeline = Pipeline(
+                self.stage,
+                program,
+                schedule=plan.schedule,
+                group=self.mesh.pipeline_group(),
+                device=self.device,
+                batch_dims={name: captured.inputs[name].batch_dim for name in program.inputs},
+                before_backward=self._before_backward,
+            )
+
+    def _layouts(self) -> dict[str, ParameterLayout]:
+        """Layouts of the parameters on this rank. One that no stage reads is kept whole on the first."""
+        layouts = dict(self.program.parameters)
+        whole = tuple(torch.distributed.tensor.Replicate() for _ in self.plan.mesh)
+        for parameter in self.captured.parameters.values():
+            if parameter.name not in self.stages and self.mesh.stage == 0:
+                layouts[parameter.name] = ParameterLayout(
+                    parameter=parameter, layout=whole, partial_axes=(), stages=(0,)
+                )
+        return layouts
+
+    # Parameters.
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The parameter or buffer of this rank called ``name``."""
+        return self.stage.slot(name).get()
+
+    def reshard(self) -> None:
+        """Put FSDP's sharded parameters back in place, if a forward left gathered ones."""
+        if self.zero is not None:
+            for module in self.zero.modules:
+                module.reshard()
+
+    def _zero_axes(self, layout: ParameterLayout) -> tuple[int, ...]:
+        managed = self.zero is not None and is_managed(layout, self.program.data_axes)
+        return tuple(a for a in self.program.data_axes if self.mesh.stage_mesh.sizes[a] > 1) if managed else ()
+
+    def _apply_zero(self) -> ZeroEngine | None:
+        flat = self.mesh.flat(self.program.data_axes)
+        if not self.plan.zero or flat is None:
+            return None
+        return apply_zero(
+            self.stage,
+            self.program,
+            flat,
+            level=self.plan.zero,
+            precision=self.plan.precision,
+            find=self.tensor,
+        )
+
+    def _make_reducer(self) -> GradientReducer:
+        reducer = GradientReducer()
+        for name, stored in self.stored.items():
+            parameter = self.tensor(name)
+            if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+                continue
+            axes = tuple(axis for axis in stored.layout.partial_axes if axis not in stored.zero_axes)
+            stages = stored.layout.stages
+            over_stages = self.mesh.group_over_stages(stages) if len(stages) > 1 else None
+            reducer.add(parameter, self.mesh.group(axes), over_stages)
+        return reducer
+
+    def _before_backward(self, last: bool) -> None:
+        if self.zero is not None:
+            self.zero.before_backward(last)
+        if last:
+            self.reducer.arm()
+
+    # A training step.
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
+        if not self._has_step:
+            raise PlanMismatch(
+                f"{self.captured.name} has no loss, so there is no training step.\n"
+                "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
+            )
+        self.stage.select(_STEP)
+        own = {name: inputs[name] for name in self._inputs[_STEP]}
+        self.reducer.begin()
+        if self.pipeline is not None:
+            losses = self.pipeline.step(own)
+            self.reducer.finish()
+            return self._loss_of_pipeline(losses)
+        chunks = self.program.num_microbatches
+        total: torch.Tensor | None = None
+        summed: dist.Work | None = None
+        for number, microbatch in enumerate(self._microbatches(own)):
+            (loss,) = self.stage(**microbatch)
+            value = loss.detach()
+            total = value.clone() if total is None else total.add_(value)
+            last = number == chunks - 1
+            if last:
+                summed = self._sum_loss(total)
+            self._before_backward(last)
+            loss.backward()
+            del loss
+        self.reducer.finish()
+        if summed is not None:
+            summed.wait()
+        assert total is not None
+        return total
+
+    def _microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        chunks = self.program.num_microbatches
+        if chunks == 1:
+            return [dict(inputs)]
+        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(chunks)]
+        for name, value in inputs.items():
+            dim = self.captured.inputs[name].batch_dim
+            parts = [value] * chunks if dim is None else value.chunk(chunks, dim)
+            for batch, part in zip(batches, parts, strict=True):
+                batch[name] = part
+        return batches
+
+    def _sum_loss(self, loss: torch.Tensor) -> dist.Work | None:
+        """Start the sum of the loss over the axes on which it is partial; it overlaps with backward."""
+        group = self.mesh.group(self.program.loss_partial_axes)
+        return None if group is None else dist.all_reduce(loss, group=group, async_op=True)
+
+    def _loss_of_pipeline(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The same number on every rank of every stage: each summand is counted by one rank of the last stage."""
+        whole = [axis for axis in range(len(self.mesh.coordinates)) if axis not in self.program.loss_partial_axes]
+        if losses and self.mesh.first_on(whole):
+            total = torch.stack([loss.detach() for loss in losses]).sum().float()
+        else:
+            total = torch.zeros((), device=self.device)
+        dist.all_reduce(total)
+        return total
+
+    # Plain forward.
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output for this rank's rows, as the model would return it; differentiable."""
+        outputs = self._forward_variant()
+        self.stage.select(_FORWARD)
+        own = {name: inputs[name] for name in self._inputs[_FORWARD]}
+        results = outputs.merge([self.stage(**microbatch) for microbatch in self._microbatches(own)])
+        if torch.is_grad_enabled():
+            results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)
+        return pytree.tree_unflatten(outputs.with_constants(results), self.captured.out_spec)
+
+    def forward_inputs(self) -> tuple[str, ...]:
+        """Placeholder names of the step inputs that the plain forward takes."""
+        self._forward_variant()
+        return self._inputs[_FORWARD]
+
+    def _forward_variant(self) -> Outputs:
+        if self._outputs is not None:
+            return self._outputs
+        if self._forward_program is None or self.program.num_stages > 1:
+            raise PlanMismatch(
+                f"the plan has {self.program.num_stages} pipeline stages, so there is no plain forward.\n"
+                "  try: step(...), or a plan with one stage"
+            )
+        program = self._forward_program()
+        names = tuple(name for name in program.outputs if name is not None)
+        self.stage.add_variant(_FORWARD, program, names, self.device)
+        self._inputs[_FORWARD] = tuple(program.inputs)
+        self._outputs = Outputs.of(self.captured, program, self.plan)
+        return self._outputs
+
+    def _begin_backward(self) -> None:
+        """Start of a backward through plain forward: sum gradients in it, as DistributedDataParallel does."""
+        self.reducer.begin()
+        self._before_backward(True)
+        # FSDP queues its own final callback later in this backward; the reducer has to come after it.
+        Variable._execution_engine.queue_callback(self._queue_finish)
+
+    def _queue_finish(self) -> None:
+        Variable._execution_engine.queue_callback(self.reducer.finish)

@@ -1,0 +1,258 @@
+"""Sums of gradients over ranks, overlapped with backward.
+
+Gradients are summands over the mesh axes ``partial_axes`` of their parameter, and of a tied parameter also over
+the stages that hold it. Summed once a step, in the order in which backward completes them:
+
+    backward   ... dW9   dW8   b8   dW7 ...
+    bucket           \\_____|____|     \\_ a large gradient goes by itself, in place
+    all_reduce              ~~~~~~~~    ~~~~~~
+
+Small gradients live in flat buckets: after the first microbatch ``parameter.grad`` is a view into its bucket
+(one copy, which replaces the allocation), later ones accumulate in place. It does not matter whether the user
+zeroes gradients in place or sets them to None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# Bytes of a bucket, as in DistributedDataParallel: the first is small so that communication starts early.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+# A gradient of that size fills the links by itself, so copying it into a bucket would be wasted.
+ALONE_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A parameter whose gradient is summed over ``group``."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup | None
+    over_stages: dist.ProcessGroup | None
+    bucket: _Bucket | None = None
+    view: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+    arrived: bool = False
+
+    @property
+    def num_summands(self) -> int:
+        groups = (self.group, self.over_stages)
+        count = 1
+        for group in groups:
+            count *= 1 if group is None else group.size()
+        return count
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that one all-reduce sums. flat: None for a gradient by itself."""
+
+    group: dist.ProcessGroup
+    slots: list[_Slot]
+    flat: torch.Tensor | None = None
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class GradientReducer:
+    """Sums the gradients of one step.
+
+    ``begin`` before the first backward of a step, ``arm`` before the last, ``finish`` after it. The buckets are
+    laid out in the first step, in the order in which gradients arrived, which is the same on all ranks of a
+    stage because they run the same program.
+    """
+
+    _slots: list[_Slot] = field(default_factory=list)
+    _order: list[_Slot] = field(default_factory=list)
+    _buckets: list[_Bucket] | None = None
+    _armed: bool = False
+    _next: int = 0
+    _works: list[dist.Work] = field(default_factory=list)
+
+    def add(
+        self, parameter: nn.Parameter, group: dist.ProcessGroup | None, over_stages: dist.ProcessGroup | None
+    ) -> None:
+        """Sum the gradient of ``parameter`` over ``group`` (None: it is whole) and over the stages that hold it."""
+        if group is None and over_stages is None:
+            return
+        slot = _Slot(parameter, group, over_stages)
+        self._slots.append(slot)
+        if group is not None:
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+
+    def begin(self) -> None:
+        """Start a step. Gradients left from earlier steps are whole: divided, they survive the coming sum."""
+        by_count: dict[int, list[torch.Tensor]] = {}
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                by_count.setdefault(slot.num_summands, []).append(_local(gradient))
+        for count, gradients in by_count.items():
+            torch._foreach_mul_(gradients, 1.0 / count)
+
+    def arm(self) -> None:
+        """The next backward is the last of the step: sum what it completes."""
+        self._armed = True
+        self._next = 0
+        for bucket in self._buckets or ():
+            bucket.waiting = len(bucket.slots)
+
+    def _on_gradient(self, slot: _Slot, parameter: torch.Tensor) -> None:
+        bucket = slot.bucket
+        if bucket is None:
+            if self._armed and not slot.arrived:
+                slot.arrived = True
+                self._order.append(slot)
+            return
+        if slot.view is not None and parameter.grad is not slot.grad:
+            assert parameter.grad is not None
+            slot.view.copy_(_local(parameter.grad))
+            parameter.grad = slot.grad
+        if self._armed and not slot.arrived:
+            slot.arrived = True
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launch complete buckets, in order: collectives must be the same sequence on every rank."""
+        assert self._buckets is not None
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if bucket.flat is not None:
+            tensor = bucket.flat
+        else:
+            (slot,) = bucket.slots
+            gradient = slot.parameter.grad
+            if gradient is None:
+                gradient = slot.parameter.grad = torch.zeros_like(slot.parameter)
+            tensor = _local(gradient)
+            if not tensor.is_contiguous():
+                tensor = _replace_local(slot.parameter, tensor.contiguous())
+        work = dist.all_reduce(tensor, group=bucket.group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def finish(self) -> None:
+        """Wait until every gradient of the step is whole."""
+        if self._buckets is None:
+            self._buckets = _make_buckets(self._order)
+            for slot in self._order:
+                slot.arrived = False
+                self._on_gradient_again(slot)
+            self._order.clear()
+        for bucket in self._buckets[self._next :]:
+            self._complete(bucket)
+            self._launch(bucket)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._sum_over_stages()
+        for slot in self._slots:
+            slot.arrived = False
+        self._armed = False
+        self._next = 0
+
+    def _on_gradient_again(self, slot: _Slot) -> None:
+        """Move a gradient that arrived before there were buckets into its bucket."""
+        if slot.view is not None:
+            assert slot.parameter.grad is not None
+            slot.view.copy_(_local(slot.parameter.grad))
+            slot.parameter.grad = slot.grad
+        slot.arrived = True
+
+    def _complete(self, bucket: _Bucket) -> None:
+        """Zeros for gradients of the bucket that this step did not produce (parameters frozen since)."""
+        for slot in bucket.slots:
+            if not slot.arrived and slot.view is not None and slot.parameter.grad is not slot.grad:
+                slot.view.zero_()
+
+    def _sum_over_stages(self) -> None:
+        for slot in self._slots:
+            if slot.over_stages is None:
+                continue
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            gradient = _local(slot.parameter.grad)
+            if not gradient.is_contiguous():
+                gradient = _replace_local(slot.parameter, gradient.contiguous())
+            work = dist.all_reduce(gradient, group=slot.over_stages, async_op=True)
+            assert work is not None
+            self._works.append(work)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
+    """Buckets over gradients in the order of ``slots``, listed in the order in which they complete."""
+    open_buckets: dict[tuple[Any, ...], list[_Slot]] = {}
+    opened: set[tuple[Any, ...]] = set()
+    buckets: list[_Bucket] = []
+
+    def close(key: tuple[Any, ...]) -> None:
+        members = open_buckets.pop(key)
+        assert members[0].group is not None
+        buckets.append(_flat_bucket(members[0].group, members))
+        opened.add(key)
+
+    for slot in slots:
+        assert slot.group is not None and slot.parameter.grad is not None
+        gradient = _local(slot.parameter.grad)
+        if gradient.nbytes >= ALONE_BYTES:
+            bucket = _Bucket(slot.group, [slot])
+            slot.bucket = bucket
+            buckets.append(bucket)
+            continue
+        key = (slot.group.group_name, gradient.dtype, gradient.device)
+        members = open_buckets.setdefault(key, [])
+        members.append(slot)
+        limit = BUCKET_BYTES if key in opened else FIRST_BUCKET_BYTES
+        if sum(_nbytes(member) for member in members) >= limit:
+            close(key)
+    for key in list(open_buckets):
+        close(key)
+    return buckets
+
+
+def _flat_bucket(group: dist.ProcessGroup, slots: list[_Slot]) -> _Bucket:
+    gradients = [_local(slot.parameter.grad) for slot in slots if slot.parameter.grad is not None]
+    flat = torch.zeros(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
+    bucket = _Bucket(group, slots, flat)
+    start = 0
+    for slot, gradient in zip(slots, gradients, strict=True):
+        slot.bucket = bucket
+        slot.view = flat[start : start + gradient.numel()].view(gradient.shape)
+        slot.grad = _like(slot.parameter, slot.view)
+        start += gradient.numel()
+    return bucket
+
+
+def _nbytes(slot: _Slot) -> int:
+    return 0 if slot.parameter.grad is None else _local(slot.parameter.grad).nbytes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` with the placements of ``parameter``, as its gradient."""
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
+def _replace_local(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    parameter.grad = _like(parameter, local)
+    return local

@@ -1,0 +1,116 @@
+"""From the arguments of a call to the tensors that the program takes, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.ir.errors import InvalidInput
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The tensors that a call passes in: placeholder name -> key, shape on one data-parallel rank, dtype."""
+
+    inputs: dict[str, _Input]
+    global_size: int
+    data_parallel_size: int
+
+    @classmethod
+    def of(cls, captured: CapturedModel, plan: Plan) -> Signature:
+        degree = plan.data_parallel_size
+        values = {node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"}
+        inputs = {}
+        for name, step_input in captured.inputs.items():
+            shape, dim = list(values[name].shape), step_input.batch_dim
+            if dim is not None:
+                shape[dim] //= degree
+            inputs[name] = _Input(step_input.key, tuple(shape), values[name].dtype, dim)
+        return cls(inputs, plan.batch.global_size, degree)
+
+    def bind(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        device: torch.device,
+        *,
+        required: Container[str] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a call by placeholder name, on ``device``.
+
+        required: placeholder names of the tensors that may not be missing (None: all). Raises InvalidInput, before
+        any communication, if the call does not fit the captured one. Values that are not tensors were fixed by
+        capture.
+        """
+        given = _tensors_by_key(args, kwargs, target)
+        bound: dict[str, torch.Tensor] = {}
+        for name, expected in self.inputs.items():
+            value = given.pop(expected.key, None)
+            if value is None:
+                if required is not None and name not in required:
+                    continue
+                raise InvalidInput(self._mismatch(f"{expected.key} is missing", args, kwargs, target))
+            if tuple(value.shape) != expected.shape or value.dtype != expected.dtype:
+                problem = f"{expected.key} is {_tensor(tuple(value.shape), value.dtype)}"
+                raise InvalidInput(self._mismatch(problem, args, kwargs, target))
+            bound[name] = value if value.device == device else value.to(device, non_blocking=True)
+        if given:
+            raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
+        return bound
+
+    def _mismatch(self, problem: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> str:
+        expected = ", ".join(f"{i.key}: {_tensor(i.shape, i.dtype)}" for i in self.inputs.values())
+        given = _tensors_by_key(args, kwargs, target)
+        got = ", ".join(f"{key}: {_tensor(tuple(value.shape), value.dtype)}" for key, value in given.items())
+        rows = f"{self.global_size // self.data_parallel_size} of the {self.global_size} rows of the global batch"
+        return (
+            f"the arguments do not fit the captured program: {problem}.\n"
+            f"  expected, on each data-parallel rank ({rows}): {expected}\n"
+            f"  got: {got or 'no tensors'}\n"
+            "  try: shard_batch(batch) takes this rank's rows of a global batch; another batch size or another set of "
+            "arguments needs another plan"
+        )
+
+    def shard(self, batch: Any, rank: int) -> Any:
+        """Rows of data-parallel rank ``rank`` of every tensor in ``batch`` whose first dimension is the batch."""
+
+        def rows(value: torch.Tensor) -> torch.Tensor:
+            if value.dim() == 0:
+                return value
+            if value.shape[0] != self.global_size:
+                raise InvalidInput(
+                    f"a tensor of the batch is {_tensor(tuple(value.shape), value.dtype)}; expected the global batch, "
+                    f"{self.global_size} rows.\n  try: another plan for another batch size"
+                )
+            length = self.global_size // self.data_parallel_size
+            return value.narrow(0, rank * length, length)
+
+        return pytree.tree_map_only(torch.Tensor, rows, batch)
+
+
+def _tensors_by_key(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for root, value in (("args", args), ("kwargs", dict(kwargs)), ("target", target)):
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                found[root + pytree.keystr(path)] = leaf
+    return found
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

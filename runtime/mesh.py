@@ -1,0 +1,121 @@
+"""The ranks of a job as a device mesh: ("pp", *axes of a stage), and the process groups over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.ir.errors import InvalidPlan, PlanMismatch
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import ParameterLayout, StageProgram
+
+PIPELINE_AXIS = "pp"
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raise PlanMismatch unless the plan is for ``world_size`` ranks. The same on every rank; nothing is sent."""
+    if PIPELINE_AXIS in plan.mesh:
+        raise InvalidPlan(
+            f"plan: mesh has an axis called {PIPELINE_AXIS!r}, which is the name of the pipeline axis.\n"
+            "  expected: the axes inside one stage; the pipeline is the list of stages"
+        )
+    if plan.num_ranks == world_size:
+        return
+    raise PlanMismatch(
+        f"the plan is for {plan.num_ranks} ranks ({plan.num_stages} stages of mesh {plan.stage_mesh}), this job has "
+        f"{world_size}.\n  try: torchrun with {plan.num_ranks} processes in all, or search a plan for {world_size}"
+    )
+
+
+@dataclass(slots=True)
+class JobMesh:
+    """Where this rank stands among all ranks, and the groups that it shares with others.
+
+    device_mesh: ("pp", *stage axes) over all ranks, the pipeline outermost. coordinates: of this rank on the
+    axes of its stage mesh. Groups over several axes or stages are made once, by all ranks in the same order.
+    """
+
+    device_mesh: DeviceMesh
+    stage_mesh: Mesh
+    stage: int
+    num_stages: int
+    coordinates: tuple[int, ...]
+    _over_stages: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, plan: Plan, device_type: str) -> JobMesh:
+        """The mesh of ``plan`` over all ranks of the default group. Raises PlanMismatch if they do not fit."""
+        check_world_size(plan, dist.get_world_size())
+        stage_mesh = plan.stage_mesh
+        device_mesh = init_device_mesh(
+            device_type, (plan.num_stages, *stage_mesh.sizes), mesh_dim_names=(PIPELINE_AXIS, *stage_mesh.names)
+        )
+        coordinates = device_mesh.get_coordinate()
+        assert coordinates is not None, "every rank is in the mesh"
+        return cls(device_mesh, stage_mesh, coordinates[0], plan.num_stages, tuple(coordinates[1:]))
+
+    def group_names(self) -> dict[str, str]:
+        """Mesh axis of a stage -> name of this rank's process group along it, as collectives in graphs want it."""
+        return {name: self.device_mesh.get_group(name).group_name for name in self.stage_mesh.names}
+
+    def submesh(self, axes: Sequence[int]) -> DeviceMesh | None:
+        """The mesh over some axes of this rank's stage; axes of size 1 are left out. None if none is left."""
+        names = self._names(axes)
+        return self.device_mesh[names] if names else None
+
+    def flat(self, axes: Sequence[int]) -> DeviceMesh | None:
+        """One-dimensional mesh over some axes of this rank's stage, the earlier axis the major one.
+
+        Made by all ranks together at the first call.
+        """
+        submesh = self.submesh(axes)
+        if submesh is None or submesh.ndim == 1:
+            return submesh
+        return submesh._flatten()
+
+    def group(self, axes: Sequence[int]) -> dist.ProcessGroup | None:
+        """Process group over some axes of this rank's stage; None if it holds one rank."""
+        flat = self.flat(axes)
+        return None if flat is None else flat.get_group()
+
+    def size(self, axes: Iterable[int]) -> int:
+        return prod(self.stage_mesh.sizes[axis] for axis in axes)
+
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks at this rank's place in each stage."""
+        return self.device_mesh.get_group(PIPELINE_AXIS)
+
+    def rank_in_stage(self, stage: int) -> int:
+        """Global rank of the rank at this rank's place in ``stage``."""
+        return dist.get_global_rank(self.pipeline_group(), stage)
+
+    def group_over_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        """The ranks at this rank's place in ``stages``; made by ``make_groups``."""
+        return self.pipeline_group() if len(stages) == self.num_stages else self._over_stages[stages]
+
+    def make_groups(self, programs: Sequence[StageProgram]) -> None:
+        """Make every group that the parameters of ``programs`` need. All ranks call it with all programs."""
+        layouts: list[ParameterLayout] = [layout for p in programs for layout in p.parameters.values()]
+        data_axes = programs[0].data_axes
+        for axes in sorted({layout.partial_axes for layout in layouts} | {data_axes}):
+            self.flat(axes)
+            self.flat(tuple(axis for axis in axes if axis not in data_axes))
+        for stages in sorted({layout.stages for layout in layouts}):
+            if not 1 < len(stages) < self.num_stages:
+                continue
+            for ranks in self.device_mesh.mesh.flatten(1).T[:, list(stages)].tolist():
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    self._over_stages[stages] = group
+
+    def first_on(self, axes: Iterable[int]) -> bool:
+        """Whether this rank is the first one along each of ``axes``."""
+        return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def _names(self, axes: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.stage_mesh.names[axis] for axis in sorted(axes) if self.stage_mesh.sizes[axis] > 1)

@@ -1,0 +1,207 @@
+"""The module that ``parallelize`` hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.errors import InvalidInput
+from autopar.ir.graph import Parameter
+from autopar.ir.plan import Plan
+from autopar.runtime.engine import Engine
+from autopar.runtime.state import clip_grad_norm, gather_full, load_full
+
+# Makes the engine from the first call's args, kwargs and target.
+Builder = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Engine]
+
+
+class ParallelModule(nn.Module):
+    """A model that trains as its plan says, on this rank's part of every tensor.
+
+    Parameters, buffers and state dict have the names of the original model; parameters are DTensors where they
+    are sharded. Only those of this rank's pipeline stage are here. An optimiser takes ``parameters()`` as it
+    would those of the model.
+    """
+
+    def __init__(self, engine: Engine | Builder) -> None:
+        """engine: or, when capture waits for the first call, what makes it then."""
+        super().__init__()
+        self._engine = engine if isinstance(engine, Engine) else None
+        self._build = None if isinstance(engine, Engine) else engine
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise InvalidInput(
+                "the model is not captured yet: that waits for the first call of step() or forward(), and only then are "
+                "there parameters and a plan.\n  try: parallelize(..., example_inputs=...)"
+            )
+        return self._engine
+
+    # Training.
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward, backward and gradient sums over one batch; leaves gradients for the optimiser.
+
+        The arguments are those of the model, with this data-parallel rank's rows of the batch, the same on all
+        ranks that share them. Returns the detached loss of the global batch, the same number on every rank.
+        Raises InvalidInput if the arguments do not fit.
+        """
+        args, kwargs, target = self._first_call(args, kwargs, target)
+        engine = self.engine
+        return engine.step(engine.signature.bind(args, kwargs, target, engine.device))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for this rank's rows; gradients flow through it.
+
+        A loss that is a mean over these rows gives the parameters the gradient of the mean over all ranks, summed
+        during backward, as with DistributedDataParallel. Needs a plan with one pipeline stage.
+        """
+        args, kwargs, _ = self._first_call(args, kwargs, None)
+        engine = self.engine
+        required = engine.forward_inputs()
+        return engine.forward(engine.signature.bind(args, kwargs, None, engine.device, required=required))
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
+        """Capture if that has waited for this call; its arguments are the global batch, of which we take our rows."""
+        if self._engine is None and self._build is not None:
+            self._engine, self._build = self._build(args, kwargs, target), None
+            return tuple(self.shard_batch(args)), self.shard_batch(kwargs), self.shard_batch(target)
+        return args, kwargs, target
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their joint 2-norm, over every rank and stage, is at most ``max_norm``.
+
+        Returns the norm before. All ranks call together.
+        """
+        engine = self.engine
+        parameters = [(p, engine.stored[name]) for name, p in self.named_parameters()]
+        return clip_grad_norm(parameters, max_norm, engine.mesh)
+
+    # Data.
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks groups that get different rows of the batch."""
+        return self.plan.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the equal runs of rows this rank gets."""
+        mesh, rank = self.engine.mesh, 0
+        for axis, coordinate in zip(mesh.stage_mesh.axes, mesh.coordinates, strict=True):
+            if axis.name in self.plan.inputs:
+                rank = rank * axis.size + coordinate
+        return rank
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This rank's rows of every tensor in ``batch`` (a tensor, or containers of them) of the global batch."""
+        return self.engine.signature.shard(batch, self.data_parallel_rank)
+
+    # State.
+
+    @property
+    def code(self) -> str:
+        """Source of this rank's program."""
+        return self.engine.stage.code
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank's stage under their original names; of tied ones the first name."""
+        engine = self.engine
+        engine.reshard()
+        for parameter in engine.captured.parameters.values():
+            if parameter.name not in engine.layouts:
+                continue
+            value = engine.tensor(parameter.name)
+            assert isinstance(value, nn.Parameter)
+            for name in parameter.names[:1] if remove_duplicate else parameter.names:
+                yield (f"{prefix}.{name}" if prefix else name), value
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank's stage under their original names."""
+        for name in self.engine.buffers:
+            yield (f"{prefix}.{name}" if prefix else name), self.engine.tensor(name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's parts, as DTensors where sharded, in the order of the model's state dict, aliases included."""
+        destination = kwargs.get("destination") or {}
+        prefix = kwargs.get("prefix", "")
+        persistent = {b.name for b in self.engine.captured.buffers.values() if b.persistent}
+        found: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.named_parameters(remove_duplicate=False)}
+        found.update((name, value) for name, value in self.named_buffers() if name in persistent)
+        destination.update({prefix + name: found[name] for name in self._ordered(found)})
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy values in: from whole tensors (another model's state dict) or from parts stored alike.
+
+        Names of other stages are skipped. Raises InvalidInput on missing names, unknown names and wrong shapes.
+        """
+        engine = self.engine
+        aliases = {alias: p.name for p in engine.captured.parameters.values() for alias in p.names}
+        known = {*aliases, *(buffer.name for buffer in engine.captured.buffers.values()), *engine.state_order}
+        unknown = [name for name in state_dict if name not in known]
+        given = {aliases.get(name, name): value for name, value in state_dict.items() if name in known}
+        own = dict(self.named_parameters()) | {
+            name: value for name, value in self.named_buffers() if name in engine.state_order
+        }
+        missing = [name for name in own if name not in given]
+        if strict and (missing or unknown):
+            raise InvalidInput(
+                f"state dict: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}.\n"
+                "  try: the state dict of the model that the plan was made for, or strict=False"
+            )
+        for name, value in own.items():
+            if name in given:
+                load_full(value, given[name], name, engine.stored.get(name), engine.mesh)
+        return nn.modules.module._IncompatibleKeys(missing, unknown)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state dict, plain tensors on the CPU of every rank. All ranks call together."""
+        engine = self.engine
+        engine.reshard()
+        parameters = list(engine.captured.parameters.values())
+        full = gather_full(parameters, self._sources(), self._here, engine.mesh, engine.device)
+        found = {alias: full[p.name] for p in parameters for alias in p.names}
+        nodes = {node.name: node.meta["val"] for node in engine.captured.graph.nodes if node.op == "placeholder"}
+        buffers = [
+            Parameter(names=(b.name,), shape=tuple(nodes[n].shape), dtype=nodes[n].dtype, requires_grad=False)
+            for n, b in engine.captured.buffers.items()
+            if b.persistent
+        ]
+        found.update(gather_full(buffers, self._sources(), self._here, engine.mesh, engine.device))
+        return {name: found[name] for name in self._ordered(found)}
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""
+        engine = self.engine
+        parameters = [p for p in engine.captured.parameters.values() if p.requires_grad]
+        return gather_full(parameters, self._sources(), self._gradient_here, engine.mesh, engine.device)
+
+    def _sources(self) -> dict[str, int]:
+        """The stage that has each parameter and buffer; the first one has those that no stage reads."""
+        captured, stages = self.engine.captured, self.engine.stages
+        names = [*(p.name for p in captured.parameters.values()), *(b.name for b in captured.buffers.values())]
+        return {name: stages.get(name, 0) for name in names}
+
+    def _here(self, name: str) -> torch.Tensor | None:
+        return self.engine.tensor(name)
+
+    def _gradient_here(self, name: str) -> torch.Tensor | None:
+        return self.engine.tensor(name).grad
+
+    def _ordered(self, found: Mapping[str, Any]) -> list[str]:
+        """Names in the order of the original model's state dict."""
+        known = [name for name in self.engine.state_order if name in found]
+        return known + [name for name in found if name not in set(known)]

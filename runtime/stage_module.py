@@ -1,0 +1,133 @@
+"""A pipeline stage as a module: blocks run in order over an environment of named values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.program import StageProgram
+from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One block call: values it reads, values it adds, values that nothing later reads."""
+
+    block: BlockModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dead: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One program over the stage's parameters."""
+
+    received: tuple[str, ...]
+    constants: dict[str, torch.Tensor]
+    calls: tuple[_Call, ...]
+    results: tuple[str, ...]
+    updates: tuple[tuple[Slot, str], ...]
+
+
+class StageModule(nn.Module):
+    """``forward(*received, **inputs)``: this rank's part of one microbatch.
+
+    A parameter that one block uses is in that block, one that several use is in ``shared``, each nested under
+    its original dotted name, so that FSDP can manage block by block. Results are the sent tensors, on the last
+    stage the loss or the model's outputs.
+    """
+
+    def __init__(self, program: StageProgram, library: CodeLibrary, state: Mapping[str, torch.Tensor]) -> None:
+        """state: this rank's part of every parameter and buffer of the stage, by original name."""
+        super().__init__()
+        self.program = program
+        self.blocks = nn.ModuleList()
+        self.shared = nn.Module()
+        self._library = library
+        self._by_name: dict[str, BlockModule] = {}
+        self._owner: dict[str, nn.Module] = {}
+        self._variants: dict[str, _Variant] = {}
+        self._selected = ""
+        for block in program.blocks:
+            module = self._block(block.name)
+            for name in (*block.parameters, *block.buffers):
+                self._own(module, name, state[name])
+        for name, value in state.items():
+            if name not in self._owner:
+                self._own(self.shared, name, value)
+
+    def _block(self, name: str) -> BlockModule:
+        if name not in self._by_name:
+            self._by_name[name] = BlockModule(name)
+            self.blocks.append(self._by_name[name])
+        return self._by_name[name]
+
+    def _own(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        buffer = self.program.buffers.get(name)
+        attach(module, name, value, persistent=buffer is None or buffer.persistent)
+        self._owner[name] = module
+
+    def slot(self, name: str) -> Slot:
+        """The place of a parameter or buffer, by original name."""
+        return Slot(self._owner[name], name)
+
+    def add_variant(self, variant: str, program: StageProgram, results: tuple[str, ...], device: torch.device) -> None:
+        """Add a program that returns the values called ``results``."""
+        updates = tuple((self.slot(name), value) for name, value in program.buffer_updates.items())
+        last_use: dict[str, int] = {}
+        for number, block in enumerate(program.blocks):
+            last_use.update(dict.fromkeys((*block.inputs, *block.outputs), number))
+        for name in (*results, *program.buffer_updates.values()):
+            last_use[name] = len(program.blocks)
+        calls = []
+        for number, block in enumerate(program.blocks):
+            module = self._block(block.name)
+            function, state, inputs = self._library.function(block, self._owner)
+            module.add_variant(variant, function, [self.slot(name) for name in state], block.remat)
+            dead = tuple(name for name, last in last_use.items() if last == number)
+            calls.append(_Call(module, inputs, block.outputs, dead))
+        self._variants[variant] = _Variant(
+            received=tuple(spec.name for spec in program.received),
+            constants={name: value.to(device) for name, value in program.constants.items()},
+            calls=tuple(calls),
+            results=results,
+            updates=updates,
+        )
+        self._selected = self._selected or variant
+
+    def select(self, variant: str) -> None:
+        """Choose the program that ``forward`` runs."""
+        if variant != self._selected:
+            self._selected = variant
+            for call in self._variants[variant].calls:
+                call.block.select(variant)
+
+    @property
+    def code(self) -> str:
+        """Source of the blocks, in order; identical ones once."""
+        seen: dict[str, list[str]] = {}
+        for call in self._variants[self._selected].calls:
+            seen.setdefault(call.block.code.strip(), []).append(call.block.name)
+        return "\n\n".join(f"# {', '.join(names)}\n{code}" for code, names in seen.items())
+
+    def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        variant = self._variants[self._selected]
+        values: dict[str, torch.Tensor] = {**variant.constants, **inputs}
+        values.update(zip(variant.received, received, strict=True))
+        # The environment is all that keeps a value for later blocks; autograd keeps what backward needs.
+        del received, inputs
+        for call in variant.calls:
+            results = call.block(*[values[name] for name in call.inputs])
+            values.update(zip(call.outputs, results, strict=True))
+            del results
+            for name in call.dead:
+                values.pop(name, None)
+        for slot, name in variant.updates:
+            # A new tensor in its place, not a copy into it: backward may still need the old one.
+            slot.set(values[name].detach())
+        return tuple(values[name] for name in variant.results)

@@ -1,0 +1,114 @@
+"""Whole tensors out of the ranks' parts, and back; the gradient norm over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.errors import InvalidInput
+from autopar.ir.graph import Parameter
+from autopar.ir.program import ParameterLayout
+from autopar.runtime.mesh import JobMesh
+from autopar.runtime.parameters import local_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How this rank stores one parameter. zero_axes: mesh axes over which FSDP cuts it further."""
+
+    layout: ParameterLayout
+    zero_axes: tuple[int, ...]
+
+    def local_part(self, full: torch.Tensor, mesh: JobMesh) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        piece = local_shard(full, self.layout.layout, mesh)
+        flat = mesh.flat(self.zero_axes)
+        if flat is not None:
+            # FSDP cuts dimension 0 as torch.chunk does; ranks beyond the last piece hold nothing.
+            pieces = torch.chunk(piece, flat.size(), dim=0)
+            rank = flat.get_local_rank()
+            piece = pieces[rank] if rank < len(pieces) else piece[:0]
+        return piece
+
+    def counted_here(self, mesh: JobMesh) -> bool:
+        """Whether this rank is the one that counts its part: each element is counted once in the job."""
+        copies = [
+            axis
+            for axis, placement in enumerate(self.layout.layout)
+            if placement.is_replicate() and axis not in self.zero_axes
+        ]
+        return mesh.stage == self.layout.stages[0] and mesh.first_on(copies)
+
+
+def gather_full(
+    parameters: Iterable[Parameter],
+    stages: Mapping[str, int],
+    local: Callable[[str], torch.Tensor | None],
+    mesh: JobMesh,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU of every rank, by first name.
+
+    stages: the stage that sends each. local: this rank's part (None counts as zeros). All ranks call together.
+    """
+    full: dict[str, torch.Tensor] = {}
+    for parameter in parameters:
+        stage = stages[parameter.name]
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        if mesh.stage == stage:
+            part = local(parameter.name)
+            if part is not None:
+                part = part.detach()
+                whole = part.full_tensor() if isinstance(part, DTensor) else part
+        if mesh.num_stages > 1:
+            whole = whole.contiguous()
+            dist.broadcast(whole, src=mesh.rank_in_stage(stage), group=mesh.pipeline_group())
+        full[parameter.name] = whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()
+    return full
+
+
+def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: Stored | None, mesh: JobMesh) -> None:
+    """Copy a whole tensor, or one stored as the parameter is, into a parameter or buffer. No communication."""
+    if isinstance(value, DTensor):
+        part = value._local_tensor
+    elif stored is not None and isinstance(parameter, DTensor):
+        part = stored.local_part(value, mesh) if value.shape == parameter.shape else value
+    else:
+        part = value
+    target = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if part.shape != target.shape:
+        raise InvalidInput(
+            f"state dict: {name} has shape {tuple(value.shape)}, expected {tuple(parameter.shape)}.\n"
+            "  try: the state dict of the model that the plan was made for"
+        )
+    with torch.no_grad():
+        target.copy_(part)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh) -> torch.Tensor:
+    """Scale gradients in place so that their 2-norm over all parameters of all stages is at most ``max_norm``.
+
+    Returns the norm before. All ranks call together; one scalar is communicated.
+    """
+    device = torch.device(mesh.device_mesh.device_type)
+    gradients = [(_local(p.grad), stored) for p, stored in parameters if p.grad is not None]
+    counted = [gradient for gradient, stored in gradients if stored.counted_here(mesh)]
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    if counted:
+        squares = torch.stack([norm.float() for norm in torch._foreach_norm(counted)]).square().sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if gradients:
+        torch._foreach_mul_([gradient for gradient, _ in gradients], scale)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

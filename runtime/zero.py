@@ -1,0 +1,86 @@
+"""ZeRO over the data axes through FSDP2.
+
+    level   parameters between uses     gradients reduce-scattered
+    1       gathered for a whole step   once a step
+    2       gathered for a whole step   every microbatch
+    3       sharded, gathered per block every microbatch
+
+Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
+averaged: the captured loss already is a mean over the global batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from autopar.ir.plan import Precision
+from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.runtime.stage_module import StageModule
+
+
+def is_managed(layout: ParameterLayout, data_axes: tuple[int, ...]) -> bool:
+    """Whether ZeRO applies to a parameter: whole on every data axis, with gradients that are summands there."""
+    return bool(data_axes) and all(
+        layout.layout[axis].is_replicate() and axis in layout.partial_axes for axis in data_axes
+    )
+
+
+@dataclass(slots=True)
+class ZeroEngine:
+    """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step."""
+
+    level: int
+    modules: list[FSDPModule]
+    root: FSDPModule
+    _last: bool | None = None
+
+    def before_backward(self, last: bool) -> None:
+        if self._last is last:
+            return
+        self._last = last
+        self.root.set_is_last_backward(last)
+        for module in self.modules:
+            module.set_requires_gradient_sync(last or self.level >= 2, recurse=False)
+            module.set_reshard_after_backward(last or self.level >= 3, recurse=False)
+
+
+def apply_zero(
+    stage: StageModule,
+    program: StageProgram,
+    mesh: DeviceMesh,
+    *,
+    level: int,
+    precision: Precision,
+    find: Callable[[str], torch.Tensor],
+) -> ZeroEngine:
+    """Shard the parameters of ``stage`` over the data axes' flat ``mesh``; ``find`` gives a parameter by name."""
+    # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
+    # blocks are functional.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    ignored = {
+        parameter
+        for name, layout in program.parameters.items()
+        if isinstance(parameter := find(name), nn.Parameter) and not is_managed(layout, program.data_axes)
+    }
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    modules: list[FSDPModule] = []
+    blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
+    for module in (*blocks, stage):
+        fully_shard(module, mesh=mesh, reshard_after_forward=level >= 3, mp_policy=policy, ignored_params=ignored)
+        assert isinstance(module, FSDPModule)
+        # Sums instead of averages, without a scaling pass.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        modules.append(module)
+    return ZeroEngine(level, modules, modules[-1])
