@@ -1,0 +1,110 @@
+"""Factor rules of ATen and composite ops, one file per family of ops.
+
+``rule_for(node)`` is the only entry. Operands of a rule follow ``graph.tensor_operands``, results
+``graph.tensor_results``. A ``getitem`` node is no op: it names a result of an op with several, has the layout
+of that result, and no rule; ``graph.source`` looks through it.
+
+Factors are named after what they are where the op knows (``k`` and ``n`` of a linear, heads ``h`` of an
+attention, vocabulary ``v``, ``experts``) and after the dimension otherwise (``d0``, ``d1``); ``_3`` is never
+sharded. Dimensions of size 1 have no factor.
+
+Lowerings (``FactorRule.lowered``). The local op on the shards alone would be wrong; the pass that shards the
+graph has to do, for a factor sharded over some mesh axes:
+
+    mean            divide the local result by the product of the axis sizes (the result is Partial).
+    bias            the added operand (bias of linear, conv; ``self`` of addmm) must be added by one rank only, or
+                    divided by the product of the axis sizes on each (the result is Partial).
+    embedding       look up the indices inside the local rows, zeros for the others (the result is Partial).
+    cross_entropy   classes: maximum and sum of exponentials over the axes (the result is Replicate). Tokens under
+                    reduction "mean": divide by the global number of counted targets (the result is Partial).
+    nll_loss        tokens under reduction "mean": as cross_entropy.
+    batch_norm      means and variances over the axes, forward and backward (statistics are Replicate).
+    attention       causal and sliding masks of local queries start at the position of the first one; a dropout
+                    inside is treated as "random".
+    random          ranks with different shards draw different numbers, ranks with equal ones the same.
+
+The pseudo factor ``*`` in ``lowered`` asks for the lowering even where no factor is sharded: replicated ranks
+have to draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+
+from torch import fx
+
+from autopar.ir.errors import UnsupportedOp
+from autopar.ir.graph import is_getitem
+from autopar.ir.rule import FactorRule
+from autopar.ir.rules import (
+    arrange,
+    attention,
+    conv,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    moe,
+    norm,
+    pointwise,
+    random,
+    reduce,
+    views,
+)
+from autopar.ir.rules.call import Call, call_of
+from autopar.ir.rules.factors import Rule, replicated_rule
+
+__all__ = ["RULES", "MissingRuleWarning", "rule_for", "rule_of_call"]
+
+RULES: dict[str, Rule] = {}
+for _family in (
+    pointwise, reduce, matmul, attention, norm, embedding, indexing, arrange, views, conv, loss, random, creation, moe,
+):  # fmt: skip
+    RULES.update(_family.RULES)
+
+
+class MissingRuleWarning(UserWarning):
+    """An op has no rule: it was probed, or is repeated on every rank."""
+
+
+def rule_for(node: fx.Node) -> FactorRule:
+    """The factor rule of an op, on global shapes. Equal ops share one rule object.
+
+    An op without a rule is probed, and repeated on every rank if that tells nothing; a warning names it.
+    """
+    if node.op != "call_function" or is_getitem(node):
+        raise UnsupportedOp(
+            f"{node.name}: only ops have rules, this is a {'getitem' if is_getitem(node) else node.op} node.\n"
+            "  try: autopar.ir.graph.source(node), which finds the op and the result it names"
+        )
+    call = call_of(node)
+    rule, found = rule_of_call(call)
+    if not found:
+        factors = ", ".join(rule.shardable())
+        outcome = f"probing found that it shards on {factors}" if factors else "every rank repeats it"
+        where = node.meta.get("source", "no source line")
+        warnings.warn(f"no rule for {call.name} ({node.name}, {where}): {outcome}", MissingRuleWarning, stacklevel=2)
+    return rule
+
+
+@lru_cache(maxsize=1 << 16)
+def rule_of_call(call: Call) -> tuple[FactorRule, bool]:
+    """The rule of a signature, and whether a written rule covers it."""
+    known = known_rule(call)
+    return (known, True) if known is not None else (replicated_rule(call), False)
+
+
+def known_rule(call: Call) -> FactorRule | None:
+    """The written rule of a signature, if there is one that covers its arguments."""
+    if call.opaque:
+        return None
+    if not call.results:
+        return replicated_rule(call)
+    if any(0 in tensor.shape for tensor in call.operands):
+        return replicated_rule(call)
+    if pointwise.is_pointwise(call.target):
+        return pointwise.pointwise(call)
+    rule = RULES.get(call.name)
+    return rule(call) if rule is not None else None

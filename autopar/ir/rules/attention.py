@@ -1,0 +1,83 @@
+"""Scaled dot product attention with grouped heads.
+
+    b (h g) s d, b h t d, b h t e -> b (h g) s e      d and t are blocked
+
+Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
+sliding mask needs the position of the local queries: it is lowered.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
+from autopar.ir.rules.call import Call, Operand
+from autopar.ir.rules.factors import Factors, Rule, numel, operand_factors
+
+
+def composite(call: Call) -> FactorRule | None:
+    """``autopar.ir.ops.attention``."""
+    bound = call.bound()
+    kind, window = bound["kind"], bound["window"]
+    return _attention(
+        call, bound["q"], bound["k"], bound["v"], bound["mask"], kind, window, dropout=bound["dropout_p"] > 0
+    )
+
+
+def scaled_dot_product(call: Call) -> FactorRule | None:
+    """``scaled_dot_product_attention``: any leading dimensions; only rank 4 has heads."""
+    bound = call.bound()
+    q, k, v = bound["query"], bound["key"], bound["value"]
+    mask = bound["attn_mask"]
+    kind = "causal" if bound["is_causal"] else "full" if mask is None else "mask"
+    return _attention(call, q, k, v, mask, kind, None, dropout=bound["dropout_p"] > 0)
+
+
+def _attention(
+    call: Call,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    mask: Operand | None,
+    kind: str,
+    window: int | None,
+    *,
+    dropout: bool,
+) -> FactorRule | None:
+    if len(q.shape) != 4 or len(k.shape) != 4 or len(v.shape) != 4:
+        return None
+    batch, heads, queries, size = q.shape
+    groups, keys = k.shape[1], k.shape[2]
+    if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or heads % groups:
+        return None
+    factors = Factors()
+    b, h = factors.dim("b", batch), factors.dim("h", groups)
+    all_heads: DimFactors = h + factors.dim("g", heads // groups)
+    s, t = factors.dim("s", queries), factors.dim("t", keys, block=True)
+    d, e = factors.dim("d", size, block=True), factors.dim("e", v.shape[3])
+    known: dict[int, TensorFactors] = {
+        q.position: (b, all_heads, s, d),
+        k.position: (b, h, t, d),
+        v.position: (b, h, t, e),
+    }
+    if mask is not None:
+        full: TensorFactors = (b, all_heads, s, t)
+        shape = (batch, heads, queries, keys)
+        offset = 4 - len(mask.shape)
+        if offset < 0 or any(m not in (1, shape[offset + n]) for n, m in enumerate(mask.shape)):
+            return None
+        known[mask.position] = tuple(full[offset + n] if m > 1 else () for n, m in enumerate(mask.shape))
+    # Every rank must know which rows it has, and draw its own random numbers.
+    lowered = {}
+    if kind in ("causal", "sliding"):
+        lowered["s"] = "attention"
+    if dropout:
+        lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
+    seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
+    return factors.rule(
+        operand_factors(call, known, factors),
+        [(b, all_heads, s, e)],
+        lowered=lowered,
+        flops=numel((batch, heads, queries)) * seen * (2 * size + 2 * v.shape[3] + 5),
+    )
+
+
+RULES: dict[str, Rule] = {"autopar::attention": composite, "aten::scaled_dot_product_attention": scaled_dot_product}

@@ -1,0 +1,142 @@
+"""Losses.
+
+cross_entropy   d0 d1 c, d0 d1 ->           c and, under a mean, d0 and d1 are lowered; d0 and d1 are summed
+mse_loss        d0 d1, d0 d1 ->             d0 and d1 are summed; lowered "mean" under a mean
+"""
+
+from __future__ import annotations
+
+from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
+from autopar.ir.rules.call import Call, Operand
+from autopar.ir.rules.factors import Factors, Rule, aligned, numbered, numel, operand_factors, table
+
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+def composite(call: Call) -> FactorRule | None:
+    """``autopar.ir.ops.cross_entropy``: classes last."""
+    bound = call.bound()
+    logits, target = bound["logits"], bound["target"]
+    factors = Factors()
+    lead = factors.dims(numbered(len(target.shape)), target.shape)
+    c = factors.dim("c", logits.shape[-1])
+    return _token_loss(call, factors, {logits.position: (*lead, c), target.position: lead}, lead, bound["reduction"])
+
+
+def _token_loss(
+    call: Call,
+    factors: Factors,
+    known: dict[int, TensorFactors],
+    lead: TensorFactors,
+    reduction: str,
+    *,
+    lowering: str = "cross_entropy",
+) -> FactorRule:
+    """A loss of one class index per token, which a mean counts unless it is ``ignore_index``."""
+    tokens = [f for dim in lead for f in dim]
+    lowered = {"c": lowering}
+    if reduction == "mean":
+        lowered.update(dict.fromkeys(tokens, lowering))
+    results: list[TensorFactors] = [lead if reduction == "none" else ()]
+    results += [()] * (len(call.results) - 1)  # the count of targets
+    return factors.rule(
+        operand_factors(call, known, factors),
+        results,
+        summed=tokens if reduction != "none" else (),
+        lowered=lowered,
+        flops=6 * numel(call.operands[0].shape),
+    )
+
+
+def cross_entropy_loss(call: Call) -> FactorRule | None:
+    """ATen's: classes in dimension 1 (0 of a vector); targets are indices or probabilities."""
+    bound = call.bound()
+    x, target, weight = bound["self"], bound["target"], bound["weight"]
+    factors = Factors()
+    position = 1 if len(x.shape) > 1 else 0
+    c = factors.dim("c", x.shape[position])
+    shape = (*x.shape[:position], *x.shape[position + 1 :])
+    names = numbered(len(shape))
+    lead = factors.dims(names, shape)
+    logits = (*lead[:position], c, *lead[position:])
+    reduction = _REDUCTIONS[bound["reduction"]]
+    if weight is not None or target.shape == x.shape:
+        factors.blocked.add("c")
+    known: dict[int, TensorFactors] = {x.position: logits}
+    if weight is not None:
+        known[weight.position] = (c,)
+    if target.shape == shape:
+        known[target.position] = lead
+        return _token_loss(call, factors, known, lead, reduction)
+    if target.shape != x.shape:
+        return None
+    # Probabilities: every token counts, so that a mean is a plain one.
+    known[target.position] = logits
+    tokens = [f for dim in lead for f in dim]
+    return factors.rule(
+        operand_factors(call, known, factors),
+        [lead if reduction == "none" else ()],
+        summed=tokens if reduction != "none" else (),
+        lowered=dict.fromkeys(tokens, "mean") if reduction == "mean" else None,
+        flops=6 * numel(x.shape),
+    )
+
+
+def nll_loss(call: Call) -> FactorRule | None:
+    """From log probabilities: the classes stay whole."""
+    bound = call.bound()
+    x, target, weight = bound["self"], bound["target"], bound["weight"]
+    factors = Factors()
+    position = 1 if len(x.shape) > 1 else 0
+    shape = (*x.shape[:position], *x.shape[position + 1 :])
+    if target.shape != shape or len(call.results) > 1:
+        return None
+    c: DimFactors = factors.dim("c", x.shape[position], block=True)
+    lead = factors.dims(numbered(len(shape)), shape)
+    known: dict[int, TensorFactors] = {
+        x.position: (*lead[:position], c, *lead[position:]),
+        target.position: lead,
+    }
+    if isinstance(weight, Operand):
+        known[weight.position] = (c,)
+    return _token_loss(call, factors, known, lead, _REDUCTIONS[bound["reduction"]], lowering="nll_loss")
+
+
+def elementwise(call: Call) -> FactorRule | None:
+    """A pointwise loss and its reduction; a mean divides by the number of elements."""
+    bound = call.bound()
+    x = call.operands[0]
+    reduction = _REDUCTIONS[bound["reduction"]]
+    factors = Factors()
+    shape = x.shape
+    for operand in call.operands[1:2]:
+        if len(operand.shape) == len(shape):
+            shape = tuple(max(a, b) for a, b in zip(shape, operand.shape))
+    dims = factors.dims(numbered(len(shape)), shape)
+    operands = [aligned(dims, shape, operand.shape) for operand in call.operands]
+    if any(o is None for o in operands) or any(r.shape not in ((), shape) for r in call.results):
+        return None
+    names = [f for dim in dims for f in dim]
+    return factors.rule(
+        [o for o in operands if o is not None],
+        [dims if reduction == "none" else ()],
+        summed=names if reduction != "none" else (),
+        lowered=dict.fromkeys(names, "mean") if reduction == "mean" else None,
+        flops=4 * numel(shape),
+    )
+
+
+RULES: dict[str, Rule] = {
+    "autopar::cross_entropy": composite,
+    "aten::cross_entropy_loss": cross_entropy_loss,
+    "aten::nll_loss": nll_loss,
+    "aten::nll_loss2d": nll_loss,
+    "aten::nll_loss_nd": nll_loss,
+}
+RULES.update(
+    table(
+        elementwise,
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
+        "kl_div soft_margin_loss hinge_embedding_loss margin_ranking_loss poisson_nll_loss",
+    )
+)

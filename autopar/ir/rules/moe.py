@@ -1,0 +1,50 @@
+"""Mixture of experts.
+
+    d0 d1 h, d0 d1 _k, d0 d1 _k, experts u h, experts h u, .. -> d0 d1 h      gated: u and h are blocked
+
+Tokens are independent of each other, so every token dimension is a factor. An expert's inner width ``f`` is
+summed; with a gate the two halves of ``w_up``'s rows would have to be cut alike, which contiguous pieces are not,
+and with a bias on the way out every rank would add it.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.rule import FactorRule
+from autopar.ir.rules.call import Call
+from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_factors
+
+
+def moe(call: Call) -> FactorRule | None:
+    """``autopar.ir.ops.moe``."""
+    bound = call.bound()
+    x, index, weight = bound["x"], bound["expert_index"], bound["expert_weight"]
+    up, down, b_up, b_down = bound["w_up"], bound["w_down"], bound["b_up"], bound["b_down"]
+    gated = bound["gated"]
+    factors = Factors()
+    lead = factors.dims(numbered(len(x.shape) - 1), x.shape[:-1])
+    h = factors.dim("h", x.shape[-1], block=True)
+    k = factors.dim("k", index.shape[-1], block=True)
+    e = factors.dim("experts", up.shape[0], block=True)
+    inner = down.shape[2]
+    f = factors.dim("f", inner, block=gated or b_down is not None)
+    u = factors.dim("halves", 2) + f if gated else f
+    known = {
+        x.position: (*lead, h),
+        index.position: (*lead, k),
+        weight.position: (*lead, k),
+        up.position: (e, u, h),
+        down.position: (e, h, f),
+    }
+    if b_up is not None:
+        known[b_up.position] = (e, u)
+    if b_down is not None:
+        known[b_down.position] = (e, h)
+    return factors.rule(
+        operand_factors(call, known, factors),
+        [(*lead, h)],
+        summed=("f",),
+        flops=2 * numel(x.shape[:-1]) * index.shape[-1] * x.shape[-1] * (up.shape[1] + inner),
+    )
+
+
+RULES: dict[str, Rule] = {"autopar::moe": moe}
