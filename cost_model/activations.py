@@ -149,7 +149,10 @@ class BlockActivations:
                 floating = [u for u, o in zip(uses, operands, strict=True) if o.meta["val"].is_floating_point()]
                 wide = _WIDENED.get(op_name(node), 0)
                 widened = _saved(
-                    node, (node, -2), wide * operands[0].meta["val"].numel() if wide else 0, rule.operands[:1],
+                    node,
+                    (node, -2),
+                    wide * operands[0].meta["val"].numel() if wide else 0,
+                    rule.operands[:1],
                     batches.get(node),
                 )
                 working.append((*floating, *results, *([widened] if wide else [])))
@@ -181,9 +184,7 @@ class BlockActivations:
             self.extra, assignments, mesh, num_microbatches
         )
 
-    def additive_bytes(
-        self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1
-    ) -> float:
+    def additive_bytes(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
         """Saved bytes that ``node`` is the first op to keep, for a price per op.
 
         Summed over the block it is ``saved_bytes`` where every op that saves a tensor cuts it the same way.
@@ -196,9 +197,7 @@ class BlockActivations:
             owned.add(tensor.storage)
             if tensor.node is node:
                 total += tensor.local_bytes(assignment, mesh, num_microbatches)
-        return total + sum(
-            t.local_bytes(assignment, mesh, num_microbatches) for t in self.extra if t.node is node
-        )
+        return total + sum(t.local_bytes(assignment, mesh, num_microbatches) for t in self.extra if t.node is node)
 
     def working_bytes(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1) -> float:
         """Largest gradients that are alive at once while one op of the block runs backward.

@@ -135,15 +135,18 @@ def _half(tflops: float, source: str, efficiency: float, why: str, attention: fl
 
 
 _A100_HALF = _half(
-    312, _ACCELERATORS,
-    0.78, "best measured shape 271 TFLOP/s (0.87, MAMF finder); training shapes and clocks lose a tenth",
-    0.50, "FlashAttention-2 forward and backward on A100: 150-190 TFLOP/s at head size 64-128",
+    312,
+    _ACCELERATORS,
+    0.78,
+    "best measured shape 271 TFLOP/s (0.87, MAMF finder); training shapes and clocks lose a tenth",
+    0.50,
+    "FlashAttention-2 forward and backward on A100: 150-190 TFLOP/s at head size 64-128",
 )
 _H100_WHY = "best measured shape 795 TFLOP/s (0.80, MAMF finder); training throttles on power, its shapes are worse"
 _H100_ATTENTION = "FlashAttention-2, the kernel PyTorch ships: 300-400 TFLOP/s on H100"
 
-_NVLINK_BASE = Assumed(20.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
-_NVLINK_HOP = Assumed(1.5, "same measurement, over the 14 steps of a ring of 8")
+_NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
+_NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
 
 
 def _nvlink(name: str, gb_s: float, efficiency: float, why: str, switch: Published | None = None) -> LinkEntry:
@@ -181,7 +184,10 @@ _IB_A100 = _network("HDR InfiniBand", 25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Mega
 _IB_H100 = _network("NDR InfiniBand", 50, f"DGX H100: 8 x NDR 400 Gb/s, {_NETWORK}")
 _NVLINK_A100 = _nvlink("NVLink 3", 300, 0.76, "nccl busbw 229-235 of 300 GB/s at 1-16 GiB, 8 GPUs")
 _NVLINK_H100 = _nvlink(
-    "NVLink 4", 450, 0.80, "ring busbw 363-368 of 450 GB/s, 2 to 8 GPUs",
+    "NVLink 4",
+    450,
+    0.80,
+    "ring busbw 363-368 of 450 GB/s, 2 to 8 GPUs",
     Published(270, f"NVLS all-reduce: 480 GB/s busbw on 8 GPUs = 274 GB/s of payload, 414 on 5 = 259; {_NETWORK}"),
 )
 
@@ -191,9 +197,12 @@ _ENTRIES = (
         rates={
             "fp32": _fp32(15.7, _V100),
             "fp16": _half(
-                125, "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
-                0.65, "cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
-                0.25, "FlashAttention does not support V100; the memory-efficient kernel does",
+                125,
+                "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
+                0.65,
+                "cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
+                0.25,
+                "FlashAttention does not support V100; the memory-efficient kernel does",
             ),
         },
         memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
@@ -237,9 +246,12 @@ _ENTRIES = (
         rates={
             "fp32": _fp32(19.5, _A100),
             "bf16": _half(
-                312, _ACCELERATORS,
-                0.70, "best measured shape 253 TFLOP/s (0.81, MAMF finder) at 300 W",
-                0.45, "as on the SXM part, at the lower power limit",
+                312,
+                _ACCELERATORS,
+                0.70,
+                "best measured shape 253 TFLOP/s (0.81, MAMF finder) at 300 W",
+                0.45,
+                "as on the SXM part, at the lower power limit",
             ),
         },
         memory_gb=Published(80, _ACCELERATORS),
@@ -302,9 +314,12 @@ _ENTRIES = (
         rates={
             "fp32": _fp32(75, _B200),
             "bf16": _half(
-                2250, _ACCELERATORS,
-                0.65, "best measured shape 1745 TFLOP/s (0.78, MAMF finder); sustained training power-throttles",
-                0.35, "cuDNN attention on B200; FlashAttention-2 would be slower",
+                2250,
+                _ACCELERATORS,
+                0.65,
+                "best measured shape 1745 TFLOP/s (0.78, MAMF finder); sustained training power-throttles",
+                0.35,
+                "cuDNN attention on B200; FlashAttention-2 would be slower",
             ),
         },
         memory_gb=Published(180, _ACCELERATORS),
@@ -315,7 +330,10 @@ _ENTRIES = (
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_nvlink(
-            "NVLink 5", 900, 0.75, "ring busbw 673-682 of 900 GB/s, 4 to 8 GPUs",
+            "NVLink 5",
+            900,
+            0.75,
+            "ring busbw 673-682 of 900 GB/s, 4 to 8 GPUs",
             Published(470, f"NVLS all-reduce: 838 GB/s busbw on 8 GPUs = 479 GB/s payload, 778 on 6 = 467; {_NETWORK}"),
         ),
         inter_node=_network("NDR InfiniBand or EFA v4", 50, f"8 x 400 Gb/s, {_NETWORK}"),
@@ -325,9 +343,12 @@ _ENTRIES = (
         rates={
             "fp32": _fp32(163.4, _MI300X),
             "bf16": _half(
-                1307, _ACCELERATORS,
-                0.46, "best measured shape 668 TFLOP/s (0.51, MAMF finder)",
-                0.25, "ROCm FlashAttention-2: about 300 TFLOP/s",
+                1307,
+                _ACCELERATORS,
+                0.46,
+                "best measured shape 668 TFLOP/s (0.51, MAMF finder)",
+                0.25,
+                "ROCm FlashAttention-2: about 300 TFLOP/s",
             ),
         },
         memory_gb=Published(192, _ACCELERATORS),

@@ -1,10 +1,10 @@
 """Cluster files: a catalogued GPU, with any figure replaced by what was measured.
 
-    gpu: a100-80gb
-    num_gpus: 64
-    gpus_per_node: 8
-    memory_gb: 80
-    inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
+gpu: a100-80gb
+num_gpus: 64
+gpus_per_node: 8
+memory_gb: 80
+inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
 """
 
 from __future__ import annotations

@@ -255,9 +255,7 @@ def op_time(
     needs_grad: AbstractSet[fx.Node] | None = None,
 ) -> OpTime:
     """Seconds of one microbatch of one op on one rank. ``OpCost`` is the form for many assignments."""
-    cost = OpCost.of(
-        node, rule, device, precision=precision, batch_factor=batch_factor, needs_grad=needs_grad
-    )
+    cost = OpCost.of(node, rule, device, precision=precision, batch_factor=batch_factor, needs_grad=needs_grad)
     return cost.time(assignment, mesh, num_microbatches)
 
 

@@ -77,9 +77,7 @@ def action_order(schedule: str, stage: int, num_stages: int, num_microbatches: i
     """
     count = num_microbatches
     if schedule == "gpipe":
-        return tuple(
-            [Action(stage, "F", m) for m in range(count)] + [Action(stage, "B", m) for m in range(count)]
-        )
+        return tuple([Action(stage, "F", m) for m in range(count)] + [Action(stage, "B", m) for m in range(count)])
     if schedule != "1f1b":
         raise InvalidPlan(f"unknown schedule {schedule!r}; known: gpipe, 1f1b")
     warmup = min(count, num_stages - stage)

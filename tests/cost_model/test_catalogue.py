@@ -1,0 +1,117 @@
+"""Every entry is complete, sourced and physically plausible; cluster descriptions are checked."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from autopar.cost_model.catalogue import CATALOGUE, Assumed, Published, find_gpu, known_gpus, make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.errors import InvalidCluster
+
+NAMES = ("a100-80gb", "a100-40gb", "v100", "h100-sxm", "h100-pcie", "h200", "b200", "mi300x", "cpu")
+
+
+def constants(value: object, path: str) -> list[tuple[str, Published | Assumed]]:
+    """Every sourced figure inside an entry with its path."""
+    if isinstance(value, (Published, Assumed)):
+        return [(path, value)]
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in constants(item, f"{path}[{key}]")]
+    if is_dataclass(value):
+        return [found for f in fields(value) for found in constants(getattr(value, f.name), f"{path}.{f.name}")]
+    assert value is None or isinstance(value, str), f"{path} is a bare number without a source: {value!r}"
+    return []
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_constant_is_sourced_and_positive(name: str) -> None:
+    for path, constant in constants(CATALOGUE[name], name):
+        text = constant.source if isinstance(constant, Published) else constant.reason
+        assert constant.value > 0, path
+        assert len(text.strip()) > 10, f"{path} has no source or reason"
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_entry_makes_a_device(name: str) -> None:
+    cluster = make_cluster(name, 16, 8)
+    device = cluster.device
+    assert "fp32" in device.precisions and len(device.precisions) == 2
+    for precision in ("fp32", "bf16"):
+        rate = device.matmul_rate(precision)
+        assert 0 < rate.attention_efficiency <= rate.efficiency <= 1
+    assert 0 < device.usable_bytes < device.memory_bytes
+    assert cluster.intra_node.ring_bandwidth(8) > cluster.inter_node.ring_bandwidth(8)
+
+
+def test_datasheet_figures() -> None:
+    assert make_cluster("a100-80gb", 8).device.peak_flops("bf16") == 312e12
+    assert make_cluster("h100-sxm", 8).device.peak_flops("bf16") == 989e12
+    assert make_cluster("A100-40GB", 8).device.memory_bytes == 40 * 10**9
+    assert make_cluster("h200", 8).device.memory_bandwidth == 4.8e12
+    assert make_cluster("v100", 8).device.peak_flops("bf16") == 125e12  # the 16-bit rate it has
+
+
+def test_names() -> None:
+    assert set(NAMES) <= set(known_gpus())
+    assert find_gpu("H100") is find_gpu("h100-SXM") is find_gpu("h100_sxm")
+
+
+def test_unknown_gpu_lists_the_known_and_the_closest() -> None:
+    with pytest.raises(InvalidCluster, match=r"unknown GPU 'h100-smx'; did you mean 'h100-sxm'\?\n  known: .*mi300x"):
+        make_cluster("h100-smx", 8)
+
+
+def test_unknown_precision() -> None:
+    with pytest.raises(InvalidCluster, match="A100-80GB has no fp8 rate; it has fp32, bf16"):
+        make_cluster("a100", 8).device.matmul_rate("fp8")
+
+
+def test_node_size_defaults() -> None:
+    assert make_cluster("h200", 4).gpus_per_node == 4
+    assert make_cluster("h200", 32).gpus_per_node == 8
+    assert make_cluster("h200", 32, 4).num_nodes == 8
+
+
+def test_gpus_must_fill_the_nodes() -> None:
+    with pytest.raises(InvalidCluster, match="12 GPUs do not fill nodes of 8; try --gpus 8"):
+        make_cluster("h200", 12)
+    with pytest.raises(InvalidCluster, match="at least one GPU"):
+        make_cluster("h200", 0)
+
+
+def test_cluster_file_overrides_the_catalogue() -> None:
+    cluster = Cluster.from_yaml(
+        """
+        gpu: a100-80gb
+        num_gpus: 64
+        memory_gb: 40
+        matmul_efficiency: 0.5
+        inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.8, latency_us: 8}
+        """
+    )
+    assert cluster.num_nodes == 8
+    assert cluster.device.memory_bytes == 40 * 10**9
+    assert cluster.device.matmul_rate("bf16").efficiency == 0.5
+    assert cluster.inter_node.ring_bandwidth(2) == pytest.approx(10e9)
+    assert cluster.inter_node.hop_latency_s == pytest.approx(8e-6)
+    assert cluster.intra_node == make_cluster("a100-80gb", 64).intra_node
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu: h200\nnum_gpus: minus one", "num_gpus: Input should be a valid integer"),
+        ("gpu: h200\nnum_gpus: 8\nnvlink: fast", "nvlink: Extra inputs are not permitted"),
+        ("gpu: h200\nnum_gpus: 8\nintra_node: {efficiency: 2}", "intra_node.efficiency: Input should be less than"),
+        ("num_gpus: 8", "gpu: Field required"),
+        ("gpu: h200\nnum_gpus: 8\ngpus_per_node: [", "is not YAML"),
+        ("- h200", "expected a mapping"),
+        ("gpu: h300\nnum_gpus: 8", "unknown GPU 'h300'; did you mean 'h"),
+    ],
+)
+def test_bad_cluster_files_name_the_field(text: str, message: str) -> None:
+    with pytest.raises(InvalidCluster) as error:
+        Cluster.from_yaml(text, source="c.yaml")
+    assert message in str(error.value)
