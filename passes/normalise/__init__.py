@@ -9,12 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.graph import CapturedModel
+from autopar.passes.normalise.attention import RecogniseAttention
+from autopar.passes.normalise.clean_up import CleanUp
+from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
+from autopar.passes.normalise.linear import UnflattenLinear
+from autopar.passes.normalise.means import SplitMeans
+from autopar.passes.normalise.rms_norm import RecogniseRmsNorm
 from autopar.passes.pipeline import Pass, PassReport, run_passes
 
 
 def normal_form() -> tuple[Pass, ...]:
     """The rewrites, in the order in which they run."""
-    return ()
+    return (
+        UnflattenLinear(),
+        RecogniseRmsNorm(),
+        RecogniseAttention(),
+        RecogniseCrossEntropy(),
+        SplitMeans(),
+        CleanUp(),
+    )
 
 
 def normalise(

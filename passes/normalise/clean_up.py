@@ -1,0 +1,22 @@
+"""Remove what other rewrites left behind: views of views, repeated ops. See ``autopar.ir.simplify``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopar.ir.graph import CapturedModel
+from autopar.ir.simplify import simplify
+from autopar.passes.pipeline import Pass
+
+
+@dataclass(frozen=True)
+class CleanUp(Pass):
+    """No-op views and casts, common subexpressions."""
+
+    name: ClassVar[str] = "clean-up"
+
+    def apply(self, captured: CapturedModel) -> CapturedModel:
+        trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
+        simplify(captured.graph, differentiable={n for n in captured.graph.nodes if n.name in trained})
+        return captured

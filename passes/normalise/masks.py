@@ -1,0 +1,179 @@
+"""What an attention mask means: a kind, and the part of it that depends on data.
+
+A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are evaluated, in
+blocks of rows and on as little of the batch as decides them, and compared with the kinds that
+``ops.attention`` knows. What is left, a padding mask or a learned bias, stays an operand in its smallest
+broadcast shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ir.building import add_call, dtype_of, shape_of
+from autopar.ir.ops import AttentionKind
+from autopar.passes.normalise.constants import Box, ConstantEvaluator, TooLarge
+
+aten = torch.ops.aten
+
+_AND = {
+    aten.__and__.Tensor,
+    aten.bitwise_and.Tensor,
+    aten.logical_and.default,
+}
+# Additive masks write "never" as the smallest number of some dtype; -1e4 was usual for float16.
+_NEVER = -9999.0
+# Elements of a mask that are looked at together, and altogether. Beyond, a sample of rows decides.
+_BLOCK_NUMEL = 1 << 23
+_TOTAL_NUMEL = 1 << 27
+_SAMPLE_STRIDE = 61
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskMeaning:
+    """kind and window as in ``ops.attention``; parts: what else restricts or biases the scores."""
+
+    kind: AttentionKind
+    window: int | None = None
+    parts: tuple[fx.Node, ...] = ()
+
+
+@dataclass(slots=True)
+class MaskReader:
+    """Finds the meaning of masks of one graph; remembers it, since all layers share a mask."""
+
+    evaluator: ConstantEvaluator = field(default_factory=ConstantEvaluator)
+    _known: dict[tuple[fx.Node, bool, int, int], MaskMeaning] = field(default_factory=dict)
+
+    def read(self, mask: fx.Node, *, queries: int, keys: int, causal: bool = False) -> MaskMeaning:
+        """The meaning of a mask on scores (.., queries, keys). causal: a causal mask applies as well."""
+        key = (mask, causal, queries, keys)
+        if key not in self._known:
+            self._known[key] = self._read(mask, queries, keys, causal)
+        return self._known[key]
+
+    def _read(self, mask: fx.Node, queries: int, keys: int, causal: bool) -> MaskMeaning:
+        parts = list(_parts(mask))
+        constant = [p for p in parts if self.evaluator.is_constant(p)]
+        varying = tuple(p for p in parts if p not in constant)
+        base: AttentionKind = "causal" if causal else "full"
+        if not constant:
+            return MaskMeaning(kind=base if causal or not varying else "mask", parts=varying)
+        meaning = self._classify(constant, queries, keys)
+        if meaning is None or (causal and meaning.kind == "sliding"):
+            return MaskMeaning(kind="causal" if causal else "mask", parts=tuple(parts))
+        kind = base if meaning.kind == "full" else meaning.kind
+        if kind == "full" and varying:
+            kind = "mask"
+        return MaskMeaning(kind=kind, window=meaning.window, parts=varying)
+
+    def _classify(self, parts: list[fx.Node], queries: int, keys: int) -> MaskMeaning | None:
+        """The kind that the constant parts together are, None if they are no kind."""
+        candidates: dict[AttentionKind, int | None] = {"full": None}
+        if queries == keys:
+            candidates["causal"] = None
+        try:
+            last = self._seen(parts, queries - 1, queries, queries, keys)
+            window = int(last.reshape(-1, keys)[0].sum())
+            if queries == keys and 0 < window < keys:
+                candidates["sliding"] = window
+            for low, high in self._row_blocks(parts, queries, keys):
+                seen = self._seen(parts, low, high, queries, keys)
+                candidates = {k: w for k, w in candidates.items() if _agrees(seen, k, w, low)}
+                if not candidates:
+                    return None
+        except TooLarge:
+            return None
+        kind = next(iter(candidates))
+        return MaskMeaning(kind=kind, window=candidates[kind])
+
+    def _row_blocks(self, parts: list[fx.Node], queries: int, keys: int) -> Iterator[tuple[int, int]]:
+        width = keys * max(prod(self._lead(p)) for p in parts)
+        rows = max(_BLOCK_NUMEL // width, 1)
+        blocks = [(low, min(low + rows, queries)) for low in range(0, queries, rows)]
+        if width * queries > _TOTAL_NUMEL:
+            blocks = [*blocks[:2], *((low, low + 1) for low in range(rows, queries, _SAMPLE_STRIDE)), *blocks[-2:]]
+        return iter(blocks)
+
+    def _lead(self, part: fx.Node) -> list[int]:
+        """Sizes of the dimensions before (queries, keys) along which a part varies."""
+        shape, uniform = shape_of(part), self.evaluator.uniform(part)
+        return [1 if d in uniform else size for d, size in enumerate(shape[:-2])]
+
+    def _seen(self, parts: list[fx.Node], low: int, high: int, queries: int, keys: int) -> Tensor:
+        """Which keys the queries from low to high see: boolean, (.., high - low, keys) or broadcasting to it."""
+        seen = torch.ones((), dtype=torch.bool)
+        for part in parts:
+            shape = shape_of(part)
+            lead: Box = tuple((0, size) for size in self._lead(part))
+            tail: Box = tuple((0, size) for size in shape[-2:])
+            if len(shape) >= 2 and shape[-2] == queries and queries > 1:
+                tail = ((low, high), tail[1])
+            value = self.evaluator.evaluate(part, (*lead, *tail))
+            seen = seen & _as_boolean(value)
+        return seen.expand(torch.broadcast_shapes(seen.shape, (high - low, keys)))
+
+
+def _as_boolean(value: Tensor) -> Tensor:
+    if value.dtype == torch.bool:
+        return value
+    never, zero = value <= _NEVER, value == 0
+    if not bool((never | zero).all()):
+        raise TooLarge  # a bias, not a mask
+    return zero
+
+
+def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, first: int) -> bool:
+    if kind == "full":
+        return bool(seen.all())
+    rows, keys = seen.shape[-2:]
+    queries = torch.arange(first, first + rows)[:, None]
+    positions = torch.arange(keys)[None, :]
+    expected = positions <= queries
+    if window is not None:
+        expected &= positions > queries - window
+    return bool((seen == expected).all())
+
+
+def _parts(mask: fx.Node) -> Iterator[fx.Node]:
+    """Conjuncts of a boolean mask, addends of an additive one, without their expansions."""
+    while mask.target is aten.expand.default and len(shape_of(mask)) == len(shape_of(mask.args[0])):  # type: ignore[arg-type]
+        mask = mask.args[0]  # type: ignore[assignment]
+    boolean = dtype_of(mask) == torch.bool
+    splits = mask.target in _AND if boolean else mask.target is aten.add.Tensor and not mask.kwargs
+    operands = [a for a in mask.args[:2] if isinstance(a, fx.Node)]
+    if splits and len(operands) == 2:
+        for operand in operands:
+            yield from _parts(operand)
+    else:
+        yield mask
+
+
+def joined(graph: fx.Graph, mode: FakeTensorMode, parts: tuple[fx.Node, ...], like: fx.Node) -> fx.Node:
+    """One mask operand of four dimensions from the parts of a mask."""
+    assert parts
+    mask = parts[0]
+    for part in parts[1:]:
+        op = aten.logical_and.default if dtype_of(mask) == torch.bool else aten.add.Tensor
+        mask = add_call(graph, mode, op, (mask, part), like=like)
+    return mask
+
+
+def smallest(
+    graph: fx.Graph, mode: FakeTensorMode, part: fx.Node, evaluator: ConstantEvaluator, like: fx.Node
+) -> fx.Node:
+    """A part of a mask, cut to size 1 along leading dimensions where it does not vary, with four dimensions."""
+    shape = shape_of(part)
+    for dim in sorted(evaluator.uniform(part)):
+        if dim < len(shape) - 2 and shape[dim] > 1:
+            part = add_call(graph, mode, aten.slice.Tensor, (part, dim, 0, 1), like=like)
+    shape = shape_of(part)
+    if len(shape) < 4:
+        part = add_call(graph, mode, aten.reshape.default, (part, [1] * (4 - len(shape)) + list(shape)), like=like)
+    return part
