@@ -1,0 +1,140 @@
+"""Entry points of the search for a captured model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.clusters import BATCH, first_instances
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.rule import Assignment
+from autopar.search.constraints import ROLES, Constraints
+from autopar.search.evaluate import evaluate
+from autopar.search.infeasible import explain
+from autopar.search.leaf import Configuration, Solver
+from autopar.search.outer import Outer
+from autopar.search.plan_of import plan_of
+from autopar.search.predict import Predicted, predict
+from autopar.search.result import SearchResult
+from autopar.search.stages import LEVELS, Stage
+from autopar.search.workload import Workload
+
+
+def search_captured(
+    captured: CapturedModel, cluster: Cluster, constraints: Constraints | None = None, *, workload: Workload | None = None
+) -> SearchResult:
+    """The fastest plan for training ``captured`` on all of ``cluster`` under ``constraints``.
+
+    workload: the analysis of ``captured`` for this precision, if it is there already.
+    Deterministic. Raises InfeasiblePlan, saying why, if there is none.
+    """
+    start = time.perf_counter()
+    constraints = constraints or Constraints()
+    constraints.check(cluster.num_gpus, captured.batch_size)
+    load = workload or Workload.of(captured, constraints.precision)
+    _check_microbatches(load, constraints)
+    solver = Solver(
+        load=load,
+        cluster=cluster,
+        budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
+        levels=LEVELS if constraints.remat is None else (constraints.remat,),
+    )
+    outer = Outer(solver=solver, constraints=constraints)
+    best = outer.run()
+    if best is None:
+        raise explain(solver, constraints, outer.closest)
+    plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.schedule, best.predicted)
+    step = best.predicted.step_time_s
+    return SearchResult(
+        plan=plan,
+        predicted=best.predicted,
+        optimality_gap=max(0.0, 1.0 - outer.bound / step),
+        num_configurations=solver.num_solved,
+        num_skipped=outer.num_skipped,
+        search_time_s=time.perf_counter() - start,
+    )
+
+
+def estimate_captured(
+    captured: CapturedModel, cluster: Cluster, constraints: Constraints | None = None, *, workload: Workload | None = None
+) -> SearchResult:
+    """The prediction with every degree pinned: degrees not given are 1, and dp takes the ranks left over.
+
+    The number of microbatches, ZeRO and rematerialisation are the best ones unless given.
+    """
+    constraints = constraints or Constraints()
+    constraints.check(cluster.num_gpus, captured.batch_size)
+    if constraints.axes is None:
+        degrees = {role: getattr(constraints, role) or 1 for role in ("pp", *ROLES) if role != "dp"}
+        ranks = 1
+        for degree in degrees.values():
+            ranks *= degree
+        rest = constraints.dp or cluster.num_gpus // ranks
+        if rest * ranks != cluster.num_gpus:
+            text = " * ".join(f"{role}={degree}" for role, degree in degrees.items() if degree > 1) or "1"
+            raise InfeasiblePlan(
+                f"dp={rest} * {text} make {rest * ranks} ranks; there are {cluster.num_gpus}.\n"
+                f"  try: --dp {max(1, cluster.num_gpus // ranks)}"
+            )
+        constraints = replace(constraints, dp=rest, **degrees)
+    return search_captured(captured, cluster, constraints, workload=workload)
+
+
+def predict_plan(
+    captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
+) -> Predicted:
+    """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
+    load = workload or Workload.of(captured, plan.precision)
+    solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"))
+    leaders = leaders_of(load, plan)
+    configuration = Configuration(
+        num_stages=plan.num_stages,
+        mesh=plan.stage_mesh,
+        num_microbatches=plan.batch.num_microbatches,
+        zero=plan.zero,
+        data_axes=(),
+        schedule=plan.schedule,
+        constraints=Constraints(),
+    )
+    plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)
+    if plan.zero:
+        # As the passes define them: axes on which every parameter is whole and some gradient is a partial sum.
+        data_axes = tuple(
+            axis
+            for axis in range(len(plan.stage_mesh))
+            if all(layout[axis].is_replicate() for layout in plain.layouts.values())
+            and any(axis in price.sync_axes for price in plain.parameters.values())
+        )
+        configuration = replace(configuration, data_axes=data_axes)
+    pricing = solver.pricing(configuration)
+    stages = [
+        Stage(first=s.first, last=s.last, full=s.remat.get("full", 0), selective=s.remat.get("selective", 0))
+        for s in plan.stages
+    ]
+    priced = evaluate(pricing, leaders, shared_once=plan.num_stages == 1)
+    return predict(pricing, leaders, priced, stages, plan.schedule)
+
+
+def leaders_of(load: Workload, plan: Plan) -> tuple[Assignment, ...]:
+    """Assignment of the leader of every cluster as ``plan`` states it; what it leaves out is replicated."""
+    names = plan.stage_mesh.names
+    stated: dict[object, Assignment] = {
+        None: tuple(BATCH if name in plan.inputs else None for name in names)
+    }
+    for kind, index in enumerate(first_instances(load.folding)):
+        ops = plan.blocks[kind].ops
+        for node in load.folding.blocks[index].nodes:
+            factors = ops.get(load.folding.key[node], {})
+            stated[node] = tuple(factors.get(name) for name in names)
+    return tuple(stated[group.leader] for group in load.clusters.clusters)
+
+
+def _check_microbatches(load: Workload, constraints: Constraints) -> None:
+    count = constraints.num_microbatches
+    if count is not None and count > 1 and load.obstacle is not None:
+        raise InfeasiblePlan(
+            f"the batch cannot be cut into {count} microbatches: {load.obstacle}\n  try: --num-microbatches 1"
+        )

@@ -1,0 +1,221 @@
+"""From a folded model and prices to the abstract instance of the inner problem.
+
+Units are clusters, in their order. The options of a unit are the assignments that constraints and divisibility
+leave. Everything is priced per step: what happens each microbatch is multiplied by their number, and by the
+repeats of its block.
+
+    cost of an option   ops of the cluster, forward and backward; cast, gradient sum and optimiser of the
+                        parameters stored by it; price of memory times their state and the activations kept
+    flows               redistributions of every transfer, forward and backward; later uses of a parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
+
+import numpy as np
+from torch import fx
+
+from autopar.cost_model.activations import Saved
+from autopar.ir.clusters import BATCH, Cluster
+from autopar.ir.placement import Layout, replicated
+from autopar.ir.rule import Assignment, Choice
+from autopar.ir.rules import rule_for
+from autopar.search.instance import Flow, Instance, Ints, User
+from autopar.search.pricing import Pricing
+from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+# The choices that a cluster may make along a mesh axis (by position).
+Allowed = Callable[[Cluster, int], tuple[Choice, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What the inner objective adds to seconds of compute and redistribution.
+
+    sync: share of the gradient communication that is not hidden behind compute. state, activations: seconds
+    per byte held for parameters, and for what backward needs.
+    """
+
+    sync: float = 1.0
+    state: float = 0.0
+    activations: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Built:
+    """An instance and the assignments its options stand for: options[unit][option]."""
+
+    instance: Instance
+    options: tuple[tuple[Assignment, ...], ...]
+
+    def assignments(self, selection: tuple[int, ...]) -> tuple[Assignment, ...]:
+        """Assignment of the leader of each cluster."""
+        return tuple(own[option] for own, option in zip(self.options, selection, strict=True))
+
+
+def build(pricing: Pricing, allowed: Allowed, weights: Weights) -> Built:
+    """The instance of one configuration. Deterministic."""
+    return _Builder(pricing, allowed, weights).run()
+
+
+def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> tuple[Assignment, ...]:
+    """Assignments of a cluster's leader in which every factor of every member divides."""
+    choices = [allowed(group, axis) for axis in range(len(pricing.mesh))]
+    kept = [joint for joint in product(*choices) if _divides(pricing, group, joint)]
+    assert kept, f"cluster {group.index} has no option left"
+    return tuple(kept)
+
+
+def _divides(pricing: Pricing, group: Cluster, joint: Assignment) -> bool:
+    mesh, load = pricing.mesh, pricing.workload
+    for member in group.members:
+        rule, batch = rule_for(member), load.roles.batch.get(member)
+        left: dict[str, int] = {}
+        for choice, axis in zip(joint, mesh.axes, strict=True):
+            own = group.follow[choice][member]
+            if own is None or own[0] == "+":
+                continue
+            size = left.get(own)
+            if size is None:
+                size = rule.sizes[own]
+                if own == batch:
+                    size //= pricing.num_microbatches
+            if size % axis.size:
+                return False
+            left[own] = size // axis.size
+    if group.leader is None:
+        rows = load.captured.batch_size // pricing.num_microbatches
+        for choice, axis in zip(joint, mesh.axes, strict=True):
+            if choice == BATCH:
+                if rows % axis.size:
+                    return False
+                rows //= axis.size
+    return True
+
+
+class _Builder:
+    def __init__(self, pricing: Pricing, allowed: Allowed, weights: Weights) -> None:
+        self.pricing = pricing
+        self.load: Workload = pricing.workload
+        self.weights = weights
+        self.groups = self.load.clusters.clusters
+        self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
+        self.count = pricing.num_microbatches
+        self.members: dict[fx.Node, tuple[Assignment, ...]] = {
+            member: tuple(group.assignment(member, joint) for joint in own)
+            for group, own in zip(self.groups, self.options, strict=True)
+            for member in group.members
+        }
+        self.costs = [np.zeros(len(own)) for own in self.options]
+        self.flows: list[Flow] = []
+
+    def run(self) -> Built:
+        kept = self._kept() if self.weights.activations else {}
+        for node, repeats in self.load.repeats.items():
+            self._add_op(node, repeats, kept)
+        for group in self.load.parameters:
+            self._add_parameter(group)
+        for transfer in self.load.transfers:
+            self._add_transfer(transfer)
+        return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
+
+    def _add_op(self, node: fx.Node, repeats: int, kept: Mapping[fx.Node, list[Saved]]) -> None:
+        unit = self.load.cluster_of(node).index
+        cost = self.costs[unit]
+        factor = self.count * repeats
+        for option, assignment in enumerate(self.members[node]):
+            cost[option] += factor * self.pricing.op(node, assignment).total_s
+        for tensor in kept.get(node, ()):
+            price = self.weights.activations * repeats
+            for option, assignment in enumerate(self.members[node]):
+                cost[option] += price * tensor.local_bytes(assignment, self.pricing.mesh, self.count)
+
+    def _kept(self) -> dict[fx.Node, list[Saved]]:
+        """Saved tensors by the first op that keeps them."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.load.activations:
+            seen = set()
+            for tensor in (*activations.saved, *activations.extra):
+                if tensor.storage not in seen:
+                    seen.add(tensor.storage)
+                    found.setdefault(tensor.node, []).append(tensor)
+        return found
+
+    def _parameter_price(self, group: ParameterGroup, uses: list[tuple[Layout, Layout]]) -> float:
+        price = self.pricing.parameter(group.numel, group.requires_grad, uses)
+        sync = self.pricing.sync(price)
+        seconds = self.count * price.micro.total_s + self.weights.sync * sync.total_s(self.count)
+        return (
+            seconds + self.pricing.optimiser_s(price) + self.weights.state * self.pricing.state(price).total
+        ) * len(group.names)
+
+    def _add_parameter(self, group: ParameterGroup) -> None:
+        needs = [self._needs(node, position) for node, position in group.uses]
+        first = self.load.cluster_of(group.uses[0][0]).index
+        units = [self.load.cluster_of(node).index for node, _ in group.uses]
+        own = [need for need, unit in zip(needs, units, strict=True) if unit == first]
+        alone = [
+            self._parameter_price(group, [need[option] for need in own]) for option in range(len(self.options[first]))
+        ]
+        self.costs[first] += alone
+        for need, unit in zip(needs, units, strict=True):
+            if unit == first:
+                continue
+            # What a later user adds, seen pairwise: exact for two users, as tied weights are.
+            sources, source_of = _index(list(zip(*own, strict=True)))
+            wanted, need_of = _index(need)
+            cost = np.zeros((len(sources), len(wanted)))
+            for state, uses in enumerate(sources):
+                base = self._parameter_price(group, list(uses))
+                for number, use in enumerate(wanted):
+                    cost[state, number] = max(0.0, self._parameter_price(group, [*uses, use]) - base)
+            self.flows.append(
+                Flow(producer=first, sources=source_of, users=(User(unit=unit, needs=need_of),), cost=cost)
+            )
+
+    def _needs(self, node: fx.Node, position: int) -> list[tuple[Layout, Layout]]:
+        rule = rule_for(node)
+        return [rule.operand_layout(position, assignment) for assignment in self.members[node]]
+
+    def _sources(self, tensor: Tensor) -> tuple[int, list[Layout]]:
+        """Unit that decides how a tensor is produced, and its layout under each option."""
+        node = tensor.node
+        if node in self.members:
+            rule = rule_for(node)
+            unit = self.load.cluster_of(node).index
+            return unit, [rule.result_layout(tensor.result, assignment) for assignment in self.members[node]]
+        inputs = self.load.clusters.inputs
+        if node in self.load.clusters.input_dims:
+            place = self.load.clusters.input_placement
+            return inputs.index, [tuple(place(node, choice) for choice in joint) for joint in self.options[inputs.index]]
+        return inputs.index, [replicated(self.pricing.mesh)] * len(self.options[inputs.index])
+
+    def _add_transfer(self, transfer: Transfer) -> None:
+        producer, layouts = self._sources(transfer.tensor)
+        sources, source_of = _index(layouts)
+        needs = [self._needs(node, position) for node, position in transfer.uses]
+        wanted, need_of = _index([need for own in needs for need in own])
+        factor = self.count * len(transfer.blocks)
+        move = self.pricing.move
+        cost = np.array([[factor * move(transfer.tensor, s, *need).total_s for need in wanted] for s in sources])
+        if not cost.any():
+            return
+        users, begin = [], 0
+        for (node, _), own in zip(transfer.uses, needs, strict=True):
+            unit = self.load.cluster_of(node).index
+            users.append(User(unit=unit, needs=need_of[begin : begin + len(own)]))
+            begin += len(own)
+        self.flows.append(Flow(producer=producer, sources=source_of, users=tuple(users), cost=cost))
+
+
+def _index(items: Sequence[_Item]) -> tuple[list[_Item], Ints]:
+    """Distinct items in order of appearance, and the number of each item among them."""
+    number: dict[_Item, int] = {}
+    positions = [number.setdefault(item, len(number)) for item in items]
+    return list(number), np.array(positions, dtype=np.int64)

@@ -1,0 +1,191 @@
+"""What the user pins: degrees, axes, microbatches, precision, rematerialisation.
+
+A pinned degree becomes a mesh axis of its own, on which every op may only do what the name of the axis says:
+
+    dp      its batch factor, or nothing
+    tp      any factor but the batch; sequence factors only if sequence parallelism is not off
+    cp      sequence factors, and any factor but the batch inside attention (heads: Ulysses)
+    ep      experts; the batch for ops without experts
+    other   every factor that belongs to no pinned degree
+
+A degree pinned to 1 has no axis, but forbids its use on free axes too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.plan import Precision, Schedule
+
+Remat = Literal["none", "selective", "full"]
+ROLES = ("dp", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """None leaves a question to the search.
+
+    pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
+    zero: level 0 to 3. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
+    plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    schedule: Schedule | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    precision: Precision = "fp32"
+    remat: Remat | None = None
+    memory_fraction: float = 0.94
+    axes: tuple[MeshAxis, ...] | None = None
+
+    @classmethod
+    def of_mesh(cls, sizes: dict[str, int], **others: object) -> Constraints:
+        """Constraints from the named axes of a DeviceMesh, outermost first; ``pp`` is the pipeline."""
+        axes = tuple(MeshAxis(name, size) for name, size in sizes.items() if name != "pp")
+        return cls(pp=sizes.get("pp", 1), axes=axes, **others)  # type: ignore[arg-type]  # the dataclass checks names
+
+    def degree(self, role: str) -> int | None:
+        """Pinned degree of ``role``, by its own field or by the axes of that name."""
+        if self.axes is not None:
+            return prod(axis.size for axis in self.axes if role_of_axis(axis.name) == role)
+        value: int | None = getattr(self, role)
+        return value
+
+    def pins(self, role: str) -> bool:
+        """Whether free axes may not play ``role``."""
+        if self.axes is not None:
+            return any(role_of_axis(axis.name) == role for axis in self.axes)
+        return getattr(self, role) is not None
+
+    def pinned_axes(self) -> tuple[MeshAxis, ...]:
+        """Axes of the pinned degrees above 1, outermost first (without those of ``axes``)."""
+        found = [(role, getattr(self, role)) for role in ROLES]
+        return tuple(MeshAxis(role, size) for role, size in found if size is not None and size > 1)
+
+    def check(self, num_gpus: int, batch_size: int) -> None:
+        """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
+        for name in ("pp", *ROLES, "num_microbatches", "microbatch_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
+        if self.zero is not None and not 0 <= self.zero <= 3:
+            raise InfeasiblePlan(f"zero is {self.zero}; expected 0, 1, 2 or 3")
+        if not 0 < self.memory_fraction <= 1:
+            raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            dp = self.degree("dp")
+            if dp is not None and self.num_microbatches * self.microbatch_size * dp != batch_size:
+                raise InfeasiblePlan(
+                    f"{self.num_microbatches} microbatches of {self.microbatch_size} samples on {dp} data-parallel "
+                    f"ranks make {self.num_microbatches * self.microbatch_size * dp} samples; the global batch has "
+                    f"{batch_size}.\n  try: give only one of num_microbatches and microbatch_size"
+                )
+        if self.axes is not None:
+            ranks = (self.pp or 1) * prod(axis.size for axis in self.axes)
+            if ranks != num_gpus:
+                names = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+                raise InfeasiblePlan(
+                    f"the mesh (pp={self.pp or 1}, {names}) has {ranks} ranks; there are {num_gpus}"
+                )
+        else:
+            self._check_degrees(num_gpus)
+        dp = self.degree("dp") or 1
+        pieces = dp * (self.num_microbatches or 1) * (self.microbatch_size or 1)
+        if batch_size % pieces:
+            parts = [f"dp={dp}"] if dp > 1 else []
+            if self.num_microbatches:
+                parts.append(f"num_microbatches={self.num_microbatches}")
+            if self.microbatch_size:
+                parts.append(f"microbatch_size={self.microbatch_size}")
+            raise InfeasiblePlan(
+                f"the global batch of {batch_size} does not divide by {' * '.join(parts)} = {pieces}.\n"
+                f"  try: a batch of {-(-batch_size // pieces) * pieces}, or smaller degrees"
+            )
+
+    def _check_degrees(self, num_gpus: int) -> None:
+        named = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}
+        ranks = prod(named.values())
+        text = " * ".join(f"{name}={size}" for name, size in named.items())
+        if num_gpus % ranks:
+            raise InfeasiblePlan(
+                f"{text} = {ranks} does not divide the {num_gpus} ranks.\n"
+                f"  try: degrees whose product divides {num_gpus}"
+            )
+        if len(named) == 1 + len(ROLES) and ranks != num_gpus:
+            raise InfeasiblePlan(
+                f"{text} = {ranks}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
+            )
+
+    def may(self, axis: str, role: str) -> bool:
+        """Whether an op may play ``role`` ("dp", "cp", "ep", "tp") on an axis of this name."""
+        kind = role_of_axis(axis)
+        if kind == "dp":
+            return role == "dp"
+        if kind == "tp":
+            return role in ("tp", "ep") or (role == "cp" and self.sequence_parallel is not False)
+        if kind == "cp":
+            return role == "cp"
+        if kind == "ep":
+            return role in ("ep", "dp")
+        if role == "cp":
+            allowed = not self.pins("cp") or not self.pins("tp")
+            return allowed and self.sequence_parallel is not False
+        return not self.pins(role)
+
+    def meshes(self, size: int, max_free: int = 2) -> tuple[Mesh, ...]:
+        """Stage meshes of ``size`` ranks to consider: pinned axes, and up to ``max_free`` free ones between them.
+
+        Free axes are called ``free0``, ``free1``; they come after dp and before the pinned inner axes.
+        """
+        if self.axes is not None:
+            mesh = Mesh(tuple(axis for axis in self.axes if axis.size > 1))
+            return (mesh,) if mesh.size == size else ()
+        pinned = self.pinned_axes()
+        rest, remainder = divmod(size, prod(axis.size for axis in pinned))
+        if remainder or (rest > 1 and all(self.pins(role) for role in ROLES)):
+            return ()
+        outer = tuple(axis for axis in pinned if axis.name == "dp")
+        inner = tuple(axis for axis in pinned if axis.name != "dp")
+        free = max(1, max_free - len(pinned))
+        found = []
+        for sizes in factorisations(rest, free):
+            axes = tuple(MeshAxis(f"free{number}", n) for number, n in enumerate(sizes))
+            found.append(Mesh((*outer, *axes, *inner)))
+        return tuple(found)
+
+
+def role_of_axis(name: str) -> str:
+    """Role that an axis name promises: ``dp``, ``dp2`` and ``dp_shard`` play dp; "" for a free name."""
+    for role in ROLES:
+        rest = name.removeprefix(role)
+        if rest != name and (not rest or not rest[0].isalpha()):
+            return role
+    return ""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def factorisations(number: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """``number`` as an ordered product of at most ``parts`` factors above 1; ``((),)`` for 1."""
+    if number == 1:
+        return ((),)
+    found: list[tuple[int, ...]] = [(number,)]
+    if parts > 1:
+        for first in divisors(number)[1:-1]:
+            found.extend((first, *rest) for rest in factorisations(number // first, parts - 1))
+    return tuple(found)

@@ -1,0 +1,259 @@
+"""What a full assignment costs, block by block: the input of stage cuts and of the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.collectives import point_to_point_time
+from autopar.cost_model.memory import FRAGMENTATION, MemoryParts, gathered_bytes
+from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.seconds import ZERO, OpTime
+from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
+from autopar.ir.placement import Layout, replicated
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+from autopar.search.pricing import ParameterPrice, Pricing
+from autopar.search.stages import LEVELS, BlockCost
+from autopar.search.workload import PRELUDE, Tensor, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrice:
+    """One block instance, one rank.
+
+    compute, communication: of one microbatch, forward and backward. recomputed_s: forward seconds run again in
+    the backward, at each of LEVELS.
+    sync: gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
+    states: bytes held all the time. saved_bytes: kept of a microbatch at each level. working_bytes: gradients
+    of the largest op; gathered_bytes: parameters and gradients that ZeRO has whole while the block runs.
+    send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
+    """
+
+    compute: OpTime
+    communication: OpTime
+    recomputed_s: tuple[float, float, float]
+    sync: SyncTime
+    optimiser_s: float
+    states: MemoryParts
+    saved_bytes: tuple[float, float, float]
+    working_bytes: float
+    gathered_bytes: float
+    send_bytes: float | None
+
+    @property
+    def forward_s(self) -> float:
+        """One microbatch, what ZeRO-3 gathers included as far as compute does not hide it."""
+        plain = self.compute.forward_s + self.communication.forward_s
+        return plain + exposed_time(self.sync.forward_s, self.compute.forward_s)
+
+    def backward_s(self, level: int) -> float:
+        plain = self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
+        return plain + exposed_time(self.sync.backward_s, self.compute.backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """All blocks under one assignment. parameters, layouts: by placeholder name. prelude_s: on every stage."""
+
+    blocks: tuple[BlockPrice, ...]
+    prelude_s: float
+    parameters: Mapping[str, ParameterPrice]
+    layouts: Mapping[str, Layout]
+
+    def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
+        """For ``stages.cut``: what happens once a step is spread over the microbatches."""
+        cluster = pricing.ops.cluster
+        link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
+        count = pricing.num_microbatches
+        known: dict[int, BlockCost] = {}
+        costs = []
+        for number, block in enumerate(self.blocks):
+            known_cost = known.get(id(block)) if number > 1 else None
+            if known_cost is not None:
+                costs.append(known_cost)
+                continue
+            once = exposed_time(block.sync.step_s, block.compute.backward_s) + block.optimiser_s
+            send = 0.0
+            if link is not None and number > 0:
+                send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
+            plain = (block.forward_s + once / count,) * 3
+            saved = block.saved_bytes
+            made = BlockCost(
+                time_s=(
+                    plain[0] + block.backward_s(0),
+                    plain[1] + block.backward_s(1),
+                    plain[2] + block.backward_s(2),
+                ),
+                saved_bytes=(
+                    saved[0] * (1 + FRAGMENTATION),
+                    saved[1] * (1 + FRAGMENTATION),
+                    saved[2] * (1 + FRAGMENTATION),
+                ),
+                static_bytes=block.states.total,
+                workspace_bytes=block.working_bytes + block.gathered_bytes,
+                send_s=send,
+            )
+            if number:
+                known[id(block)] = made
+            costs.append(made)
+        return tuple(costs)
+
+
+def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: bool) -> Priced:
+    """Price every block when the leader of cluster ``c`` has assignment ``leaders[c]``.
+
+    shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by
+    each of them, as if on stages of their own.
+    """
+    load = pricing.workload
+    assignments = spread(load, leaders)
+    own = [_Ops.of(pricing, assignments, kind) for kind in range(len(load.folding.kinds))]
+    moves, crossing, unsendable = _moves(pricing, assignments, leaders[load.clusters.inputs.index])
+    prices, layouts, by_block = _parameters(pricing, assignments, shared_once)
+    made: dict[tuple[object, ...], BlockPrice] = {}
+    blocks = []
+    for block in load.folding.blocks:
+        moved = moves.get(block.index, ZERO)
+        held = by_block.get(block.index, ())
+        send = None if block.index in unsendable else crossing.get(block.index, 0.0)
+        key = (block.kind, moved, tuple(id(p) for p in held), send)
+        if key not in made:
+            made[key] = own[block.kind].block(pricing, moved, held, send)
+        blocks.append(made[key])
+    prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
+    prelude += moves.get(PRELUDE, ZERO).forward_s
+    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
+
+
+def spread(load: Workload, leaders: tuple[Assignment, ...]) -> dict[fx.Node, Assignment]:
+    """Assignment of every representative op."""
+    return {
+        member: group.assignment(member, leader)
+        for group, leader in zip(load.clusters.clusters, leaders, strict=True)
+        for member in group.members
+    }
+
+
+def layout_of(pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, Assignment], inputs: Assignment) -> Layout:
+    """Layout that a tensor is produced in. inputs: choices of the step inputs."""
+    node, clusters = tensor.node, pricing.workload.clusters
+    if node in assignments:
+        return rule_for(node).result_layout(tensor.result, assignments[node])
+    if node in clusters.input_dims:
+        return tuple(clusters.input_placement(node, choice) for choice in inputs)
+    return replicated(pricing.mesh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ops:
+    """What all blocks of a kind have in common."""
+
+    compute: OpTime
+    inside: OpTime
+    contraction_s: float
+    saved: tuple[float, float, float]
+    working: float
+
+    @classmethod
+    def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
+        load = pricing.workload
+        first = next(block for block in load.folding.blocks if block.kind == kind)
+        compute = inside = ZERO
+        contraction = 0.0
+        for node in first.nodes:
+            if node not in assignments:
+                continue
+            total = pricing.op(node, assignments[node])
+            lowered = pricing.lowering(node, assignments[node])
+            compute += total + -1.0 * lowered
+            inside += lowered
+            if is_contraction(node, rule_for(node)):
+                contraction += total.forward_s
+        activations = load.activations[kind]
+        saved = tuple(
+            activations.saved_bytes(assignments, pricing.mesh, pricing.num_microbatches, level) for level in LEVELS
+        )
+        return cls(
+            compute=compute,
+            inside=inside,
+            contraction_s=contraction,
+            saved=(saved[0], min(saved[0], saved[1]), min(saved[0], saved[2])),
+            working=activations.working_bytes(assignments, pricing.mesh, pricing.num_microbatches),
+        )
+
+    def block(
+        self, pricing: Pricing, moved: OpTime, held: tuple[ParameterPrice, ...], send: float | None
+    ) -> BlockPrice:
+        micro = sum((p.micro for p in held), ZERO)
+        communication = self.inside + moved
+        forward = self.compute.forward_s + communication.forward_s
+        states = sum((pricing.state(p) for p in held), MemoryParts())
+        numel = sum(p.numel for p in held if p.zero_axes)
+        kept_s = self.contraction_s + communication.forward_s
+        return BlockPrice(
+            compute=self.compute + micro,
+            communication=communication,
+            recomputed_s=(
+                rematerialised_s("none", forward, kept_s),
+                rematerialised_s("selective", forward, kept_s),
+                rematerialised_s("full", forward, kept_s),
+            ),
+            sync=pricing.bucket_sync(held),
+            optimiser_s=sum(pricing.optimiser_s(p) for p in held),
+            states=states,
+            saved_bytes=self.saved,
+            working_bytes=self.working,
+            gathered_bytes=gathered_bytes(
+                numel, zero=pricing.zero, data_size=pricing.zero_degree, precision=pricing.workload.precision
+            ),
+            send_bytes=send,
+        )
+
+
+def _moves(
+    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> tuple[dict[int, OpTime], dict[int, float], set[int]]:
+    """Redistributions of each block; bytes that cross the cut before each block; blocks that cannot be cut before."""
+    load = pricing.workload
+    moves: dict[int, OpTime] = {}
+    reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
+    for transfer in load.transfers:
+        source = layout_of(pricing, transfer.tensor, assignments, inputs)
+        wanted = dict.fromkeys(rule_for(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
+        total = sum((pricing.move(transfer.tensor, source, *need) for need in wanted), ZERO)
+        for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
+            if total is not ZERO:
+                moves[block] = moves.get(block, ZERO) + total
+            if start != PRELUDE and block > start:
+                key = (transfer.tensor.node, transfer.tensor.result, start)
+                reach[key] = (transfer.tensor, max(block, reach[key][1] if key in reach else block))
+    crossing: dict[int, float] = {}
+    unsendable: set[int] = set()
+    for (_, _, start), (tensor, end) in reach.items():
+        size = pricing.local_bytes(tensor, layout_of(pricing, tensor, assignments, inputs))
+        for block in range(start + 1, end + 1):
+            crossing[block] = crossing.get(block, 0.0) + size
+            if not tensor.floating:
+                unsendable.add(block)
+    return moves, crossing, unsendable
+
+
+def _parameters(
+    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], shared_once: bool
+) -> tuple[dict[str, ParameterPrice], dict[str, Layout], dict[int, tuple[ParameterPrice, ...]]]:
+    """Price and layout of every parameter, and the parameters that each block holds."""
+    prices: dict[str, ParameterPrice] = {}
+    layouts: dict[str, Layout] = {}
+    held: dict[int, list[ParameterPrice]] = {}
+    for group in pricing.workload.parameters:
+        uses = [rule_for(node).operand_layout(position, assignments[node]) for node, position in group.uses]
+        price = pricing.parameter(group.numel, group.requires_grad, uses)
+        for name, blocks in zip(group.names, group.blocks, strict=True):
+            prices[name], layouts[name] = price, uses[0][0]
+            for block in blocks[:1] if shared_once else dict.fromkeys(blocks):
+                held.setdefault(block, []).append(price)
+    return prices, layouts, {block: tuple(own) for block, own in held.items()}
+

@@ -1,0 +1,190 @@
+"""One configuration of the outer search: solve the inner problem, cut stages, predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.ops import OpCost
+from autopar.cost_model.simulator import live_microbatches
+from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Schedule
+from autopar.ir.rule import Assignment
+from autopar.search.build import Weights, build
+from autopar.search.constraints import Constraints
+from autopar.search.evaluate import Priced, evaluate
+from autopar.search.ilp import solve
+from autopar.search.predict import Predicted, predict
+from autopar.search.pricing import MeshPrices, OpPrices, Pricing
+from autopar.search.roles import Rules
+from autopar.search.stages import LEVELS, Stage, cut
+from autopar.search.workload import Workload
+
+# Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
+HIDDEN = OVERLAP_SLOWDOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What the outer search decides. constraints: what ops may do on the axes of ``mesh``."""
+
+    num_stages: int
+    mesh: Mesh
+    num_microbatches: int
+    zero: int
+    data_axes: tuple[int, ...]
+    schedule: Schedule
+    constraints: Constraints
+    batch_axes: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        zero = f", zero {self.zero}" if self.zero else ""
+        return f"pp={self.num_stages} on {self.mesh}, {self.num_microbatches} microbatches{zero}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """A complete plan of a configuration, with its prediction."""
+
+    configuration: Configuration
+    pricing: Pricing
+    leaders: tuple[Assignment, ...]
+    priced: Priced
+    stages: tuple[Stage, ...]
+    predicted: Predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inner:
+    """The answer to the inner problem under some weights. objective: its value, seconds a step on one stage mesh."""
+
+    pricing: Pricing
+    leaders: tuple[Assignment, ...]
+    priced: Priced
+    objective: float
+
+
+@dataclass(slots=True)
+class Solver:
+    """Answers for configurations of one workload on one cluster, each worked out once."""
+
+    load: Workload
+    cluster: Cluster
+    budget_bytes: float
+    levels: tuple[str, ...] = LEVELS
+    num_solved: int = 0
+    ops: OpPrices = field(init=False)
+    _compute_s: float | None = None
+    _meshes: dict[Mesh, MeshPrices] = field(default_factory=dict)
+    _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ops = OpPrices(self.load, self.cluster)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the contractions of a step take one device at its rate for large matrices."""
+        if self._compute_s is None:
+            self._compute_s = sum(
+                repeats * _contraction_s(self.ops.cost(node)) for node, repeats in self.load.repeats.items()
+            )
+        return self._compute_s
+
+    def pricing(self, configuration: Configuration) -> Pricing:
+        mesh = configuration.mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = MeshPrices(Fabric(self.cluster, mesh))
+        return Pricing(
+            ops=self.ops,
+            moves=self._meshes[mesh],
+            num_microbatches=configuration.num_microbatches,
+            zero=configuration.zero,
+            data_axes=configuration.data_axes,
+        )
+
+    def inner(self, configuration: Configuration, weights: Weights) -> Inner:
+        """Solve the inner problem. The key holds everything that the answer depends on."""
+        # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
+        key = (
+            configuration.mesh,
+            configuration.num_stages > 1,
+            configuration.num_microbatches,
+            configuration.zero,
+            configuration.data_axes,
+            configuration.batch_axes,
+            configuration.constraints,
+            weights,
+        )
+        found = self._inner.get(key)
+        if found is None:
+            self.num_solved += 1
+            pricing = self.pricing(configuration)
+            built = build(pricing, self.rules(configuration), weights)
+            solution = solve(built.instance)
+            leaders = built.assignments(solution.selection)
+            found = self._inner[key] = Inner(
+                pricing=pricing,
+                leaders=leaders,
+                priced=evaluate(pricing, leaders, shared_once=configuration.num_stages == 1),
+                objective=solution.objective,
+            )
+        return found
+
+    def rules(self, configuration: Configuration) -> Rules:
+        return Rules(
+            load=self.load,
+            mesh=configuration.mesh,
+            constraints=configuration.constraints,
+            data_axes=configuration.data_axes if configuration.zero else (),
+            batch_axes=configuration.batch_axes,
+        )
+
+    def complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+        """Cut the stages for an answer to the inner problem and predict; None if it does not fit."""
+        stages = self.cuts(configuration, inner, self.budget_bytes)
+        if stages is None:
+            return None
+        predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.schedule)
+        return Candidate(
+            configuration=configuration,
+            pricing=inner.pricing,
+            leaders=inner.leaders,
+            priced=inner.priced,
+            stages=stages,
+            predicted=predicted,
+        )
+
+    def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> tuple[Stage, ...] | None:
+        """The best stage cuts under a memory budget; None if nothing fits."""
+        found = cut(
+            inner.priced.block_costs(inner.pricing, configuration.num_stages),
+            self.live(configuration),
+            configuration.num_microbatches,
+            budget_bytes,
+            self.levels,
+        )
+        return None if found is None else found.stages
+
+    def live(self, configuration: Configuration) -> Sequence[int]:
+        """Microbatches in flight on each stage."""
+        count = configuration.num_stages
+        return [
+            live_microbatches(configuration.schedule, stage, count, configuration.num_microbatches)
+            for stage in range(count)
+        ]
+
+    def memory_weights(self, configuration: Configuration, price: float) -> Weights:
+        """Weights with memory at ``price`` seconds a byte."""
+        live = max(self.live(configuration)) if "none" in self.levels else 0
+        return Weights(sync=HIDDEN, state=price, activations=price * live)
+
+
+def _contraction_s(cost: OpCost) -> float:
+    """Seconds of all samples of an op on one device, if it is a contraction and its matrices were large."""
+    if not cost.is_contraction:
+        return 0.0
+    flops = cost.flops + (0.0 if cost.free_backward else cost.backward_flops)
+    return flops / (cost.rate.peak_flops * cost.efficiency)

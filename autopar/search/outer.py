@@ -1,0 +1,265 @@
+"""The outer search: pipeline degree, stage mesh, microbatches, ZeRO; best first, with lower bounds.
+
+A *node* is a pipeline degree P and a stage mesh of n = N / P ranks; its *leaves* add the number of microbatches M
+and ZeRO (level and axes). Lower bounds on the seconds of a step, in the order they are worked out:
+
+    roofline   C / N (1 + (P - 1) / M)             C: contractions of a step at the device's rate, on one device
+    inner      T / P + (P - 1) / (P M) max(C / n, ...)   T: optimum of the inner problem, hidden gradient sums counted
+                                                     at the slow-down they cause at least
+
+since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (T / M) (1 + (M - 1) / P). For a node T
+is solved without gradient sums at its smallest M; more microbatches only add latency, so it bounds every leaf.
+
+Leaves are taken in the order of their bounds until the best plan found is at least as good as every bound left.
+At each leaf the price of memory is swept from 0; a leaf that fits at price 0 without rematerialisation is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import combinations, count
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Schedule
+from autopar.search.build import Weights
+from autopar.search.constraints import Constraints, divisors, role_of_axis
+from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver
+
+# Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
+PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
+
+# A plan this share slower than the best possible is good enough to stop.
+TOLERANCE = 0.005
+
+# Inner problems solved at most; a bound on the time of a search that gives the same answer on every machine.
+MAX_SOLVED = 600
+
+
+@dataclass(slots=True)
+class Outer:
+    """State of one outer search."""
+
+    solver: Solver
+    constraints: Constraints
+    max_solved: int = MAX_SOLVED
+    best: Candidate | None = None
+    bound: float = 0.0
+    num_skipped: int = 0
+    closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
+    _order: Iterator[int] = field(default_factory=count)
+
+    def run(self) -> Candidate | None:
+        """The best plan; ``bound`` is what no plan of the space can beat."""
+        for configuration in self.baselines():
+            self.expand(configuration)
+        heap: list[tuple[float, int, str, object]] = []
+        for num_stages, mesh in self.nodes(self.constraints):
+            smallest = self.microbatches(self.constraints, mesh)[:1]
+            if smallest:
+                lower = self.roofline(num_stages, max(self.microbatches(self.constraints, mesh)))
+                heapq.heappush(heap, (lower, next(self._order), "node", (num_stages, mesh, smallest[0])))
+        self.bound = float("inf")
+        while heap:
+            lower, _, kind, item = heapq.heappop(heap)
+            if self.good_enough(lower) or self.solver.num_solved >= self.max_solved:
+                self.bound = min(self.bound, lower)
+                self.num_skipped += 1 + len(heap)
+                break
+            if kind == "node":
+                assert isinstance(item, tuple)
+                for bounded, leaf in self.leaves(*item):
+                    heapq.heappush(heap, (max(lower, bounded), next(self._order), "leaf", leaf))
+            else:
+                assert isinstance(item, Configuration)
+                self.expand(item)
+        if self.best is not None:
+            self.bound = min(self.bound, self.best.predicted.step_time_s)
+        return self.best
+
+    def good_enough(self, lower: float) -> bool:
+        return self.best is not None and lower >= self.best.predicted.step_time_s * (1 - TOLERANCE)
+
+    # The space.
+
+    def nodes(self, constraints: Constraints) -> Iterator[tuple[int, Mesh]]:
+        """Pipeline degrees and stage meshes."""
+        num_gpus, num_blocks = self.solver.cluster.num_gpus, self.solver.load.num_blocks
+        for num_stages in divisors(num_gpus) if constraints.pp is None else (constraints.pp,):
+            if num_stages <= num_blocks and num_gpus % num_stages == 0:
+                for mesh in constraints.meshes(num_gpus // num_stages):
+                    yield num_stages, mesh
+
+    def microbatches(self, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
+        """Numbers of microbatches to consider, ascending."""
+        batch = self.solver.load.captured.batch_size
+        pinned = 1
+        for axis in mesh.axes:
+            if role_of_axis(axis.name) == "dp":
+                pinned *= axis.size
+        if self.solver.load.obstacle is not None:
+            options: tuple[int, ...] = (1,)
+        elif constraints.num_microbatches is not None:
+            options = (constraints.num_microbatches,)
+        else:
+            options = divisors(batch)
+        kept = [m for m in options if batch % (m * pinned) == 0]
+        if constraints.microbatch_size is not None:
+            size = constraints.microbatch_size
+            kept = [m for m in kept if batch % (m * size) == 0 and mesh.size % (batch // (m * size)) == 0]
+        return tuple(kept)
+
+    def schedule(self) -> Schedule:
+        return self.constraints.schedule or "1f1b"
+
+    def leaves(self, num_stages: int, mesh: Mesh, smallest: int) -> Iterator[tuple[float, Configuration]]:
+        """Leaves of a node with their bounds."""
+        root = Configuration(
+            num_stages=num_stages,
+            mesh=mesh,
+            num_microbatches=smallest,
+            zero=0,
+            data_axes=(),
+            schedule=self.schedule(),
+            constraints=self.constraints,
+        )
+        inner = self.solver.inner(root, Weights(sync=0.0))
+        for num in self.microbatches(self.constraints, mesh):
+            lower = self.pipelined(inner.objective, num_stages, num)
+            for configuration in self.variants(replace(root, num_microbatches=num)):
+                yield lower, configuration
+
+    def variants(self, root: Configuration) -> Iterator[Configuration]:
+        """``root`` with each ZeRO level and set of data axes, the cheapest in time first."""
+        mesh, constraints = root.mesh, root.constraints
+        for batch_axes in self.batch_axes(root):
+            base = replace(root, batch_axes=batch_axes)
+            levels = (1, 2, 3) if constraints.zero is None else (constraints.zero,)
+            able = [
+                axis
+                for axis, name in enumerate(mesh.names)
+                if constraints.may(name, "dp") or role_of_axis(name) == "cp" or constraints.may(name, "cp")
+            ]
+            for size in range(len(able), 0, -1):
+                for axes in combinations(able, size):
+                    for level in levels:
+                        if level and not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
+                            yield replace(base, zero=level, data_axes=axes)
+            if constraints.zero in (None, 0) or not able:
+                yield base
+
+    def batch_axes(self, root: Configuration) -> list[tuple[int, ...] | None]:
+        """Sets of axes that divide the inputs, if the microbatch size is pinned; else [None]: left open."""
+        size = root.constraints.microbatch_size
+        if size is None:
+            return [None]
+        degree = self.solver.load.captured.batch_size // (root.num_microbatches * size)
+        found: list[tuple[int, ...] | None] = []
+        for number in range(len(root.mesh) + 1):
+            for axes in combinations(range(len(root.mesh)), number):
+                product = 1
+                for axis in axes:
+                    product *= root.mesh.axes[axis].size
+                named = all(axis in axes for axis, n in enumerate(root.mesh.names) if role_of_axis(n) == "dp")
+                able = all(root.constraints.may(root.mesh.names[axis], "dp") for axis in axes)
+                if product == degree and named and able:
+                    found.append(axes)
+        return found
+
+    def baselines(self) -> Iterator[Configuration]:
+        """DDP, FSDP, and tensor parallelism inside nodes with pipelines and data parallelism outside.
+
+        All are in the space; with their axes' roles given they are solved at once, and what they achieve
+        excludes most of it.
+        """
+        given = self.constraints
+        if given.axes is not None or given.microbatch_size is not None:
+            return
+        num_gpus, node = self.solver.cluster.num_gpus, self.solver.cluster.gpus_per_node
+        for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
+            if num_stages > self.solver.load.num_blocks:
+                continue
+            size = num_gpus // num_stages
+            for tensor in divisors(min(size, node)) if given.tp is None else (given.tp,):
+                if size % tensor or (given.dp or size // tensor) * tensor != size:
+                    continue
+                if (given.cp or 1) > 1 or (given.ep or 1) > 1:
+                    continue
+                named = replace(given, pp=num_stages, dp=size // tensor, tp=tensor, cp=1, ep=1)
+                for mesh in named.meshes(size):
+                    for num in self._few(self.microbatches(named, mesh), num_stages):
+                        root = Configuration(
+                            num_stages=num_stages,
+                            mesh=mesh,
+                            num_microbatches=num,
+                            zero=0,
+                            data_axes=(),
+                            schedule=self.schedule(),
+                            constraints=named,
+                        )
+                        if self.good_enough(self.roofline(num_stages, num)):
+                            self.num_skipped += 1
+                            continue
+                        yield from self._named_zero(root)
+
+    def _named_zero(self, root: Configuration) -> Iterator[Configuration]:
+        """One level of ZeRO after the other until one fits; levels only cost time."""
+        data = tuple(axis for axis, name in enumerate(root.mesh.names) if name == "dp")
+        pinned = root.constraints.zero
+        if not data or pinned == 0:
+            yield root
+            return
+        for level in (1, 2, 3) if pinned is None else (pinned,):
+            before = self.best
+            yield replace(root, zero=level, data_axes=data)
+            if self.best is not before:
+                return
+
+    def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+        """Numbers of microbatches worth trying first: around eight for each stage."""
+        if num_stages == 1:
+            return options[:4]
+        wanted = (4 * num_stages, 8 * num_stages, 16 * num_stages)
+        return tuple(dict.fromkeys(min(options, key=lambda m: (abs(m - goal), m)) for goal in wanted)) if options else ()
+
+    # Bounds and leaves.
+
+    def roofline(self, num_stages: int, num_microbatches: int) -> float:
+        """Contractions alone, perfectly divided, with the bubble."""
+        work = self.solver.compute_s / self.solver.cluster.num_gpus
+        return work * (1 + (num_stages - 1) / num_microbatches)
+
+    def pipelined(self, stage_s: float, num_stages: int, num_microbatches: int) -> float:
+        """Bound on a step whose ops take ``stage_s`` seconds in all on one stage mesh, sums of gradients included."""
+        work = self.solver.compute_s / self.solver.cluster.num_gpus
+        return max(stage_s / num_stages, work) + work * (num_stages - 1) / num_microbatches
+
+    def expand(self, configuration: Configuration) -> None:
+        """Try a leaf: first with memory for free, then at rising prices."""
+        solver = self.solver
+        inner = solver.inner(configuration, Weights(sync=HIDDEN))
+        lower = self.pipelined(inner.objective, configuration.num_stages, configuration.num_microbatches)
+        if self.good_enough(lower):
+            self.num_skipped += 1
+            return
+        first = self.consider(configuration, inner)
+        if first is not None and first.predicted.step_time_s > lower * (1 + TOLERANCE):
+            self.consider(configuration, solver.inner(configuration, Weights(sync=1.0)))
+        if first is not None and not any(stage.full or stage.selective for stage in first.stages):
+            return
+        for price in PRICES:
+            priced = price * inner.objective / solver.budget_bytes
+            found = self.consider(configuration, solver.inner(configuration, solver.memory_weights(configuration, priced)))
+            if found is not None and not any(stage.full or stage.selective for stage in found.stages):
+                return
+
+    def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+        """Complete an answer; keep it if it is the best so far."""
+        found = self.solver.complete(configuration, inner)
+        if found is None:
+            self.closest.append((configuration, inner))
+            return None
+        if self.best is None or found.predicted.step_time_s < self.best.predicted.step_time_s:
+            self.best = found
+        return found

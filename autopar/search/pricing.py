@@ -1,0 +1,300 @@
+"""Prices on one stage mesh: of an op, of a redistribution, of a parameter. Seconds and bytes of one rank.
+
+Everything that plans are compared by comes from here, in the search and in the prediction of a finished plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.hardware import ITEMSIZE
+from autopar.cost_model.lowerings import lowering_time
+from autopar.cost_model.memory import MemoryParts, frozen_memory, state_memory
+from autopar.cost_model.ops import OpCost
+from autopar.cost_model.seconds import ZERO, OpTime
+from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Replicate, Shard
+from autopar.ir.redistribution import Collective, redistribute
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+from autopar.search.workload import Tensor, Workload
+
+# Bytes at which affine costs are sampled.
+_SAMPLE = 1e6
+
+_MASTER = 4  # bytes of a stored parameter and of its gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Seconds as ``fixed + per_byte * bytes``, forward and backward."""
+
+    forward_fixed: float
+    forward_per_byte: float
+    backward_fixed: float
+    backward_per_byte: float
+
+    def at(self, num_bytes: float) -> OpTime:
+        return OpTime(
+            self.forward_fixed + self.forward_per_byte * num_bytes,
+            self.backward_fixed + self.backward_per_byte * num_bytes,
+        )
+
+
+_NOTHING = Affine(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPrice:
+    """One parameter under its uses.
+
+    numel: elements that a rank has of it before ZeRO. sync_axes: gradients are summed over these, once a step;
+    zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts, redistributions of
+    later uses).
+    """
+
+    numel: float
+    requires_grad: bool
+    sync_axes: tuple[int, ...]
+    zero_axes: tuple[int, ...]
+    micro: OpTime
+
+
+@dataclass(slots=True)
+class OpPrices:
+    """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out."""
+
+    workload: Workload
+    cluster: Cluster
+    _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
+
+    def cost(self, node: fx.Node) -> OpCost:
+        found = self._costs.get(node)
+        if found is None:
+            load = self.workload
+            found = self._costs[node] = OpCost.of(
+                node,
+                rule_for(node),
+                self.cluster.device,
+                precision=load.precision,
+                batch_factor=load.roles.batch.get(node),
+                needs_grad=load.differentiable,
+            )
+        return found
+
+    def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:
+        degrees: dict[str, int] = {}
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice is not None and choice[0] != "+":
+                degrees[choice] = degrees.get(choice, 1) * axis.size
+        key = (node, num_microbatches, *sorted(degrees.items()))
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self.cost(node).time(assignment, mesh, num_microbatches)
+        return found
+
+
+@dataclass(slots=True)
+class MeshPrices:
+    """Seconds of communication on one mesh, affine in the bytes."""
+
+    fabric: Fabric
+    _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
+    _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
+    _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.fabric.mesh
+
+    def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
+        """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together)."""
+        key = (source, value, grad, differentiable)
+        found = self._moves.get(key)
+        if found is None:
+            found = self._moves[key] = self._measure(*key)
+        return found
+
+    def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
+        steps = redistribute(source, value, grad)
+        if not differentiable:
+            steps = tuple(step for step in steps if step.forward is not Collective.NONE)
+        if not steps:
+            return _NOTHING
+        one, two = (self.fabric.redistribution_time(steps, n * _SAMPLE, 1, source) for n in (1, 2))
+        forward, backward = ((two.forward_s - one.forward_s) / _SAMPLE, (two.backward_s - one.backward_s) / _SAMPLE)
+        if not differentiable:
+            return Affine(max(0.0, one.forward_s - forward * _SAMPLE), forward, 0.0, 0.0)
+        return Affine(
+            max(0.0, one.forward_s - forward * _SAMPLE),
+            forward,
+            max(0.0, one.backward_s - backward * _SAMPLE),
+            backward,
+        )
+
+    def lowering(
+        self, node: fx.Node, assignment: Assignment, batch_factor: str | None, num_microbatches: int
+    ) -> OpTime:
+        """Collectives inside a lowered op."""
+        key = (node, assignment, num_microbatches)
+        found = self._lowerings.get(key)
+        if found is None:
+            found = self._lowerings[key] = lowering_time(
+                node,
+                rule_for(node),
+                assignment,
+                self.fabric,
+                batch_factor=batch_factor,
+                num_microbatches=num_microbatches,
+            )
+        return found
+
+    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str) -> SyncTime:
+        """Gradient synchronisation over ``axes`` jointly, per element and without latency."""
+        key = (axes, zero, precision)
+        found = self._rates.get(key)
+        if found is None:
+            one, two = (sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision) for n in (1, 2))
+            found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
+
+    data_axes: axes on which every parameter is replicated. Without ZeRO they mean nothing.
+    """
+
+    ops: OpPrices
+    moves: MeshPrices
+    num_microbatches: int
+    zero: int = 0
+    data_axes: tuple[int, ...] = ()
+
+    @property
+    def workload(self) -> Workload:
+        return self.ops.workload
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.moves.mesh
+
+    @property
+    def zero_degree(self) -> int:
+        degree = 1
+        for axis in self.data_axes if self.zero else ():
+            degree *= self.mesh.axes[axis].size
+        return degree
+
+    def op(self, node: fx.Node, assignment: Assignment) -> OpTime:
+        """One microbatch of one op, collectives of its lowering included."""
+        time = self.ops.time(node, assignment, self.mesh, self.num_microbatches)
+        return time + self.lowering(node, assignment)
+
+    def lowering(self, node: fx.Node, assignment: Assignment) -> OpTime:
+        """One microbatch of the collectives inside an op."""
+        lowered = rule_for(node).lowered
+        if not any(choice in lowered for choice in assignment):
+            return ZERO
+        return self.moves.lowering(
+            node, assignment, self.workload.roles.batch.get(node), self.num_microbatches
+        )
+
+    def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
+        """One microbatch of one redistribution."""
+        if source == value and not tensor.differentiable:
+            return ZERO
+        affine = self.moves.move(source, value, grad, tensor.differentiable)
+        return ZERO if affine is _NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+
+    def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
+        """Bytes of a microbatch of ``tensor`` on one rank."""
+        return tensor.bytes_of_microbatch(self.num_microbatches) / self.pieces(layout)
+
+    def pieces(self, layout: Layout) -> int:
+        """Into how many pieces ``layout`` cuts a tensor."""
+        count = 1
+        for placement, axis in zip(layout, self.mesh.axes, strict=True):
+            if isinstance(placement, Shard):
+                count *= axis.size
+        return count
+
+    def parameter(self, numel: int, requires_grad: bool, uses: Sequence[tuple[Layout, Layout]]) -> ParameterPrice:
+        """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored."""
+        layout = uses[0][0]
+        zero_axes = self.data_axes if self.zero and self.zero_degree > 1 else ()
+        partial = {
+            axis
+            for axis, placement in enumerate(layout)
+            if placement.is_replicate()
+            and requires_grad
+            and any(value[axis].is_replicate() and grad[axis] == Partial() for value, grad in uses)
+        }
+        compute = ITEMSIZE[self.workload.precision]
+        local = numel / self.pieces(layout)
+        micro = ZERO
+        for value, grad in uses[1:]:
+            wanted = tuple(
+                Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
+            )
+            micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
+        if compute != _MASTER:
+            # The float32 master is cast for compute, and the gradient back; ZeRO casts its shard.
+            cast = self.ops.cluster.device.memory_seconds(local / self.zero_degree * (_MASTER + compute))
+            micro += OpTime(cast, cast if requires_grad else 0.0)
+        return ParameterPrice(
+            numel=local,
+            requires_grad=requires_grad,
+            sync_axes=tuple(sorted(partial - set(zero_axes))),
+            zero_axes=zero_axes if requires_grad else (),
+            micro=micro,
+        )
+
+    def sync(self, price: ParameterPrice) -> SyncTime:
+        """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.
+
+        Latency is that of a bucket, not of a parameter; see ``bucket_sync``.
+        """
+        total = SyncTime()
+        if price.zero_axes:
+            total += price.numel * self.moves.sync_rate(price.zero_axes, self.zero, self.workload.precision)
+        if price.sync_axes:
+            share = price.numel / (self.zero_degree if price.zero_axes else 1)
+            total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
+        return total
+
+    def bucket_sync(self, prices: Iterable[ParameterPrice]) -> SyncTime:
+        """Communication of the parameters of one block, in one bucket for each set of axes."""
+        zero = sum(price.numel for price in prices if price.zero_axes)
+        summed: dict[tuple[int, ...], float] = {}
+        for price in prices:
+            if price.sync_axes:
+                share = price.numel / (self.zero_degree if price.zero_axes else 1)
+                summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
+        total = SyncTime()
+        precision, fabric = self.workload.precision, self.moves.fabric
+        if zero:
+            total += sync_time(fabric, zero, self.data_axes, zero=self.zero, precision=precision)
+        for axes, numel in summed.items():
+            total += sync_time(fabric, numel, axes, precision=precision)
+        return total
+
+    def state(self, price: ParameterPrice) -> MemoryParts:
+        """Parameter, gradient and optimiser bytes of one parameter."""
+        memory = state_memory if price.requires_grad else frozen_memory
+        return memory(price.numel, zero=self.zero, data_size=self.zero_degree, precision=self.workload.precision)
+
+    def optimiser_s(self, price: ParameterPrice) -> float:
+        """Seconds of the optimiser over one parameter, without the launch of its kernel."""
+        if not price.requires_grad:
+            return 0.0
+        device = self.ops.cluster.device
+        return optimizer_time(price.numel / self.zero_degree, device) - optimizer_time(0.0, device)

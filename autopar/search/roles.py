@@ -1,0 +1,82 @@
+"""What a choice of an op amounts to (data, sequence, expert or tensor parallelism), and who may make it where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cost_model.ops import is_attention
+from autopar.ir.clusters import BATCH, Cluster
+from autopar.ir.graph import tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Choice
+from autopar.ir.rules import rule_for
+from autopar.search.constraints import Constraints, role_of_axis
+from autopar.search.workload import Workload
+
+EXPERTS = "experts"
+
+
+def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
+    """"dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
+    if choice is None or choice.startswith("+"):
+        return ""
+    if choice == load.roles.batch.get(node):
+        return "dp"
+    if choice in load.roles.sequence.get(node, ()):
+        return "cp"
+    return "ep" if choice == EXPERTS else "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which choices each cluster may make on each axis of a mesh.
+
+    data_axes: axes that ZeRO is to work over: no parameter may be sharded on them.
+    batch_axes: if given, exactly these axes divide the step inputs.
+    """
+
+    load: Workload
+    mesh: Mesh
+    constraints: Constraints
+    data_axes: tuple[int, ...] = ()
+    batch_axes: tuple[int, ...] | None = None
+    known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
+
+    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+        key = (group.index, axis)
+        if key not in self.known:
+            self.known[key] = self._find(group, axis)
+        return self.known[key]
+
+    def _find(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+        name = self.mesh.names[axis]
+        if group.leader is None:
+            if self.batch_axes is not None:
+                return (BATCH,) if axis in self.batch_axes else (None,)
+            if role_of_axis(name) == "dp":
+                return (BATCH,)
+            return (None, BATCH) if self.constraints.may(name, "dp") else (None,)
+        allowed = [c for c in group.choices if self._may(group, axis, c) and self._stores(group, axis, c)]
+        return tuple(allowed)
+
+    def _may(self, group: Cluster, axis: int, choice: Choice) -> bool:
+        assert group.leader is not None
+        role = role_of(self.load, group.leader, choice)
+        name = self.mesh.names[axis]
+        if not role or self.constraints.may(name, role):
+            return True
+        return role_of_axis(name) == "cp" and role == "tp" and is_attention(group.leader)
+
+    def _stores(self, group: Cluster, axis: int, choice: Choice) -> bool:
+        """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
+        parameters = self.load.captured.parameters
+        for member in group.members:
+            for position, operand in enumerate(tensor_operands(member)):
+                if operand.op != "placeholder" or operand.name not in parameters:
+                    continue
+                value, _ = rule_for(member).operand(position, group.follow[choice][member])
+                if value.is_partial() or (axis in self.data_axes and not value.is_replicate()):
+                    return False
+        return True

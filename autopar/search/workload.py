@@ -1,0 +1,241 @@
+"""What the search knows of a model before any mesh is chosen.
+
+Ops of repeated blocks are seen once, through their representative. Tensors are seen as *transfers*: one tensor
+and the ops of one block that use it, which share its redistributions. Transfers that look alike (equal
+representatives of producer and users) are one, with the list of blocks they lead into; so the tensors that
+run from one repeat to the next, into the first and out of the last are all there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.cost_model.activations import BlockActivations
+from autopar.cost_model.ops import compute_itemsize, needs_gradient
+from autopar.ir.blocks import Folding, fold
+from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
+from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
+from autopar.ir.rules import rule_for
+
+PRELUDE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor by its (representative) producer: an op, a step input, a buffer or a constant.
+
+    numel: of the whole batch. itemsize: bytes of an element in compute. carries_batch: a microbatch has a part
+    of it. differentiable: a gradient flows through it.
+    """
+
+    node: fx.Node
+    result: int
+    numel: int
+    itemsize: int
+    carries_batch: bool
+    differentiable: bool
+    floating: bool
+
+    def bytes_of_microbatch(self, num_microbatches: int) -> float:
+        return self.numel * self.itemsize / (num_microbatches if self.carries_batch else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A tensor and its uses inside one block.
+
+    uses: (representative op, operand position). blocks: index of every block instance it looks like this in.
+    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude).
+    """
+
+    tensor: Tensor
+    uses: tuple[tuple[fx.Node, int], ...]
+    blocks: tuple[int, ...]
+    from_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are used alike.
+
+    uses: (representative op, operand position) of every use in execution order; the first decides the storage.
+    names: placeholder names. blocks: for each of them the block of each use.
+    """
+
+    numel: int
+    shape: tuple[int, ...]
+    requires_grad: bool
+    uses: tuple[tuple[fx.Node, int], ...]
+    names: tuple[str, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """A captured model, analysed. ``precision`` is of compute."""
+
+    captured: CapturedModel
+    folding: Folding
+    roles: Roles
+    clusters: Clusters
+    precision: str
+
+    @classmethod
+    def of(cls, captured: CapturedModel, precision: str) -> Workload:
+        """Analyse ``captured``; linear in its ops."""
+        folding, roles = fold(captured), find_roles(captured)
+        return cls(
+            captured=captured,
+            folding=folding,
+            roles=roles,
+            clusters=cluster(captured, folding, roles),
+            precision=precision,
+        )
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why the batch may not be cut into microbatches."""
+        return microbatch_obstacle(self.captured, self.roles)
+
+    @cached_property
+    def differentiable(self) -> frozenset[fx.Node]:
+        return needs_gradient(self.captured)
+
+    @cached_property
+    def repeats(self) -> Mapping[fx.Node, int]:
+        """How often each op of the prelude and of the first block of each kind runs; others are absent."""
+        found: dict[fx.Node, int] = {}
+        for group in self.clusters.clusters:
+            for node in group.members:
+                block = self.folding.block_of.get(node)
+                found[node] = 1 if block is None else self.folding.kinds[self.folding.blocks[block].kind].repeats
+        return found
+
+    def representative(self, node: fx.Node) -> fx.Node:
+        return self.folding.representative.get(node, node)
+
+    def cluster_of(self, node: fx.Node) -> Cluster:
+        """Cluster of a representative op or of a step input."""
+        return self.clusters.of.get(node, self.clusters.inputs)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return len(self.folding.blocks)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every tensor that is no parameter, with its uses, folded."""
+        gathered: dict[tuple[fx.Node, int, int], list[tuple[fx.Node, int]]] = {}
+        for node in op_nodes(self.captured.graph):
+            block = self.folding.block_of.get(node, PRELUDE)
+            for position, operand in enumerate(tensor_operands(node)):
+                producer, result = source(operand)
+                if producer.name in self.captured.parameters and producer.op == "placeholder":
+                    continue
+                gathered.setdefault((producer, result, block), []).append((self.representative(node), position))
+        order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
+        folded: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+        first: dict[tuple[object, ...], tuple[fx.Node, int, tuple[tuple[fx.Node, int], ...]]] = {}
+        for (producer, result, block), users in gathered.items():
+            uses = tuple(sorted(set(users), key=lambda use: (order[use[0]], use[1])))
+            known = self.representative(producer)
+            key = (known, result, uses)
+            first.setdefault(key, (known, result, uses))
+            blocks, from_blocks = folded.setdefault(key, ([], []))
+            blocks.append(block)
+            from_blocks.append(self.folding.block_of.get(producer, PRELUDE))
+        return tuple(
+            Transfer(
+                tensor=self.tensor(*first[key][:2]),
+                uses=first[key][2],
+                blocks=tuple(blocks),
+                from_blocks=tuple(from_blocks),
+            )
+            for key, (blocks, from_blocks) in folded.items()
+        )
+
+    def tensor(self, node: fx.Node, result: int) -> Tensor:
+        """Description of result ``result`` of ``node``."""
+        return self._tensors[node, result]
+
+    @cached_property
+    def _tensors(self) -> Mapping[tuple[fx.Node, int], Tensor]:
+        carrying: dict[tuple[fx.Node, int], bool] = {}
+        flowing: set[tuple[fx.Node, int]] = set()
+        for node in self.captured.graph.nodes:
+            if node.op in ("placeholder", "call_function"):
+                key = source(node)
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    carrying[key] = self.roles.batch_dim.get(node) is not None
+                    if node in self.differentiable:
+                        flowing.add(key)
+        found: dict[tuple[fx.Node, int], Tensor] = {}
+        for node in self.captured.graph.nodes:
+            if node.op not in ("placeholder", "call_function") or source(node)[0] is not node:
+                continue
+            for result, value in enumerate(tensor_results(node)):
+                found[node, result] = Tensor(
+                    node=node,
+                    result=result,
+                    numel=value.numel(),
+                    itemsize=compute_itemsize(value.dtype, self.precision),
+                    carries_batch=carrying.get((node, result), self.roles.batch.get(node) is not None),
+                    differentiable=(node, result) in flowing and value.is_floating_point(),
+                    floating=value.is_floating_point(),
+                )
+        return found
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterGroup, ...]:
+        """Parameters, those alike together."""
+        uses: dict[str, list[tuple[int, fx.Node, int]]] = {name: [] for name in self.captured.parameters}
+        for node in op_nodes(self.captured.graph):
+            block = self.folding.block_of.get(node, PRELUDE)
+            for position, operand in enumerate(tensor_operands(node)):
+                if operand.op == "placeholder" and operand.name in uses:
+                    uses[operand.name].append((block, self.representative(node), position))
+        grouped: dict[tuple[object, ...], list[str]] = {}
+        for name, used in uses.items():
+            if used:
+                parameter = self.captured.parameters[name]
+                key = (tuple(u[1:] for u in used), parameter.shape, parameter.requires_grad)
+                grouped.setdefault(key, []).append(name)
+        found = []
+        for names in grouped.values():
+            parameter = self.captured.parameters[names[0]]
+            found.append(
+                ParameterGroup(
+                    numel=prod(parameter.shape),
+                    shape=tuple(parameter.shape),
+                    requires_grad=parameter.requires_grad,
+                    uses=tuple(u[1:] for u in uses[names[0]]),
+                    names=tuple(names),
+                    blocks=tuple(tuple(u[0] for u in uses[name]) for name in names),
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def activations(self) -> tuple[BlockActivations, ...]:
+        """What each kind of block keeps for its backward."""
+        return tuple(
+            BlockActivations.of(
+                [node for node in self.folding.blocks[index].nodes if node in self.repeats],
+                precision=self.precision,
+                batch_factors=self.roles.batch,
+                shared=frozenset(self.folding.prelude),
+            )
+            for index in first_instances(self.folding)
+        )
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Floating point operations of a step on the whole batch: forward, and twice that for backward."""
+        return 3.0 * sum(rule_for(node).flops * count for node, count in self.repeats.items())
