@@ -4,8 +4,9 @@ A view of a tensor, a pointwise op after one operand, a rotary embedding of a qu
 goes they can go too, at no cost, so they need no decision of their own. A cluster is a leader and its
 followers; a choice of the leader along one mesh axis decides the choice of every follower.
 
-An op follows only if *every* choice of the leader leaves it a choice that takes its operands as they come.
-After a matmul whose result may be a partial sum, a view follows (it is linear) and a GELU does not.
+An op follows only if it has no loops of its own (a matmul has one over its output features) and *every* choice
+of the leader leaves it a choice that takes its operands as they come. After a matmul whose result may be a
+partial sum, a view follows (it is linear) and a GELU does not.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = Non
             rule = rule_for(node)
             draft = _leader_of(node, rule, inside, of, folding)
             if draft is None:
-                choices = rule.choices()
+                choices = _choices_of_leader(node, rule, folding)
                 draft = _Draft(node, [], choices, {choice: {} for choice in choices})
                 drafts.append(draft)
                 for choice in choices:
@@ -147,7 +148,7 @@ def _leader_of(
                 return None
             mains.append((position, producer, result))
     drafts = {id(of[producer]) for _, producer, _ in mains}
-    if len(drafts) != 1:
+    if len(drafts) != 1 or _has_loops_of_its_own(rule, {position for position, _, _ in mains}):
         return None
     draft = of[mains[0][1]]
     found: dict[Choice, Choice] = {}
@@ -165,6 +166,25 @@ def _leader_of(
     for choice, own in found.items():
         draft.follow[choice][node] = own
     return draft
+
+
+def _choices_of_leader(node: fx.Node, rule: FactorRule, folding: Folding) -> tuple[Choice, ...]:
+    """Choices worth offering: partial sums pass through an op that only moves or adds, not through a matmul."""
+    computed = {
+        position for position, operand in enumerate(tensor_operands(node)) if source(operand)[0] in folding.block_of
+    }
+    passes = not _has_loops_of_its_own(rule, computed)
+    return tuple(
+        choice
+        for choice in rule.choices()
+        if choice is None or not choice.startswith("+") or (passes and computed & rule.linear[int(choice[1:])])
+    )
+
+
+def _has_loops_of_its_own(rule: FactorRule, mains: set[int]) -> bool:
+    """Whether the op can be sharded in a way that the layout of its operands ``mains`` does not tell."""
+    given = {factor for position in mains for dim in rule.operands[position] for factor in dim}
+    return any(f not in given or f in rule.summed or f in rule.lowered for f in rule.shardable())
 
 
 def _prelude_cluster(folding: Folding, roles: Roles) -> Cluster:
