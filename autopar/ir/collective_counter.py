@@ -89,7 +89,7 @@ class CollectiveCounter(TorchDispatchMode):
     """Context manager that records every collective issued within it, in order, in ``issued``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.issued: list[Issued] = []
 
     def select(

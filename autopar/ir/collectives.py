@@ -13,7 +13,7 @@ same calls run on NCCL and gloo, under FakeTensorMode and under ``torch.compile`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +34,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "apply",
     "bind_groups",
     "divide",
     "identity",
@@ -130,43 +131,44 @@ class _AllToAll(torch.autograd.Function):
 # The functions that graphs call.
 
 
-def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    return cast(Tensor, function.apply(*args))
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """The typed form of ``function.apply``."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def identity(x: Tensor, *, group: str, backward: Literal["all_reduce"] = "all_reduce") -> Tensor:
     """``x`` itself, used by every rank on its own part: the gradient is the sum of the ranks' gradients."""
-    return _apply(_Identity, x, group)
+    return cast(Tensor, apply(_Identity, x, group))
 
 
 def divide(x: Tensor, *, group: str) -> Tensor:
     """``x / N``, so that the sum over the group is ``x``. Each summand's gradient is already x's."""
-    return _apply(_Divide, x, group)
+    return cast(Tensor, apply(_Divide, x, group))
 
 
 def split(x: Tensor, *, dim: int, group: str) -> Tensor:
     """This rank's of N equal pieces of ``x`` along ``dim``. Backward: all_gather."""
-    return _apply(_Split, x, dim, group)
+    return cast(Tensor, apply(_Split, x, dim, group))
 
 
 def all_gather(x: Tensor, *, dim: int, group: str, backward: Literal["split", "reduce_scatter"] = "split") -> Tensor:
     """The ranks' pieces concatenated along ``dim``."""
-    return _apply(_AllGather, x, dim, group, backward)
+    return cast(Tensor, apply(_AllGather, x, dim, group, backward))
 
 
 def all_reduce(x: Tensor, *, group: str, backward: Literal["none", "all_reduce"] = "none") -> Tensor:
     """The sum of the ranks' tensors. ``backward``: "none" if all ranks use the sum alike."""
-    return _apply(_AllReduce, x, group, backward)
+    return cast(Tensor, apply(_AllReduce, x, group, backward))
 
 
 def reduce_scatter(x: Tensor, *, dim: int, group: str) -> Tensor:
     """This rank's piece along ``dim`` of the sum of the ranks' tensors. Backward: all_gather."""
-    return _apply(_ReduceScatter, x, dim, group)
+    return cast(Tensor, apply(_ReduceScatter, x, dim, group))
 
 
 def all_to_all(x: Tensor, *, gather_dim: int, shard_dim: int, group: str) -> Tensor:
     """From pieces along ``gather_dim`` to pieces along ``shard_dim``. Backward: the reverse."""
-    return _apply(_AllToAll, x, gather_dim, shard_dim, group)
+    return cast(Tensor, apply(_AllToAll, x, gather_dim, shard_dim, group))
 
 
 COLLECTIVES: frozenset[Callable[..., Tensor]] = frozenset(
@@ -195,23 +197,17 @@ def step_call(step: Step, mesh: Mesh) -> tuple[Callable[..., Tensor], dict[str, 
             return all_to_all, {"gather_dim": step.gather_dim, "shard_dim": step.shard_dim, "group": group}
 
 
-_T = TypeVar("_T", str, tuple[str, ...])
-
-
 def bind_groups(graph: fx.Graph, names: Mapping[str, str]) -> None:
     """Rewrite, in place, every ``group`` and ``*groups`` keyword in ``graph`` from mesh axes to process groups.
 
     names: axis name -> name of this rank's process group along it. Raises KeyError for an axis left out.
     """
-
-    def bound(value: _T) -> _T:
-        if isinstance(value, str):
-            return names[value]
-        return tuple(names[name] for name in value)
-
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        changed = {key: bound(value) for key, value in node.kwargs.items() if key == "group" or key.endswith("groups")}
+        changed: dict[str, Any] = {}
+        for key, value in node.kwargs.items():
+            if key == "group" and isinstance(value, str):
+                changed[key] = names[value]
+            elif key.endswith("groups") and isinstance(value, (tuple, list)):  # a number of a convolution is not ours
+                changed[key] = tuple(names[name] for name in value)
         if changed:
             node.kwargs = {**node.kwargs, **changed}

@@ -1,0 +1,34 @@
+"""Ops that, sharded on a lowered factor, are more than the op on local shards.
+
+``FactorRule.lowered`` names the lowering of a factor. ``LOWERINGS[name](node, rule, assignment, mesh)`` gives
+``(function, args, kwargs)``: the call that replaces ``node`` (whose arguments are already local), with mesh axes
+in the keywords that end in ``groups``, major axis first; ``collectives.bind_groups`` puts process groups in
+their place. Each function equals the whole op, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, random, reductions
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule
+
+Lowered = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Builder = Callable[[fx.Node, FactorRule, Assignment, Mesh], Lowered]
+
+LOWERINGS: dict[str, Builder] = {
+    "attention": attention.build,
+    "batch_norm": batch_norm.build,
+    "bias": reductions.build_bias,
+    "cross_entropy": cross_entropy.build,
+    "embedding": embedding.build,
+    "mean": reductions.build_mean,
+    "nll_loss": cross_entropy.build,
+    "random": random.build,
+}
+
+__all__ = ["LOWERINGS", "Builder", "Lowered"]

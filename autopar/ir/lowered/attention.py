@@ -1,0 +1,135 @@
+"""Attention with the query sequence split: each rank has some rows of the scores, and knows which.
+
+    attention(q, k, v, kind='causal', scale=s)                               q (b, h, s, d), k and v whole
+    attention(q, k, v, kind='causal', scale=s, query_groups=('cp',))         q (b, h, s / cp, d)
+
+Keys that no local query sees are skipped. The gradients of k and v are summands. No communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.ir import ops
+from autopar.ir.lowered.random import shard_randomness
+from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule
+
+# Rows of queries that share one mask, where the kernel needs a mask: bounds the mask and the keys computed in vain.
+_ROWS = 1024
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kind: ops.AttentionKind,
+    window: int | None = None,
+    scale: float,
+    dropout_p: float = 0.0,
+    query_groups: Groups = (),
+    random_groups: Groups = (),
+) -> Tensor:
+    """``ops.attention`` of this rank's queries: piece ``shard_index(query_groups)`` of the sequence.
+
+    q: (B, Hq, local S, D). k, v: (B, Hkv, T, D). mask: its rows are those of the local queries, or broadcast.
+    Dropout draws the numbers of this rank's shard over ``random_groups``.
+    """
+    if dropout_p > 0:
+        with shard_randomness(q, random_groups):
+            return _attention(q, k, v, mask, kind, window, scale, dropout_p, query_groups)
+    return _attention(q, k, v, mask, kind, window, scale, dropout_p, query_groups)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kind: ops.AttentionKind,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+    groups: Groups,
+) -> Tensor:
+    length = q.shape[2]
+    first = shard_index(groups) * length
+    if first == 0 and kind in ("causal", "sliding"):
+        k, v, mask = _keys(k, v, mask, 0, length)
+    if first == 0 or kind in ("full", "mask"):
+        return ops.attention(q, k, v, mask, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
+    reach = window if kind == "sliding" else None
+    rows = (
+        length if _has_lower_right_kernel(q, mask, reach) else min(length, _ROWS if reach is None else max(reach, 64))
+    )
+    parts = []
+    for start in range(0, length, rows):
+        end = min(start + rows, length)
+        part_mask = mask[..., start:end, :] if mask is not None and mask.shape[-2] > 1 else mask
+        parts.append(_rows(q[:, :, start:end], k, v, part_mask, first + start, reach, scale, dropout_p))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int, window: int | None, scale: float, dropout_p: float
+) -> Tensor:
+    """Queries at positions ``first`` and following against the keys that they see."""
+    length = q.shape[2]
+    begin = 0 if window is None else max(0, first - window + 1)
+    k, v, mask = _keys(k, v, mask, begin, first + length)
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if _has_lower_right_kernel(q, mask, window) and k.shape[2] == first + length:
+        from torch.nn.attention.bias import causal_lower_right
+
+        bias = causal_lower_right(length, k.shape[2])  # type: ignore[no-untyped-call]
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout_p, scale=scale)
+    position = torch.arange(first, first + length, device=q.device)[:, None]
+    key_position = torch.arange(begin, begin + k.shape[2], device=q.device)
+    seen = key_position <= position
+    if window is not None:
+        seen = seen & (key_position > position - window)
+    if mask is not None:
+        seen = seen & mask if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout_p, scale=scale)
+
+
+def _has_lower_right_kernel(q: Tensor, mask: Tensor | None, window: int | None) -> bool:
+    """Whether a fused kernel takes queries that end where the keys end, with no mask in memory."""
+    return q.device.type == "cuda" and not isinstance(q, FakeTensor) and mask is None and window is None
+
+
+def _keys(k: Tensor, v: Tensor, mask: Tensor | None, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and mask columns of positions ``begin`` to ``end``."""
+    if begin == 0 and end >= k.shape[2]:
+        return k, v, mask
+    if mask is not None and mask.shape[-1] > 1:
+        mask = mask[..., begin:end]
+    return k[:, :, begin:end], v[:, :, begin:end], mask
+
+
+def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
+    """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
+    call = arguments(node)
+    if node.target is ops.attention:
+        operands = (call["q"], call["k"], call["v"], call["mask"])
+        kwargs = {name: call[name] for name in ("kind", "window", "scale", "dropout_p")}
+    else:
+        query = call["query"]
+        operands = (query, call["key"], call["value"], call["attn_mask"])
+        scale = call["scale"] if call["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
+        kind = "causal" if call["is_causal"] else "full" if call["attn_mask"] is None else "mask"
+        kwargs = {"kind": kind, "window": None, "scale": scale, "dropout_p": call["dropout_p"]}
+    queries = frozenset(rule.operands[0][-2])
+    kwargs["query_groups"] = axes_with(queries, assignment, mesh)
+    if kwargs["dropout_p"] > 0:
+        kwargs["random_groups"] = axes_sharded(rule, assignment, mesh)
+    return attention, operands, kwargs

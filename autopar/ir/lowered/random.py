@@ -1,0 +1,93 @@
+"""Random ops on shards: different numbers on different shards, equal ones on replicas.
+
+Every op draws one number from the CPU generator and derives from it, and from the place of its shard, the seed
+of the numbers that it needs. The CPU generator has to be in one state on all ranks: ``shared_randomness`` puts
+it there, and its state is the base seed and the count of calls. ``torch.utils.checkpoint`` keeps that state for
+its second forward, so recomputation draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from autopar.ir.lowered.shards import Groups, axes_sharded, shard_index
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed of 63 bits from integers; other integers give an unrelated one."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Default generator of ``device`` starts at ``seed`` within, and afterwards goes on where it was."""
+    generator = _default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+@contextmanager
+def shared_randomness(*seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Within, the CPU generator and those of ``devices`` start from ``seed``, afterwards they go on as before.
+
+    The runtime enters it around each forward, on every rank of a stage with the same ``seed``: base seed, step,
+    stage, microbatch.
+    """
+    start = derive_seed(*seed)
+    with _seeded(start, torch.device("cpu")):
+        others = [(_default_generator(device), device) for device in devices if device.type != "cpu"]
+        states = [generator.get_state() for generator, _ in others]
+        for generator, _ in others:
+            generator.manual_seed(start)
+        try:
+            yield
+        finally:
+            for (generator, _), state in zip(others, states, strict=True):
+                generator.set_state(state)
+
+
+@contextmanager
+def shard_randomness(operands: Any, groups: Groups) -> Iterator[None]:
+    """Within, random ops on the device of ``operands`` draw the numbers of this rank's shard over ``groups``."""
+    tensors = [leaf for leaf in pytree.tree_leaves(operands) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "meta" or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        yield  # shapes only
+        return
+    base = int(torch.randint(2**62, ()).item())
+    with _seeded(derive_seed(base, shard_index(groups)), device):
+        yield
+
+
+@torch.compiler.disable
+def seeded(op: torch._ops.OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` with the random numbers of this rank's shard over ``groups``."""
+    with shard_randomness((args, kwargs), groups):
+        return op(*args, **kwargs)
+
+
+def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
+    """The call that replaces a random op, sharded or not."""
+    return seeded, (node.target, *node.args), {**node.kwargs, "groups": axes_sharded(rule, assignment, mesh)}
