@@ -137,9 +137,9 @@ def _half(tflops: float, source: str, efficiency: float, why: str, attention: fl
 _A100_HALF = _half(
     312,
     _ACCELERATORS,
-    0.78,
-    "best measured shape 271 TFLOP/s (0.87, MAMF finder); training shapes and clocks lose a tenth",
-    0.50,
+    0.73,
+    "best measured shape 271 TFLOP/s (0.87, MAMF finder); published training runs fit 0.70-0.76",
+    0.47,
     "FlashAttention-2 forward and backward on A100: 150-190 TFLOP/s at head size 64-128",
 )
 _H100_WHY = "best measured shape 795 TFLOP/s (0.80, MAMF finder); training throttles on power, its shapes are worse"
@@ -266,7 +266,7 @@ _ENTRIES = (
     ),
     GpuEntry(
         name="H100-SXM",
-        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.68, _H100_WHY, 0.38, _H100_ATTENTION)},
+        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.62, _H100_WHY, 0.36, _H100_ATTENTION)},
         memory_gb=Published(80, _ACCELERATORS),
         reserved_gb=_RESERVED,
         bandwidth_gb_s=Published(3350, _ACCELERATORS),
@@ -281,7 +281,7 @@ _ENTRIES = (
         name="H100-PCIe",
         rates={
             "fp32": _fp32(51, _H100),
-            "bf16": _half(756, _ACCELERATORS, 0.60, "350 W limit; otherwise as SXM", 0.35, _H100_ATTENTION),
+            "bf16": _half(756, _ACCELERATORS, 0.57, "350 W limit; otherwise as SXM", 0.35, _H100_ATTENTION),
         },
         memory_gb=Published(80, _ACCELERATORS),
         reserved_gb=_RESERVED,
@@ -297,7 +297,7 @@ _ENTRIES = (
         name="H200",
         rates={
             "fp32": _fp32(67, "NVIDIA H200 datasheet"),
-            "bf16": _half(989, _ACCELERATORS, 0.70, _H100_WHY, 0.38, _H100_ATTENTION),
+            "bf16": _half(989, _ACCELERATORS, 0.63, _H100_WHY, 0.36, _H100_ATTENTION),
         },
         memory_gb=Published(141, _ACCELERATORS),
         reserved_gb=_RESERVED,

@@ -34,6 +34,10 @@ _ATTENTION_BACKWARD = 2.5
 # Ops whose first operand is a table of which they read only what they return.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
 
+# Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
+# backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
+_EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
+
 # Ops with an alias annotation that nevertheless copy.
 _COPIES = frozenset({"contiguous", "to", "_to_copy"})
 
@@ -179,6 +183,7 @@ class OpCost:
         free = is_view(node)
         if op_name(node) in _LOOKUPS and read:
             read[0] = written[0]
+        forward_extra, backward_extra = _extra_passes(node, rule, batch_factor)
         flops = rule.flops
         if contracted and flops == 0:
             flops = 2.0 * prod(rule.sizes.values())
@@ -195,9 +200,9 @@ class OpCost:
             flops=flops,
             backward_flops=flops * products if contracted else 2 * flops,
             carries_batch=batch_factor is not None,
-            read=tuple(read),
+            read=(*read, *forward_extra),
             written=tuple(written),
-            backward_read=tuple(flowing if free else [*flowing, *read]),
+            backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
             backward_written=tuple(gradients),
             matrix=_matrix(rule, contracted) if contracted and not attention else (),
             is_contraction=bool(contracted),
@@ -268,6 +273,19 @@ def _tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_f
     names = frozenset(f for dim in factors for f in dim)
     num_bytes = value.numel() * compute_itemsize(value.dtype, precision)
     return _Tensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
+
+
+def _extra_passes(
+    node: fx.Node, rule: FactorRule, batch_factor: str | None
+) -> tuple[tuple[_Tensor, ...], tuple[_Tensor, ...]]:
+    """What the kernels inside a composite op move, forward and backward."""
+    widths = _EXTRA_PASSES.get(op_name(node))
+    if widths is None:
+        return (), ()
+    numel = tensor_operands(node)[0].meta["val"].numel()
+    names = frozenset(f for dim in rule.operands[0] for f in dim)
+    forward, backward = (_Tensor(numel * width, names, batch_factor in names) for width in widths)
+    return (forward,), (backward,)
 
 
 def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:

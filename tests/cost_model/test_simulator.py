@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from autopar.cost_model.simulator import (
     Action,
@@ -51,7 +52,6 @@ def test_orders_equal_torch(schedule: str, num_stages: int, more: int) -> None:
 
     Microbatch numbers are left out: torch's printed 1F1B order starts the last stage at microbatch 1.
     """
-    from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
     num_microbatches = num_stages + more
     bare = object.__new__({"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule])

@@ -1,0 +1,76 @@
+"""16 bytes a parameter, and what ZeRO takes off it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_model.memory import MemoryParts, frozen_memory, gathered_bytes, state_memory, workspace_bytes
+
+N = 1000
+
+
+def test_sixteen_bytes_a_parameter() -> None:
+    state = state_memory(N, zero=0, data_size=8, precision="fp32")
+    assert (state.parameters, state.gradients, state.optimizer) == (4 * N, 4 * N, 8 * N)
+    assert state.total == 16 * N
+
+
+def test_bf16_adds_the_copies_that_compute_reads() -> None:
+    assert state_memory(N, zero=0, data_size=8, precision="bf16").total == 18 * N
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "expected"),
+    [
+        (1, "fp32", 4 / 4 + 4 + 4 + 8 / 4),
+        (1, "bf16", 4 / 4 + 2 + 4 + 8 / 4),
+        (2, "fp32", 4 / 4 + 4 + 4 / 4 + 8 / 4),
+        (2, "bf16", 4 / 4 + 2 + 4 / 4 + 8 / 4),
+        (3, "fp32", 16 / 4),
+        (3, "bf16", 16 / 4),
+    ],
+)
+def test_zero_over_four_ranks(zero: int, precision: str, expected: float) -> None:
+    assert state_memory(N, zero=zero, data_size=4, precision=precision).total == expected * N
+
+
+@given(st.integers(1, 10**9), st.sampled_from([1, 2, 8, 64]), st.sampled_from(["fp32", "bf16"]))
+def test_each_level_needs_no_more_than_the_one_before(numel: int, data_size: int, precision: str) -> None:
+    totals = [state_memory(numel, zero=z, data_size=data_size, precision=precision).total for z in range(4)]
+    assert totals[1] >= totals[2] >= totals[3]
+    if data_size == 1:
+        assert len(set(totals)) == 1
+    else:
+        assert totals[3] < totals[0]
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    frozen = frozen_memory(N, zero=0, data_size=1, precision="fp32")
+    assert frozen.total == frozen.parameters == 4 * N
+
+
+def test_zero3_gathers_two_blocks() -> None:
+    assert gathered_bytes(N, zero=3, data_size=8, precision="bf16") == 2 * 2 * N + 4 * N
+    assert gathered_bytes(N, zero=2, data_size=8, precision="bf16") == 4 * N
+    assert gathered_bytes(N, zero=0, data_size=8, precision="bf16") == 0
+    assert gathered_bytes(N, zero=3, data_size=1, precision="bf16") == 0
+
+
+def test_parts_add_scale_and_print_whole_bytes() -> None:
+    parts = MemoryParts(parameters=1.5, activations=2) + 2 * MemoryParts(activations=4, workspace=0.25)
+    assert parts.total == 12
+    assert parts.as_bytes() == {
+        "parameters": 2,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 10,
+        "transient": 0,
+        "workspace": 1,
+    }
+
+
+def test_workspace_grows_with_activations() -> None:
+    assert workspace_bytes(0) == 0
+    assert workspace_bytes(1e9) == pytest.approx(5e7)

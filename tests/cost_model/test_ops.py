@@ -1,0 +1,221 @@
+"""Roofline of single ops: nothing but views is free, sharding divides the work, backward costs what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.ops import OpCost, is_contraction, is_view, op_name, op_time
+from autopar.cost_model.seconds import OpTime
+from autopar.ir import ops
+from autopar.ir.errors import UnsupportedOp
+from autopar.ir.graph import tensor_results
+from autopar.ir.mesh import Mesh
+from autopar.ir.rules import rule_for
+
+aten = torch.ops.aten
+A100 = make_cluster("a100-80gb", 8).device
+ONE, TWO_BY_FOUR = Mesh.of(x=1), Mesh.of(dp=2, tp=4)
+
+
+def call(target: Any, *shapes: tuple[int, ...] | object, ints: tuple[int, ...] = (), **kwargs: Any) -> fx.Node:
+    """A node of ``target`` on placeholders of these shapes (other values are passed as they are)."""
+    graph = fx.Graph()
+    args: list[Any] = []
+    with FakeTensorMode():
+        values: list[Any] = []
+        for position, shape in enumerate(shapes):
+            if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
+                node = graph.placeholder(f"x{position}")
+                dtype = torch.int64 if position in ints else torch.float32
+                node.meta["val"] = torch.empty(shape, dtype=dtype)
+                args.append(node)
+                values.append(node.meta["val"])
+            else:
+                args.append(shape)
+                values.append(shape)
+        found = graph.call_function(target, tuple(args), kwargs)
+        found.meta["val"] = target(*values, **kwargs)
+    found.meta["source"] = "model.py:3 in forward"
+    return found
+
+
+def linear(batch: int = 8, seq: int = 512, inner: int = 1024, outer: int = 4096) -> fx.Node:
+    return call(aten.linear.default, (batch, seq, inner), (outer, inner))
+
+
+def seconds(node: fx.Node, **options: Any) -> OpTime:
+    return op_time(node, rule_for(node), (None,), ONE, A100, **options)
+
+
+OPS = {
+    "add": call(aten.add.Tensor, (8, 64), (8, 64)),
+    "gelu": call(aten.gelu.default, (8, 64)),
+    "sum": call(aten.sum.dim_IntList, (8, 64), [1]),
+    "softmax": call(aten._softmax.default, (8, 64), -1, False),
+    "embedding": call(aten.embedding.default, (100, 64), (8, 16), ints=(1,)),
+    "full": call(aten.full.default, [4, 4], 1.0),
+    "linear": call(aten.linear.default, (8, 64), (32, 64), (32,)),
+    "matmul": call(aten.matmul.default, (4, 8, 16), (4, 16, 8)),
+    "layer_norm": call(aten.layer_norm.default, (8, 64), [64], (64,), (64,)),
+    "rms_norm": call(ops.rms_norm, (8, 64), (64,), 1e-6),
+    "attention": call(ops.attention, (2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16), kind="causal", scale=0.25),
+    "cross_entropy": call(ops.cross_entropy, (8, 16, 100), (8, 16), ints=(1,)),
+    "mul": call(aten.mul.Tensor, (8, 64), 2.0),
+    "convolution": call(
+        aten.convolution.default, (2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    ),
+}
+VIEWS = {
+    "view": call(aten.view.default, (8, 64), [512]),
+    "transpose": call(aten.transpose.int, (8, 64), 0, 1),
+    "expand": call(aten.expand.default, (8, 1), [8, 64]),
+    "slice": call(aten.slice.Tensor, (8, 64), 1, 0, 32),
+    "split": call(aten.split_with_sizes.default, (8, 64), [32, 32], 1),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_costs_something(name: str) -> None:
+    time = seconds(OPS[name])
+    assert not is_view(OPS[name])
+    assert time.forward_s >= A100.kernel_launch_s
+    assert time.backward_s >= 0
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_free_forward_and_never_negative(name: str) -> None:
+    time = seconds(VIEWS[name])
+    assert is_view(VIEWS[name])
+    assert time.forward_s == 0
+    # Undoing a view is a view; undoing what drops or repeats elements fills a gradient.
+    assert (time.backward_s == 0) == (name in ("view", "transpose"))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_contractions(name: str) -> None:
+    expected = name in ("linear", "matmul", "attention", "convolution")
+    assert is_contraction(OPS[name], rule_for(OPS[name])) is expected
+
+
+def test_an_op_without_a_rule_raises_with_the_source_line() -> None:
+    with pytest.raises(UnsupportedOp, match=r"no cost for aten\.gelu.*no factor rule\n  at: model.py:3 in forward"):
+        op_time(OPS["gelu"], None, (None,), ONE, A100)
+
+
+def test_large_matmul_runs_near_the_assumed_rate() -> None:
+    node = linear(8, 4096, 8192, 8192)
+    time = seconds(node, precision="bf16")
+    flops = 2 * 8 * 4096 * 8192 * 8192
+    assert rule_for(node).flops == flops
+    rate = flops / time.forward_s / 312e12
+    assert 0.95 * A100.matmul_rate("bf16").efficiency < rate < A100.matmul_rate("bf16").efficiency
+
+
+def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient() -> None:
+    node = linear()
+    _, weight = node.all_input_nodes
+    both, one = seconds(node), seconds(node, needs_grad=frozenset([weight]))
+    launch = A100.kernel_launch_s
+    assert both.backward_s - 2 * launch == pytest.approx(2 * (both.forward_s - launch))
+    assert one.backward_s - launch == pytest.approx(both.forward_s - launch)
+    assert seconds(node, needs_grad=frozenset()).backward_s == 0
+
+
+def test_bias_adds_no_product() -> None:
+    with_bias = call(aten.linear.default, (8, 512, 1024), (4096, 1024), (4096,))
+    assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
+
+
+def test_causal_attention_is_half_of_full() -> None:
+    shape = (2, 16, 4096, 128)
+    full, causal = (call(ops.attention, shape, shape, shape, kind=kind, scale=0.1) for kind in ("full", "causal"))
+    ratio = seconds(full, precision="bf16").forward_s / seconds(causal, precision="bf16").forward_s
+    assert ratio == pytest.approx(2, rel=0.05)
+
+
+def test_pointwise_is_bound_by_bytes() -> None:
+    node = call(aten.add.Tensor, (1 << 13, 1 << 13), (1 << 13, 1 << 13))
+    expected = A100.memory_seconds(3 * 4 * (1 << 26)) + A100.kernel_launch_s
+    assert seconds(node).forward_s == pytest.approx(expected)
+    assert seconds(node, precision="bf16").forward_s == pytest.approx(expected, rel=0.5)
+    assert seconds(node, precision="bf16").forward_s < 0.6 * expected
+
+
+def test_a_lookup_reads_only_its_rows_but_writes_the_gradient_of_the_table() -> None:
+    small = call(aten.embedding.default, (1000, 1024), (8, 128), ints=(1,))
+    large = call(aten.embedding.default, (1000000, 1024), (8, 128), ints=(1,))
+    assert seconds(small).forward_s == pytest.approx(seconds(large).forward_s)
+    assert seconds(large).backward_s > 10 * seconds(small).backward_s
+
+
+def test_integers_keep_their_size_in_bf16() -> None:
+    node = call(aten.add.Tensor, (4096, 4096), (4096, 4096), ints=(0, 1))
+    assert seconds(node) == seconds(node, precision="bf16")
+
+
+def test_sharding_divides_work_and_partial_operands_do_not() -> None:
+    node = linear(8, 2048, 4096, 4096)
+    rule = rule_for(node)
+    batch, rows, inner = rule.operands[0][0][0], rule.operands[1][0][0], rule.operands[0][2][0]
+
+    def forward(assignment: tuple[str | None, ...]) -> float:
+        return op_time(node, rule, assignment, TWO_BY_FOUR, A100).forward_s - A100.kernel_launch_s
+
+    whole = forward((None, None))
+    for split in ((batch, None), (rows, None), (inner, None)):
+        assert forward(split) == pytest.approx(whole / 2, rel=0.1)
+    assert forward((batch, rows)) == pytest.approx(whole / 8, rel=0.2)
+    assert forward((None, "+0")) == pytest.approx(whole)
+
+
+def test_thin_matrices_run_below_the_rate_of_large_ones() -> None:
+    node = linear(8, 2048, 4096, 4096)
+    rule, mesh = rule_for(node), Mesh.of(tp=64)
+    whole = op_time(node, rule, (None,), mesh, A100).forward_s
+    split = op_time(node, rule, (rule.operands[1][0][0],), mesh, A100).forward_s
+    assert split > 2 * whole / 64
+
+
+def test_microbatches_divide_what_carries_the_batch() -> None:
+    node = linear(8, 2048, 4096, 4096)
+    rule = rule_for(node)
+    cost = OpCost.of(node, rule, A100, batch_factor=rule.operands[0][0][0])
+    launch = A100.kernel_launch_s
+    assert cost.time((None,), ONE, 4).forward_s - launch == pytest.approx(
+        (cost.time((None,), ONE).forward_s - launch) / 4
+    )
+    weightless = OpCost.of(node, rule, A100)
+    assert weightless.time((None,), ONE, 4) == weightless.time((None,), ONE)
+
+
+@given(st.sampled_from(sorted(OPS) + sorted(VIEWS)), st.data())
+def test_more_ranks_never_cost_more(name: str, data: st.DataObject) -> None:
+    node = {**OPS, **VIEWS}[name]
+    rule = rule_for(node)
+    choices = [c for c in rule.choices() if rule.allows((c,), Mesh.of(x=2))]
+    choice = data.draw(st.sampled_from(choices))
+    cost = OpCost.of(node, rule, A100, precision=data.draw(st.sampled_from(["fp32", "bf16"])))
+    whole, split = cost.time((None,), ONE), cost.time((choice,), Mesh.of(x=2))
+    assert 0 <= split.forward_s <= whole.forward_s + 1e-12
+    assert 0 <= split.backward_s <= whole.backward_s + 1e-12
+
+
+def test_op_names() -> None:
+    assert op_name(OPS["linear"]) == "linear"
+    assert op_name(OPS["attention"]) == "attention"
+    assert all(tensor_results(node) for node in OPS.values())
+
+
+def test_times_add_and_scale() -> None:
+    time = OpTime(1, 2) + 2 * OpTime(3, 4)
+    assert (time.forward_s, time.backward_s, time.total_s) == (7, 10, 17)
+    forward_s, backward_s = time * 2
+    assert (forward_s, backward_s) == (14, 20)

@@ -1,0 +1,70 @@
+"""Gradient synchronisation by ZeRO level, overlap, optimiser, rematerialisation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.step import SyncTime, exposed_time, optimizer_time, rematerialised_s, sync_time
+from autopar.ir.mesh import Mesh
+
+FABRIC = Fabric(make_cluster("a100-80gb", 64), Mesh.of(dp=8, tp=8))
+N = 10**9
+
+
+def test_zero3_moves_one_and_a_half_times_the_bytes_of_zero0() -> None:
+    plain = sync_time(FABRIC, N, 0, zero=0).total_s(1)
+    sharded = sync_time(FABRIC, N, 0, zero=3).total_s(1)
+    assert sharded / plain == pytest.approx(1.5, rel=0.01)
+
+
+def test_zero1_moves_the_bytes_of_zero0_in_fp32_and_fewer_in_bf16() -> None:
+    plain = sync_time(FABRIC, N, 0, zero=0).step_s
+    assert sync_time(FABRIC, N, 0, zero=1).step_s == pytest.approx(plain, rel=0.01)
+    assert sync_time(FABRIC, N, 0, zero=1, precision="bf16").step_s == pytest.approx(0.75 * plain, rel=0.01)
+
+
+def test_what_each_level_pays_per_microbatch() -> None:
+    levels = [sync_time(FABRIC, N, 0, zero=zero) for zero in range(4)]
+    assert [level.forward_s > 0 for level in levels] == [False, False, False, True]
+    assert [level.backward_s > 0 for level in levels] == [False, False, True, True]
+    assert [level.step_s > 0 for level in levels] == [True, True, True, False]
+
+
+def test_no_axes_no_time() -> None:
+    assert sync_time(FABRIC, N, ()) == SyncTime()
+
+
+def test_many_collectives_pay_latency() -> None:
+    one, many = sync_time(FABRIC, N, 0), sync_time(FABRIC, N, 0, num_collectives=100)
+    assert one.step_s < many.step_s < 1.2 * one.step_s
+
+
+def test_sync_adds_and_scales() -> None:
+    total = SyncTime(forward_s=1, backward_s=2, step_s=3) + 2 * SyncTime(step_s=1)
+    assert total.total_s(4) == 4 * 3 + 5
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_exposed_time_is_bounded(communication_s: float, compute_s: float) -> None:
+    exposed = exposed_time(communication_s, compute_s)
+    assert 0 <= exposed <= communication_s
+    assert exposed_time(communication_s, 0) == communication_s
+    if communication_s > 0:
+        assert exposed > 0  # overlap slows compute down: never free
+
+
+def test_optimizer_is_bound_by_memory() -> None:
+    device = FABRIC.cluster.device
+    assert optimizer_time(N, device) == pytest.approx(
+        28e9 / (device.memory_bandwidth * device.memory_efficiency), rel=0.01
+    )
+
+
+def test_rematerialised_seconds() -> None:
+    assert rematerialised_s("none", 3.0, 2.0) == 0
+    assert rematerialised_s("selective", 3.0, 2.0) == 1
+    assert rematerialised_s("full", 3.0, 2.0) == 3
