@@ -129,11 +129,18 @@ def op_name(target: Callable[..., Any]) -> str:
     return f"autopar::{name}" if module == "autopar.ir.ops" else f"{module}::{name}"
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 @cache
 def parameters(target: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of an op's parameters; the default is ``REQUIRED`` where there is none."""
     if isinstance(target, torch._ops.OpOverload):
-        return tuple((a.name, a.default_value if a.has_default_value() else REQUIRED) for a in target._schema.arguments)
+        return tuple(
+            (a.name, _hashable(a.default_value) if a.has_default_value() else REQUIRED)
+            for a in target._schema.arguments
+        )
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # builtins have none

@@ -318,20 +318,24 @@ LOSS = [
     case("d0 d1", aten.kl_div.default, r(4, 6), r(4, 6).softmax(1), 2),
 ]
 
+
+def moe_case(expected: str, tokens: tuple[int, ...], up: int, *biases: Tensor | None, **options: Any) -> Case:
+    """Three experts of inner width 8, two a token."""
+    routing = ints(3, *tokens, 2), r(*tokens, 2)
+    return case(expected, ops.moe, r(*tokens, 6), *routing, r(3, up, 6), r(3, 6, 8), *biases, **options)
+
+
 OTHER = [
     case("d0 d1", aten.full.default, [4, 6], 2.0),
     case("d0 d1", aten.new_zeros.default, r(3), [4, 6]),
     case("d0 d1", aten.zeros_like.default, r(4, 6)),
     case("", aten.arange.default, 8),
     case("d0 d1", aten.dropout.default, r(4, 6), 0.0, True),
-    case(
-        "d0 d1 f", ops.moe, r(2, 4, 6), ints(3, 2, 4, 2), r(2, 4, 2), r(3, 8, 6), r(3, 6, 8), activation="gelu", gated=False
-    ),
-    case("d0 d1", ops.moe, r(2, 4, 6), ints(3, 2, 4, 2), r(2, 4, 2), r(3, 16, 6), r(3, 6, 8), activation="silu", gated=True),
-    case(
-        "d0 f", ops.moe, r(4, 6), ints(3, 4, 2), r(4, 2), r(3, 8, 6), r(3, 6, 8), r(3, 8), activation="relu", gated=False
-    ),
-]  # fmt: skip
+    moe_case("d0 d1 f", (2, 4), 8, activation="gelu", gated=False),
+    moe_case("d0 d1", (2, 4), 16, activation="silu", gated=True),
+    moe_case("d0 f", (4,), 8, r(3, 8), activation="relu", gated=False),
+    moe_case("d0", (4,), 8, None, r(3, 6), activation="relu", gated=False),
+]
 
 # Operands that an op has no gradient for.
 NO_GRADIENT = {
