@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ def _import_file(path: Path, model: str) -> ModuleType:
 def _function(module: ModuleType, name: str, path: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if callable(found):
-        return found
+        return cast(Callable[[], Any], found)
     own = [
         key
         for key, value in vars(module).items()

@@ -5,27 +5,25 @@ The page and the terminal view read this and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.ir.plan import BlockPlan, Plan, StagePlan
 
 if TYPE_CHECKING:
-    from autopar.search.result import SearchResult
+    from autopar.planning import Planned
 
 Json = Any
 """What ``json.dumps`` takes."""
 
 
-def report_data(plan: Plan, result: SearchResult | None = None) -> dict[str, Json]:
+def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
     """The contents of a report.
 
-    Without a result the timeline is simulated again from the stage times in the plan's prediction, and there
-    are no runners-up to show.
+    Without the search's result the timeline is simulated again from the stage times in the plan's prediction.
     """
-    timeline = _timeline(plan, result)
+    timeline = _timeline(plan, planned)
     return {
         "model": plan.model.name,
         "fingerprint": plan.model.fingerprint,
@@ -44,7 +42,7 @@ def report_data(plan: Plan, result: SearchResult | None = None) -> dict[str, Jso
         "blocks": [_block(plan, number) for number in range(len(plan.blocks))],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],
         "timeline": None if timeline is None else _timeline_data(timeline),
-        "search": None if result is None else _search_data(result),
+        "search": None if planned is None else _search_data(planned),
     }
 
 
@@ -91,12 +89,17 @@ def _block(plan: Plan, number: int) -> dict[str, Json]:
 
 
 def _op_groups(block: BlockPlan) -> list[dict[str, Json]]:
-    """Ops under their module path (``self_attn.q_proj/linear`` under ``self_attn``), in order of appearance."""
+    """Ops under their module path, in order of appearance.
+
+    A module without modules inside it (a projection) is listed in the one around it: ``self_attn.q_proj/linear``
+    and ``self_attn/attention`` both under ``self_attn``.
+    """
+    paths = {key.rpartition("/")[0] for key in block.ops}
+    around = {path.rpartition(".")[0] for path in paths}
     groups: dict[str, list[dict[str, Json]]] = {}
     for key, axes in block.ops.items():
         path, _, op = key.rpartition("/")
-        module, _, leaf = path.rpartition(".")
-        # An op that has a module to itself (a projection) is listed in the module around it.
+        module, _, leaf = (path, "", "") if path in around else path.rpartition(".")
         shown = f"{leaf}/{op}" if leaf else op
         groups.setdefault(module, []).append({"key": key, "label": shown, "axes": dict(axes)})
     return [{"module": module, "ops": ops} for module, ops in groups.items()]
@@ -134,10 +137,9 @@ def _remat_of(stage: StagePlan) -> dict[str, int]:
     return {**counts, **({"none": rest} if rest else {})}
 
 
-def _timeline(plan: Plan, result: SearchResult | None) -> Timeline | None:
-    found = getattr(result, "timeline", None)
-    if isinstance(found, Timeline):
-        return found
+def _timeline(plan: Plan, planned: Planned | None) -> Timeline | None:
+    if planned is not None:
+        return planned.result.predicted.timeline
     prediction = plan.prediction
     if prediction is None or len(prediction.stage_forward_s) != plan.num_stages:
         return None
@@ -158,26 +160,11 @@ def _timeline_data(timeline: Timeline) -> dict[str, Json]:
     }
 
 
-def _search_data(result: SearchResult) -> dict[str, Json]:
+def _search_data(planned: Planned) -> dict[str, Json]:
     return {
-        "capture_time_s": result.capture_time_s,
-        "search_time_s": result.search_time_s,
-        "optimality_gap": result.optimality_gap,
-        "candidates": [_plain(candidate) for candidate in result.candidates],
+        "capture_time_s": planned.capture_time_s,
+        "search_time_s": planned.result.search_time_s,
+        "optimality_gap": planned.result.optimality_gap,
+        "num_configurations": planned.result.num_configurations,
+        "num_skipped": planned.result.num_skipped,
     }
-
-
-def _plain(row: object) -> dict[str, Json]:
-    """A candidate as column -> plain value."""
-    if is_dataclass(row) and not isinstance(row, type):
-        row = asdict(row)
-    assert isinstance(row, Mapping), f"a candidate is a mapping or a dataclass, got {type(row).__name__}"
-    plain: dict[str, Json] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            plain[name] = " · ".join(f"{axis} {size}" for axis, size in value.items())
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            plain[name] = value
-        else:
-            plain[name] = str(value)
-    return plain

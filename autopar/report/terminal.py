@@ -13,17 +13,17 @@ from autopar.report.data import block_names, microbatch_size, remat_level
 from autopar.report.units import gib, percent, plural, seconds
 
 if TYPE_CHECKING:
-    from autopar.search.result import SearchResult
+    from autopar.planning import Planned
 
 _AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def print_plan(plan: Plan, result: SearchResult | None = None, *, console: Console | None = None) -> None:
+def print_plan(plan: Plan, planned: Planned | None = None, *, console: Console | None = None) -> None:
     """Prints what the plan does to each block, its stages, and what is predicted of it."""
     console = console or Console()
     styles = {axis: _AXIS_STYLES[n % len(_AXIS_STYLES)] for n, axis in enumerate(plan.mesh)}
     console.print(_heading(plan, styles))
-    console.print(_prediction(plan, result))
+    console.print(_prediction(plan, planned))
     console.print(_stages(plan))
     console.print(_blocks(plan, styles))
 
@@ -47,7 +47,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     return Group(title, mesh, flags)
 
 
-def _prediction(plan: Plan, result: SearchResult | None) -> RenderableType:
+def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
     prediction = plan.prediction
     if prediction is None:
         return Text("no prediction in this plan: it was written by hand", "dim")
@@ -62,11 +62,11 @@ def _prediction(plan: Plan, result: SearchResult | None) -> RenderableType:
         total = sum(prediction.breakdown_s.values()) or 1.0
         shown = (f"{name} {seconds(s)} ({s / total:.0%})" for name, s in prediction.breakdown_s.items() if s > 0)
         parts.append(Text("of which " + ", ".join(shown), "dim"))
-    if result is not None:
+    if planned is not None:
         parts.append(
             Text(
-                f"captured in {seconds(result.capture_time_s)}, searched in {seconds(result.search_time_s)}, "
-                f"optimality gap {percent(result.optimality_gap)}",
+                f"captured in {seconds(planned.capture_time_s)}, searched in {seconds(planned.result.search_time_s)}, "
+                f"optimality gap {percent(planned.result.optimality_gap)}",
                 "dim",
             )
         )

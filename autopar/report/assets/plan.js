@@ -144,36 +144,8 @@
     );
   }
 
-  function cell(name, value) {
-    if (value === null || value === undefined) return "–";
-    if (typeof value === "number" && name.endsWith("_s")) return seconds(value);
-    if (typeof value === "number" && name.endsWith("_bytes")) return `${(value / GIB).toFixed(1)} GiB`;
-    if (typeof value === "number" && !Number.isInteger(value)) return value.toPrecision(4);
-    return String(value);
-  }
-
-  // The configurations that the search looked at, as it ranked them.
-  function listCandidates() {
-    const table = document.getElementById("candidates");
-    if (!table || !data.search.candidates.length) return;
-    const columns = Object.keys(data.search.candidates[0]);
-    const head = table.createTHead().insertRow();
-    for (const name of columns) {
-      const th = document.createElement("th");
-      th.textContent = words(name.replace(/_(s|bytes)$/, ""));
-      head.append(th);
-    }
-    const body = table.createTBody();
-    data.search.candidates.slice(0, 40).forEach((candidate, number) => {
-      const row = body.insertRow();
-      if (number === 0) row.className = "best";
-      for (const name of columns) row.insertCell().textContent = cell(name, candidate[name]);
-    });
-  }
-
   paintChips();
   drawBreakdown();
   drawTimeline();
   drawMemory();
-  listCandidates();
 })();

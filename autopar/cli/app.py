@@ -1,0 +1,176 @@
+"""The commands: search, estimate, show, train."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from autopar import __version__
+from autopar.cli import options as opt
+from autopar.cli.request import Request
+from autopar.ir.errors import AutoparError
+from autopar.ir.plan import Plan
+
+app = typer.Typer(
+    name="autopar",
+    help="Finds the fastest way to train a PyTorch model on a cluster, and trains it that way.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _example(*lines: str) -> str:
+    return "[dim]Examples:[/dim]\n\n" + "\n\n".join(f"  [cyan]{escape(line)}[/cyan]" for line in lines)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autopar {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog=_example(
+        "autopar search examples/gpt.py --gpus 16",
+        "autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 -o plan.yaml",
+        "autopar search model.py:large --gpus 32 --tp 8 --report plan.html",
+    )
+)
+def search(
+    model: opt.Model,
+    gpus: opt.Gpus = None,
+    gpu: opt.Gpu = None,
+    gpus_per_node: opt.GpusPerNode = None,
+    cluster: opt.ClusterFile = None,
+    global_batch: opt.GlobalBatch = None,
+    seq: opt.Seq = None,
+    pp: opt.Pp = None,
+    dp: opt.Dp = None,
+    tp: opt.Tp = None,
+    cp: opt.Cp = None,
+    ep: opt.Ep = None,
+    sp: opt.Sp = None,
+    zero: opt.Zero = None,
+    schedule: opt.Schedule = None,
+    virtual_stages: opt.VirtualStages = 1,
+    microbatch: opt.Microbatch = None,
+    num_microbatches: opt.NumMicrobatches = None,
+    precision: opt.Precision = None,
+    remat: opt.Remat = None,
+    output: opt.Output = None,
+    report: opt.Report = None,
+    json: opt.Json = False,
+) -> None:
+    """Find the fastest plan that fits. Needs no GPU and no weights."""
+    Request(
+        model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
+        global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, schedule=schedule,
+        microbatch=microbatch, num_microbatches=num_microbatches, precision=precision, remat=remat, output=output, report=report, json=json,
+    ).run()  # fmt: skip
+
+
+@app.command(
+    epilog=_example(
+        "autopar estimate examples/llama3_70b.py --gpus 64 --gpu a100-80gb --tp 8 --pp 2 --dp 4",
+        "autopar estimate examples/gpt.py --gpus 8 --zero 3 --json",
+    )
+)
+def estimate(
+    model: opt.Model,
+    gpus: opt.Gpus = None,
+    gpu: opt.Gpu = None,
+    gpus_per_node: opt.GpusPerNode = None,
+    cluster: opt.ClusterFile = None,
+    global_batch: opt.GlobalBatch = None,
+    seq: opt.Seq = None,
+    pp: opt.Pp = None,
+    dp: opt.Dp = None,
+    tp: opt.Tp = None,
+    cp: opt.Cp = None,
+    ep: opt.Ep = None,
+    sp: opt.Sp = None,
+    zero: opt.Zero = None,
+    schedule: opt.Schedule = None,
+    virtual_stages: opt.VirtualStages = 1,
+    microbatch: opt.Microbatch = None,
+    num_microbatches: opt.NumMicrobatches = None,
+    precision: opt.Precision = None,
+    remat: opt.Remat = None,
+    output: opt.Output = None,
+    report: opt.Report = None,
+    json: opt.Json = False,
+) -> None:
+    """Predict one configuration: degrees not given are 1, and data parallelism takes the ranks left over."""
+    Request(
+        model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
+        global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, schedule=schedule,
+        microbatch=microbatch, num_microbatches=num_microbatches, precision=precision, remat=remat, output=output, report=report, json=json,
+        pin_degrees=True,
+    ).run()  # fmt: skip
+
+
+@app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --report plan.html"))
+def show(plan: opt.PlanFile, report: opt.Report = None) -> None:
+    """Print a plan, or write a page about it."""
+    from autopar.report.page import plan_report
+    from autopar.report.terminal import print_plan
+
+    loaded = Plan.load(plan)
+    print_plan(loaded)
+    if report is not None:
+        plan_report(loaded, report)
+
+
+@app.command(
+    epilog=_example(
+        "autopar train examples/gpt.py plan.yaml --steps 30",
+        "autopar train examples/gpt.py plan.yaml --steps 30 --compare-single",
+    )
+)
+def train(
+    model: opt.Model,
+    plan: opt.PlanFile,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="training steps")] = 10,
+    seq: opt.Seq = None,
+    compare_single: Annotated[
+        bool, typer.Option("--compare-single", help="train beside it on one process and print both losses")
+    ] = False,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or sgd (with momentum)")] = "adamw",
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="learning rate")] = 1e-3,
+    seed: Annotated[int, typer.Option("--seed", help="of the weights and the data")] = 0,
+) -> None:
+    """Train on this machine under a plan, one process a rank: NCCL where it has the GPUs, gloo on CPUs otherwise."""
+    from autopar.training import TrainingJob, launch
+
+    job = TrainingJob(
+        model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
+        learning_rate=lr, seed=seed,
+    )  # fmt: skip
+    code = launch(job)
+    if code:
+        raise typer.Exit(code)
+
+
+def run() -> None:
+    """The program's entry point: errors of ours are one message and exit code 2."""
+    try:
+        app()
+    except AutoparError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
+        sys.exit(2)
+
+

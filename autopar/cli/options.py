@@ -1,0 +1,96 @@
+"""Options that commands share, as annotated types for typer."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SIZE = "Model and batch"
+_CLUSTER = "Cluster"
+_PIN = "Pin what the search would choose"
+_OUT = "Output"
+
+
+class Switch(str, Enum):
+    on = "on"
+    off = "off"
+
+
+class ScheduleName(str, Enum):
+    one_f_one_b = "1f1b"
+    gpipe = "gpipe"
+
+
+class PrecisionName(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class RematName(str, Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="file.py (with model() and example_inputs(batch_size, seq_len)), file.py:name, or hf:path/to/config.json",
+        show_default=False,
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan written by autopar search", show_default=False)]
+
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, help="samples a step; the model file's default", rich_help_panel=_SIZE),
+]
+Seq = Annotated[
+    int | None, typer.Option("--seq", min=1, help="sequence length; the model file's default", rich_help_panel=_SIZE)
+]
+
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="number of GPUs", rich_help_panel=_CLUSTER)]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU type, h100-sxm if not given", rich_help_panel=_CLUSTER)]
+GpusPerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", min=1, help="as the GPU usually comes", rich_help_panel=_CLUSTER)
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="YAML file that describes the cluster", rich_help_panel=_CLUSTER)
+]
+
+Pp = Annotated[int | None, typer.Option("--pp", min=1, help="pipeline stages", rich_help_panel=_PIN)]
+Dp = Annotated[int | None, typer.Option("--dp", min=1, help="data parallelism", rich_help_panel=_PIN)]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="tensor parallelism", rich_help_panel=_PIN)]
+Cp = Annotated[int | None, typer.Option("--cp", min=1, help="context parallelism", rich_help_panel=_PIN)]
+Ep = Annotated[int | None, typer.Option("--ep", min=1, help="expert parallelism", rich_help_panel=_PIN)]
+Sp = Annotated[
+    Switch | None, typer.Option("--sp", help="may tensor axes shard the sequence between blocks", rich_help_panel=_PIN)
+]
+Zero = Annotated[
+    int | None, typer.Option("--zero", min=0, max=3, help="ZeRO level over data axes", rich_help_panel=_PIN)
+]
+Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
+VirtualStages = Annotated[
+    int, typer.Option("--virtual-stages", min=1, max=1, help="model chunks a pipeline rank", rich_help_panel=_PIN)
+]
+Microbatch = Annotated[
+    int | None, typer.Option("--microbatch", min=1, help="samples a microbatch and data rank", rich_help_panel=_PIN)
+]
+NumMicrobatches = Annotated[
+    int | None, typer.Option("--num-microbatches", min=1, help="pieces of the batch", rich_help_panel=_PIN)
+]
+Precision = Annotated[
+    PrecisionName | None,
+    typer.Option("--precision", help="of compute: bf16 on GPUs, fp32 on cpu if not given", rich_help_panel=_PIN),
+]
+Remat = Annotated[
+    RematName | None, typer.Option("--remat", help="rematerialisation of every block", rich_help_panel=_PIN)
+]
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here", rich_help_panel=_OUT)]
+Report = Annotated[Path | None, typer.Option("--report", help="write a page about it here", rich_help_panel=_OUT)]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]

@@ -1,0 +1,144 @@
+"""One ``search`` or ``estimate``: from flags to the cluster, the constraints, the plan and what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from autopar.cli.options import PrecisionName, RematName, ScheduleName, Switch
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.description import cluster_from_dict
+from autopar.ir.errors import InfeasiblePlan, InvalidCluster
+from autopar.model_file import load_model_file
+from autopar.search.constraints import Constraints
+
+_DEFAULT_GPU = "h100-sxm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The flags as given; None is not given."""
+
+    model: str
+    gpus: int | None = None
+    gpu: str | None = None
+    gpus_per_node: int | None = None
+    cluster_file: Path | None = None
+    global_batch: int | None = None
+    seq: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sp: Switch | None = None
+    zero: int | None = None
+    schedule: ScheduleName | None = None
+    microbatch: int | None = None
+    num_microbatches: int | None = None
+    precision: PrecisionName | None = None
+    remat: RematName | None = None
+    output: Path | None = None
+    report: Path | None = None
+    json: bool = False
+    pin_degrees: bool = False
+
+    def cluster(self) -> Cluster:
+        """The cluster file, overridden by flags. Raises InvalidCluster."""
+        described: Any = {"gpu": _DEFAULT_GPU}
+        source = "the cluster"
+        if self.cluster_file is not None:
+            source = str(self.cluster_file)
+            described = _read_yaml(self.cluster_file)
+            if not isinstance(described, dict):
+                return cluster_from_dict(described, source=source)
+        flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
+        described = {**described, **{name: value for name, value in flags.items() if value is not None}}
+        if "num_gpus" not in described:
+            raise InvalidCluster("how many GPUs?\n  try: --gpus 8, or --cluster with a YAML file that says num_gpus")
+        return cluster_from_dict(described, source=source)
+
+    def constraints(self, cluster: Cluster) -> Constraints:
+        precision = self.precision or (PrecisionName.fp32 if cluster.device.name == "cpu" else PrecisionName.bf16)
+        return Constraints(
+            pp=self.pp,
+            dp=self.dp,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            sequence_parallel=None if self.sp is None else self.sp is Switch.on,
+            zero=self.zero,
+            schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
+            microbatch_size=self.microbatch,
+            num_microbatches=self.num_microbatches,
+            precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
+            remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
+        )
+
+    def run(self) -> None:
+        """Search, write the files that were asked for, print. Raises AutoparError."""
+        cluster = self.cluster()
+        constraints = self.constraints(cluster)
+        source = load_model_file(self.model)
+        # Imported here so that a mistyped flag or file is answered at once.
+        from autopar.cli.summary import infeasible_summary, summary
+        from autopar.planning import find_plan
+        from autopar.report.page import plan_report
+        from autopar.report.terminal import print_plan
+
+        try:
+            with _progress(quiet=self.json) as progress:
+                progress("building the model")
+                planned = find_plan(
+                    source.meta_model(),
+                    cluster,
+                    source.meta_inputs(self.global_batch, self.seq),
+                    constraints=constraints,
+                    pin_degrees=self.pin_degrees,
+                    name=source.name,
+                    progress=progress,
+                )
+        except InfeasiblePlan as error:
+            if not self.json:
+                raise
+            typer.echo(json.dumps(infeasible_summary(str(error)), indent=2))
+            raise typer.Exit(2) from error
+        if self.output is not None:
+            planned.plan.save(self.output)
+        if self.report is not None:
+            plan_report(planned, self.report)
+        if self.json:
+            typer.echo(json.dumps(summary(planned), indent=2))
+            return
+        print_plan(planned.plan, planned)
+        for path, what in ((self.output, "plan"), (self.report, "report")):
+            if path is not None:
+                typer.echo(f"{what} written to {path}")
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InvalidCluster(f"cannot read cluster {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise InvalidCluster(f"{path} is not YAML: {error}") from error
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Any]:
+    """A spinner on standard error that says what is being done; silent in pipes."""
+    console = Console(stderr=True, quiet=quiet)
+    if quiet or not console.is_terminal:
+        yield lambda doing: None
+        return
+    with console.status("starting") as status:
+        yield lambda doing: status.update(f"{doing} …")

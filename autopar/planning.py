@@ -1,0 +1,59 @@
+"""From a model and a cluster to a plan: capture, normalise, search, and how long each took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.capture import LossFunction, capture
+from autopar.ir.plan import Plan
+from autopar.passes.normalise import normalise
+from autopar.search.api import estimate_captured, search_captured
+from autopar.search.constraints import Constraints
+from autopar.search.result import SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the search found, and the seconds that capture and normalisation took before it."""
+
+    result: SearchResult
+    capture_time_s: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+
+def find_plan(
+    model: nn.Module,
+    cluster: Cluster,
+    example_inputs: Any,
+    *,
+    constraints: Constraints | None = None,
+    pin_degrees: bool = False,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    name: str | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Planned:
+    """The best plan under ``constraints``.
+
+    model: on any device, meta included; only its structure is read. example_inputs: of one global batch.
+    pin_degrees: degrees that are not given are 1, and data parallelism takes the ranks left over; nothing but
+    microbatches, ZeRO and rematerialisation is searched. progress: called with what is being done.
+    Raises CaptureError or InfeasiblePlan.
+    """
+    constraints = constraints or Constraints()
+    progress("capturing the model")
+    start = time.perf_counter()
+    captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target, name=name))
+    capture_time_s = time.perf_counter() - start
+    progress(f"searching plans for {cluster.num_gpus} × {cluster.device.name}")
+    search = estimate_captured if pin_degrees else search_captured
+    return Planned(result=search(captured, cluster, constraints), capture_time_s=capture_time_s)
