@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import fx
 
 from autopar.ir.graph import CapturedModel
 from autopar.ir.liveness import Liveness, liveness
-from autopar.ir.op_keys import instance_name, kind_name, op_keys, starred_paths
+from autopar.ir.op_keys import instance_name, kind_name, op_keys, shared_modules, starred_paths
 from autopar.ir.repeats import Repeat, Wiring, find_repeats
 from autopar.ir.stream import Stream, build_stream, operand_nodes
 from autopar.ir.units import divide
@@ -80,7 +80,7 @@ def fold(captured: CapturedModel) -> Folding:
     repeats = _repeats(stream, live)
     bounds, run_of = _bounds(stream, live, repeats)
     contents = _contents(stream, bounds, run_of)
-    if contents and not run_of[0] == -1 and len(contents) > len(run_of):
+    if run_of and run_of[0] != -1 and len(contents) > len(run_of):
         run_of = [-1, *run_of]
     groups = _groups(captured, stream, contents, run_of)
     return _assemble(captured, stream, contents, groups)
@@ -127,7 +127,7 @@ def _contents(stream: Stream, bounds: list[int], run_of: list[int]) -> list[list
     the first instance is like the others; if there is none, in a block of its own at the front.
     """
     block_at: list[int] = []
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(bounds)):
         block_at.extend([index] * (end - start))
     owner: dict[fx.Node, int] = {node: block_at[at] for at, node in enumerate(stream.nodes)}
     for at, extra in stream.attached.items():
@@ -159,7 +159,7 @@ def _contents(stream: Stream, bounds: list[int], run_of: list[int]) -> list[list
                 place(operand, index)
         (front if index < 0 else contents[index]).append(node)
 
-    for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(bounds)):
         for at in range(start, end):
             for extra_node in stream.attached.get(at, ()):
                 place(extra_node, index)
@@ -210,12 +210,13 @@ def _assemble(
     key: dict[fx.Node, str] = {}
     block_of: dict[fx.Node, int] = {}
     taken: Counter[str] = Counter()
+    shared = shared_modules(contents)
     for number, group in enumerate(groups):
         instances = [contents[index] for index in group]
         first = instances[0]
         paths = starred_paths(instances)
-        weighted = [any(o.name in captured.parameters for o in node.all_input_nodes) for node in first]
-        path = kind_name(paths, first, weighted)
+        sizes = [_largest_parameter(captured, node) for node in first]
+        path = kind_name(paths, first, sizes.index(max(sizes)), shared)
         name = ".".join(path)
         taken[name] += 1
         suffix = f"#{taken[name]}" if taken[name] > 1 else ""
@@ -236,6 +237,12 @@ def _assemble(
         key=key,
         block_of=block_of,
         crossings=_crossings(blocks, block_of),
+    )
+
+
+def _largest_parameter(captured: CapturedModel, node: fx.Node) -> int:
+    return max(
+        (captured.parameters[o.name].numel for o in node.all_input_nodes if o.name in captured.parameters), default=0
     )
 
 

@@ -68,7 +68,7 @@ def liveness(captured: CapturedModel, stream: Stream) -> Liveness:
         for value in reads:
             last[value] = at
     lifetimes = []
-    for number, (node, made, end) in enumerate(zip(values, stream.position, last, strict=True)):
+    for node, made, end in zip(values, stream.position, last, strict=True):
         if end > made:
             # A source exists just before its first user, so the cut in front of that user need not carry it.
             weight, num_bytes = _size(node)

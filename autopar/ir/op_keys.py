@@ -24,15 +24,34 @@ def starred_paths(instances: Sequence[Sequence[fx.Node]]) -> list[tuple[str, ...
     return paths
 
 
-def kind_name(paths: Sequence[tuple[str, ...]], nodes: Sequence[fx.Node], weighted: Sequence[bool]) -> tuple[str, ...]:
-    """The common module path of a block, or that of its ops with parameters if there is no common one."""
+def kind_name(
+    paths: Sequence[tuple[str, ...]], nodes: Sequence[fx.Node], main: int, shared: set[str]
+) -> tuple[str, ...]:
+    """What a kind of block is called.
+
+    A repeated one after the module whose index varies. Another after the module that holds all of it and
+    nothing else (``shared``: modules with ops in several blocks), or else after its op with the largest
+    parameter, number ``main``.
+    """
     common = _common(paths)
-    if common:
+    if "*" in common:
+        return common[: len(common) - common[::-1].index("*")]
+    if common and ".".join(common) not in shared:
         return common
-    main = [path for path, has in zip(paths, weighted, strict=True) if has and path]
-    if main:
-        return _common(main) or main[-1]
-    return next((path for path in paths if path), (op_name(nodes[-1]),))
+    return paths[main] or common or (op_name(nodes[main]),)
+
+
+def shared_modules(blocks: Sequence[Sequence[fx.Node]]) -> set[str]:
+    """Paths of the modules that ops in several blocks come from."""
+    seen: dict[str, int] = {}
+    shared: set[str] = set()
+    for index, nodes in enumerate(blocks):
+        for path in {_path(node) for node in nodes}:
+            for depth in range(1, len(path) + 1):
+                module = ".".join(path[:depth])
+                if seen.setdefault(module, index) != index:
+                    shared.add(module)
+    return shared
 
 
 def instance_name(kind: tuple[str, ...], instance: Sequence[fx.Node], index: int) -> str:

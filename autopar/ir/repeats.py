@@ -72,7 +72,7 @@ class _Run:
 def find_repeats(sequence: Wiring, *, end: int | None = None) -> list[Repeat]:
     """Disjoint repeats of at least two instances before position ``end``, in order.
 
-    Every instance holds a heavy node and reads something of the instance before it.
+    Every instance holds a heavy node that depends on the instance before it.
     """
     length = len(sequence.tokens) if end is None else end
     prefix = [0]
@@ -115,20 +115,23 @@ def _runs(tokens: Sequence[int]) -> list[_Run]:
         differs = torch.nonzero(values[:-period] != values[period:]).flatten()
         edges = torch.cat([torch.tensor([-1]), differs, torch.tensor([length - period])])
         gaps = torch.nonzero(edges[1:] - edges[:-1] > period).flatten().tolist()
-        for gap in gaps:
-            found.append(_Run(int(edges[gap]) + 1, int(edges[gap + 1]) + period, period))
+        found.extend(_Run(int(edges[gap]) + 1, int(edges[gap + 1]) + period, period) for gap in gaps)
     return found
 
 
 def _free(start: int, end: int, taken: list[Repeat]) -> list[tuple[int, int]]:
     pieces = [(start, end)]
     for repeat in taken:
-        pieces = [
-            part
-            for a, b in pieces
-            for part in ((a, min(b, repeat.start)), (max(a, repeat.end), b))
-            if part[0] < part[1]
-        ] if any(a < repeat.end and repeat.start < b for a, b in pieces) else pieces
+        pieces = (
+            [
+                part
+                for a, b in pieces
+                for part in ((a, min(b, repeat.start)), (max(a, repeat.end), b))
+                if part[0] < part[1]
+            ]
+            if any(a < repeat.end and repeat.start < b for a, b in pieces)
+            else pieces
+        )
     return pieces
 
 
@@ -193,8 +196,15 @@ def _breaks(sequence: Wiring, run: _Run) -> tuple[list[tuple[Callable[[int], boo
 
 
 def _carries(sequence: Wiring, start: int, period: int) -> bool:
-    """Whether the second instance reads a stream value of the first."""
+    """Whether a heavy node of the second instance depends on what the first instance computes.
+
+    Parallel branches (three projections of one input) follow each other in the stream, but do not.
+    """
     middle = start + period
-    return any(
-        start <= value < middle for at in range(middle, middle + period) for value in sequence.reads[at]
-    )
+    later: set[int] = set()
+    for at in range(middle, middle + period):
+        if any(start <= value < middle or value in later for value in sequence.reads[at]):
+            if sequence.heavy[at]:
+                return True
+            later.add(at)
+    return False

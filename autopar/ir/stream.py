@@ -13,7 +13,6 @@ happens to be computed inside the first layer does not make that layer look diff
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import CapturedModel, call_nodes, tensor_results
+from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, tensor_results
+from autopar.ir.rules import rule_for
 
-# Ops that read or copy a parameter without computing with it.
-_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "cat", "stack", "expand", "where", "view"})
+# Operations per element of the result from which on an op counts as a contraction: 2 k for a sum over k.
+_CONTRACTION_FLOPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,11 +129,11 @@ def operand_nodes(node: fx.Node) -> list[fx.Node]:
 
 def is_heavy(node: fx.Node, captured: CapturedModel, sources: set[fx.Node]) -> bool:
     """Whether ``node`` contracts with a parameter of two or more dimensions, given directly or through sources."""
+    if is_getitem(node) or not any(_is_matrix(operand, captured, sources) for operand in node.all_input_nodes):
+        return False
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return False
-    if op_name(node) in _LOOKUPS or node.target is operator.getitem:
-        return False
-    return any(_is_matrix(operand, captured, sources) for operand in node.all_input_nodes)
+    return rule_for(node).flops >= _CONTRACTION_FLOPS * sum(result.numel() for result in tensor_results(node))
 
 
 def _is_matrix(node: fx.Node, captured: CapturedModel, sources: set[fx.Node]) -> bool:
@@ -160,12 +160,12 @@ def _getitems_after_producers(graph: fx.Graph) -> list[fx.Node]:
     """Call nodes in execution order, each ``getitem`` moved to its multi-output op."""
     ordered: list[fx.Node] = []
     for node in call_nodes(graph):
-        if node.target is operator.getitem:
+        if is_getitem(node):
             continue
         ordered.append(node)
         pending = [node]
         while pending:
-            items = [user for user in pending.pop(0).users if user.target is operator.getitem]
+            items = [user for user in pending.pop(0).users if is_getitem(user)]
             ordered.extend(items)
             pending.extend(items)
     return ordered

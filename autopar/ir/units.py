@@ -12,6 +12,7 @@ so that residual branches stay whole, and a plain chain is cut everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from autopar.ir.liveness import Liveness
 
@@ -21,7 +22,7 @@ def divide(live: Liveness, heavy: Sequence[bool], start: int, end: int) -> list[
     profile = live.profile()
     places = [at for at in range(start, end) if heavy[at]]
     gaps: list[tuple[int, int]] = []
-    for before, after in zip(places, places[1:], strict=False):
+    for before, after in pairwise(places):
         cuts = [cut for cut in range(before + 1, after + 1) if live.allowed(cut)]
         if not cuts:
             break

@@ -1,0 +1,246 @@
+"""Which dimensions of which tensors are the batch, and which the sequence.
+
+The batch enters as a dimension of the step inputs and is carried through the ops by their rules: a factor
+that runs over the batch dimension of an operand runs over that of the results.
+
+    ids (b, s)   embedding b s, v h -> b s h   linear b s k, n k -> b s n   mean b s n -> .  (partial over b)
+
+It is carried backwards too: where an op joins a batch with a tensor that was expanded to the size of the
+batch, that tensor has a batch dimension as well. This is what cuts a step into microbatches and what
+divides the step inputs among data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import CapturedModel, is_tensor, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.rule import Choice, FactorRule, TensorFactors
+from autopar.ir.rules import rule_for
+
+# A tensor that is a sum over the batch: a rank or microbatch with some of the rows has a summand of it.
+_PARTIAL = -1
+_Value = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Roles:
+    """Batch and sequence of a captured model.
+
+    batch: every op -> the choice that follows the batch: its batch factor, ``+k`` where it adds sums over
+        the batch, None where it has no batch.
+    batch_dim: every tensor node, placeholders too -> its batch dimension, None if it has none.
+    sequence, sequence_dim: likewise; an attention has two sequence factors, of queries and of keys.
+    obstacles: ops that the batch cannot pass through in parts -> why not.
+    """
+
+    batch: Mapping[fx.Node, Choice]
+    sequence: Mapping[fx.Node, frozenset[str]]
+    batch_dim: Mapping[fx.Node, int | None]
+    sequence_dim: Mapping[fx.Node, int | None]
+    obstacles: Mapping[fx.Node, str]
+
+
+def find_roles(captured: CapturedModel) -> Roles:
+    """Follow batch and sequence through all ops. Linear in the graph."""
+    sweep = _BatchSweep(captured)
+    sweep.run()
+    sequence, sequence_tags = _sequence(captured, sweep.rules)
+    tensors = [node for node in captured.graph.nodes if node.op != "output" and is_tensor(node)]
+    return Roles(
+        batch={node: sweep.choice.get(node) for node in sweep.rules},
+        sequence=sequence,
+        batch_dim={node: _dim(sweep.tags.get(source(node))) for node in tensors},
+        sequence_dim={node: sequence_tags.get(source(node)) for node in tensors},
+        obstacles=sweep.obstacles,
+    )
+
+
+def microbatch_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
+    """Why the batch may not be cut into microbatches, naming the op and its source line; None if it may.
+
+    Only ops that the loss (without one, the outputs) and the updated buffers depend on count.
+    """
+    flat = captured.output_args()
+    wanted = [flat[0]] if captured.has_loss else list(flat)
+    updates = {buffer.updated_by for buffer in captured.buffers.values()}
+    stack = [n for n in wanted if isinstance(n, fx.Node)] + [n for n in captured.graph.nodes if n.name in updates]
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    for node, reason in roles.obstacles.items():
+        if node in needed:
+            where = node.meta.get("source")
+            return f"{reason}\n  at {where}" if where else reason
+    return None
+
+
+def _dim(tag: int | None) -> int | None:
+    return None if tag == _PARTIAL else tag
+
+
+def major(dims: TensorFactors, number: int, rule: FactorRule) -> str | None:
+    """The outermost factor of dimension ``number``."""
+    return next((f for f in dims[number] if rule.sizes[f] > 1), None)
+
+
+def dim_of(dims: TensorFactors, factor: str, rule: FactorRule) -> int | None:
+    """The dimension that ``factor`` is the outermost factor of."""
+    return next((number for number in range(len(dims)) if major(dims, number, rule) == factor), None)
+
+
+@dataclass(slots=True)
+class _BatchSweep:
+    """Tags of values (an op and a result number): a batch dimension, or ``_PARTIAL``."""
+
+    captured: CapturedModel
+    rules: dict[fx.Node, FactorRule] = field(init=False)
+    operands: dict[fx.Node, list[_Value]] = field(init=False)
+    tags: dict[_Value, int] = field(default_factory=dict)
+    choice: dict[fx.Node, str] = field(default_factory=dict)
+    obstacles: dict[fx.Node, str] = field(default_factory=dict)
+    shardable: dict[int, frozenset[str]] = field(default_factory=dict)
+    # Values being asked for a batch dimension further up the call stack.
+    asking: set[_Value] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rules = {node: rule_for(node) for node in op_nodes(self.captured.graph)}
+        self.operands = {node: [source(o) for o in tensor_operands(node)] for node in self.rules}
+        for node in self.captured.graph.nodes:
+            step = self.captured.inputs.get(node.name) if node.op == "placeholder" else None
+            if step is not None and step.batch_dim is not None and is_tensor(node):
+                self.tags[node, 0] = step.batch_dim
+
+    def run(self) -> None:
+        """Sweep until nothing changes. A sweep after the first is due only where a batch came from behind."""
+        changed = True
+        while changed:
+            before = len(self.tags)
+            self.obstacles.clear()
+            for node in self.rules:
+                self.visit(node)
+            changed = len(self.tags) != before
+
+    def can_shard(self, rule: FactorRule, factor: str) -> bool:
+        if id(rule) not in self.shardable:
+            self.shardable[id(rule)] = frozenset(rule.shardable())
+        return factor in self.shardable[id(rule)]
+
+    def visit(self, node: fx.Node) -> None:
+        rule = self.rules[node]
+        tagged = {p: self.tags[v] for p, v in enumerate(self.operands[node]) if v in self.tags}
+        if not tagged and node not in self.choice:
+            return
+        if any(tag == _PARTIAL for tag in tagged.values()):
+            self.add_sums(node, rule, tagged)
+            return
+        factors = {major(rule.operands[p], tag, rule) for p, tag in tagged.items()}
+        if node in self.choice:
+            factors.add(self.choice[node])
+        if factors == {None}:
+            # Of a dimension of size one there is nothing to carry.
+            if any(tensor_operands(node)[p].meta["val"].shape[tag] > 1 for p, tag in tagged.items()):
+                self.obstacles[node] = f"{_title(node)} needs all rows of the batch at once"
+            return
+        if len(factors) != 1:
+            self.obstacles[node] = f"{_title(node)} combines every row of the batch with every other"
+            return
+        factor = factors.pop()
+        assert factor is not None
+        if not self.can_shard(rule, factor):
+            self.obstacles[node] = f"{_title(node)} needs all rows of the batch at once"
+            return
+        self.choice[node] = factor
+        if factor in rule.couples:
+            self.obstacles[node] = f"{_title(node)} computes statistics over the whole batch"
+        for position, value in enumerate(self.operands[node]):
+            dim = dim_of(rule.operands[position], factor, rule)
+            if dim is not None and value not in self.tags and not self.demand(value, dim):
+                self.obstacles[node] = (
+                    f"{_title(node)} reads {value[0].name}, which has a row for each row of the batch but cannot be "
+                    "made in parts"
+                )
+        for number, result in enumerate(rule.results):
+            dim = dim_of(result, factor, rule)
+            if dim is not None:
+                self.tags[node, number] = dim
+            elif factor in rule.summed:
+                self.tags[node, number] = _PARTIAL
+
+    def add_sums(self, node: fx.Node, rule: FactorRule, tagged: dict[int, int]) -> None:
+        """An op on sums over the batch. It follows them if it is linear in them."""
+        partial = {p for p, tag in tagged.items() if tag == _PARTIAL}
+        for number, linear in enumerate(rule.linear):
+            if linear == partial and len(partial) == len(tagged):
+                self.choice[node] = f"+{number}"
+                self.tags.update(((node, result), _PARTIAL) for result in range(len(rule.results)))
+                return
+        self.obstacles[node] = f"{_title(node)} needs a sum over the whole batch, in other ways than to add to it"
+
+    def demand(self, value: _Value, dim: int) -> bool:
+        """Give ``value`` the batch dimension ``dim`` if the op that makes it can make it in parts."""
+        known = self.tags.get(value)
+        if known is not None:
+            return known == dim
+        node, number = value
+        if node not in self.rules or value in self.asking:
+            return False
+        rule = self.rules[node]
+        factor = major(rule.results[number], dim, rule)
+        if factor is None or not self.can_shard(rule, factor) or self.choice.get(node, factor) != factor:
+            return False
+        self.asking.add(value)
+        for position, operand in enumerate(self.operands[node]):
+            wanted = dim_of(rule.operands[position], factor, rule)
+            fits = self.tags.get(operand) is None if wanted is None else self.demand(operand, wanted)
+            if not fits:
+                self.asking.discard(value)
+                return False
+        self.asking.discard(value)
+        self.choice[node] = factor
+        for other, result in enumerate(rule.results):
+            other_dim = dim_of(result, factor, rule)
+            if other_dim is not None:
+                self.tags[node, other] = other_dim
+        return True
+
+
+def _sequence(
+    captured: CapturedModel, rules: dict[fx.Node, FactorRule]
+) -> tuple[dict[fx.Node, frozenset[str]], dict[_Value, int]]:
+    """Sequence factors of every op and sequence dimensions of values, from dimension 1 of integer step inputs."""
+    tags: dict[_Value, int] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs and is_tensor(node):
+            value = node.meta["val"]
+            if value.ndim >= 2 and not value.dtype.is_floating_point and value.dtype != torch.bool:
+                tags[node, 0] = 1
+    factors: dict[fx.Node, frozenset[str]] = {}
+    for node, rule in rules.items():
+        found: dict[str, None] = {}
+        for position, operand in enumerate(tensor_operands(node)):
+            dim = tags.get(source(operand))
+            factor = None if dim is None else major(rule.operands[position], dim, rule)
+            if factor is not None:
+                found[factor] = None
+        factors[node] = frozenset(found)
+        for number in range(len(tensor_results(node))):
+            dims = [dim_of(rule.results[number], factor, rule) for factor in found]
+            present = [dim for dim in dims if dim is not None]
+            if present:
+                tags[node, number] = present[0]
+    return factors, tags
+
+
+def _title(node: fx.Node) -> str:
+    """``linear (encoder.layer.0.attention)``."""
+    path = node.meta.get("path")
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return f"{name} ({path})" if path else name
