@@ -1,0 +1,264 @@
+"""What autograd keeps of an op between forward and backward.
+
+    linear      input and weight             softmax, relu, tanh   the result
+    gelu, silu  the input                    add, view, cat, sum   nothing
+    mul         each operand whose partner needs a gradient
+
+From the derivative formulas of ATen (``tools/autograd/derivatives.yaml`` in PyTorch). Bytes that belong to no
+operand or result (statistics of a norm, log probabilities inside a loss) are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import tensor_operands
+from autopar.ir.rules import loss
+from autopar.ir.rules.call import Call, Operand, call_of
+from autopar.ir.rules.factors import aten, numel
+
+# Statistics are kept in float32.
+_STATISTIC_BYTES = 4
+
+
+class Saved(NamedTuple):
+    """Positions of the operands and results kept, and bytes of whatever else is, all of global size."""
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    extra_bytes: float = 0.0
+
+
+def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
+    """What the backward of ``node`` needs.
+
+    differentiable: whether an operand needs a gradient; without it every floating point one is taken to.
+    An op of which nothing is known keeps everything.
+    """
+    call = call_of(node)
+    operands = call.operands
+    needs = {
+        operand.position
+        for operand, source in zip(operands, tensor_operands(node), strict=True)
+        if operand.dtype.is_floating_point and (differentiable is None or differentiable(source))
+    }
+    if not needs or not any(r.dtype.is_floating_point for r in call.results):
+        return Saved()
+    return _saved(call, needs)
+
+
+def _saved(call: Call, needs: set[int]) -> Saved:
+    special = _SPECIAL.get(call.name)
+    if special is not None:
+        return special(call, needs)
+    if call.name in _NOTHING:
+        return Saved()
+    if call.name in _RESULT:
+        return Saved(results=(0,))
+    if call.name in _BOTH:
+        return Saved((0,), (0,))
+    if call.name in _PICKED:
+        # A selection keeps where it picked from; without indices, a comparison with the result finds it.
+        return Saved(results=(1,)) if len(call.results) > 1 else Saved((0,), (0,))
+    if call.name in _INDICES:
+        return Saved(tuple(o.position for o in call.operands if not o.dtype.is_floating_point))
+    if call.name in _PRODUCT:
+        return _product(call, needs)
+    everything = tuple(o.position for o in call.operands)
+    if torch.Tag.pointwise in getattr(call.target, "tags", ()) or call.name in _OPERANDS:
+        return Saved(everything)
+    return Saved(everything, tuple(range(len(call.results))))
+
+
+def _product(call: Call, needs: set[int]) -> Saved:
+    """Bilinear: the gradient of either factor takes the other."""
+    bound = call.bound()
+    pair = [o.position for o in call.operands if o is not bound.get("bias")]
+    if call.name in _ADDING:
+        pair = pair[1:]
+    if len(pair) < 2:
+        return Saved()  # by a number
+    kept = {p for p in pair if needs & (set(pair) - {p})}
+    return Saved(tuple(sorted(kept)))
+
+
+def _quotient(call: Call, needs: set[int]) -> Saved:
+    numerator, divisor = call.bound()["self"], call.bound()["other"]
+    if not isinstance(divisor, Operand):
+        return Saved()
+    if divisor.position in needs and isinstance(numerator, Operand):
+        return Saved((numerator.position, divisor.position))
+    return Saved((divisor.position,))
+
+
+def _power(call: Call, needs: set[int]) -> Saved:
+    exponent = call.bound()["exponent"]
+    operands = tuple(o.position for o in call.operands)
+    return Saved(operands, (0,) if isinstance(exponent, Operand) and exponent.position in needs else ())
+
+
+def _layer_norm(call: Call, needs: set[int]) -> Saved:
+    """Input, weight, and a mean and a scale per row (RMS norm: a scale)."""
+    bound = call.bound()
+    x: Operand = bound["x"] if "x" in bound else bound["input"]
+    shape = bound.get("normalized_shape", x.shape[-1:])
+    per_row = 1 if "rms" in call.name else 2
+    return _norm(call, x, numel(x.shape) / numel(shape) * per_row)
+
+
+def _group_norm(call: Call, needs: set[int]) -> Saved:
+    bound = call.bound()
+    x: Operand = bound["input"]
+    groups = bound["num_groups"] if "num_groups" in bound else bound["group"]
+    return _norm(call, x, 2.0 * x.shape[0] * groups)
+
+
+def _batch_norm(call: Call, needs: set[int]) -> Saved:
+    x: Operand = call.bound()["input"]
+    return _norm(call, x, 2.0 * x.shape[1])
+
+
+def _norm(call: Call, x: Operand, num_statistics: float) -> Saved:
+    bound = call.bound()
+    names: tuple[str, ...] = ("weight", "running_mean", "running_var")
+    if "layer" in call.name:
+        names = ("weight", "bias")
+    kept = [x.position, *(o.position for o in map(bound.get, names) if isinstance(o, Operand))]
+    if len(call.results) > 1:
+        return Saved(tuple(kept), tuple(range(1, min(len(call.results), 3))))
+    return Saved(tuple(kept), (), num_statistics * _STATISTIC_BYTES)
+
+
+def _attention(call: Call, needs: set[int]) -> Saved:
+    """All operands, the result, and the logarithm of the normaliser of each row."""
+    rows = call.results[0].shape[:-1]
+    return Saved(tuple(o.position for o in call.operands), (0,), numel(rows) * _STATISTIC_BYTES)
+
+
+def _cross_entropy(call: Call, needs: set[int]) -> Saved:
+    """Log probabilities of all classes, in at least float32, and the targets."""
+    logits, *others = call.operands
+    width = max(logits.dtype.itemsize, 4) if call.name.startswith("autopar") else logits.dtype.itemsize
+    return Saved(tuple(o.position for o in others), (), numel(logits.shape) * width)
+
+
+def _dropout(call: Call, needs: set[int]) -> Saved:
+    """A mask of one byte per element."""
+    bound = call.bound()
+    if bound["p"] == 0 or bound.get("train", True) is False:
+        return Saved()
+    return Saved(results=(1,)) if len(call.results) > 1 else Saved(extra_bytes=numel(call.results[0].shape))
+
+
+def _moe(call: Call, needs: set[int]) -> Saved:
+    """Per token and chosen expert: the sorted row, the inner activations, and the row on its way out."""
+    bound = call.bound()
+    x: Operand = bound["x"]
+    h, u, inner = x.shape[-1], bound["w_up"].shape[1], bound["w_down"].shape[2]
+    rows = numel(bound["expert_index"].shape)
+    widths = h + u + (2 if bound["gated"] else 1) * inner + h
+    kept = tuple(bound[name].position for name in ("expert_index", "expert_weight", "w_up", "w_down"))
+    return Saved(kept, (), rows * widths * x.dtype.itemsize)
+
+
+def _where(call: Call, needs: set[int]) -> Saved:
+    return Saved((call.bound()["condition"].position,))
+
+
+def _max_pool(call: Call, needs: set[int]) -> Saved:
+    """The input, and where each maximum was found."""
+    if len(call.results) > 1:
+        return Saved((0,), (1,))
+    return Saved((0,), (), numel(call.results[0].shape) * torch.int64.itemsize)
+
+
+def _lerp(call: Call, needs: set[int]) -> Saved:
+    weight = call.bound()["weight"]
+    if not isinstance(weight, Operand):
+        return Saved()
+    if weight.position in needs:
+        return Saved(tuple(o.position for o in call.operands))
+    return Saved((weight.position,))
+
+
+_NOTHING = frozenset(
+    aten(
+        "add sub rsub neg positive alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to copy real imag "
+        "deg2rad rad2deg round floor ceil trunc sign sgn "
+        "view _unsafe_view reshape view_copy flatten ravel squeeze unsqueeze squeeze_copy unsqueeze_copy permute "
+        "transpose t numpy_T mT adjoint movedim expand broadcast_to repeat tile repeat_interleave view_as_real "
+        "view_as_complex diagonal unfold pixel_shuffle pixel_unshuffle "
+        "cat concat stack split split_with_sizes split_copy split_with_sizes_copy chunk tensor_split unsafe_split "
+        "unsafe_chunk unsafe_split_with_sizes slice slice_copy narrow narrow_copy select select_copy unbind "
+        "slice_scatter select_scatter pad constant_pad_nd flip roll tril triu diff sum mean cumsum "
+        "full zeros ones empty new_full new_zeros new_ones new_empty full_like zeros_like ones_like empty_like fill "
+        "arange rand randn rand_like randn_like randint bernoulli one_hot "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+        "upsample_bicubic2d upsample_trilinear3d"
+    )
+)
+_RESULT = frozenset(
+    aten(
+        "relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal tan softmax _softmax log_softmax _log_softmax "
+        "special_expit"
+    )
+)
+_BOTH = frozenset(aten("logsumexp prod norm linalg_vector_norm cumprod logcumsumexp var_mean std std_mean"))
+_PICKED = frozenset(aten("max min amax amin median nanmedian topk sort kthvalue mode cummax cummin"))
+_INDICES = frozenset(
+    aten(
+        "embedding index _unsafe_index index_select index_put _unsafe_index_put scatter scatter_add index_add "
+        "index_copy masked_fill masked_scatter"
+    )
+)
+_PRODUCT = frozenset(
+    aten(
+        "mul multiply linear matmul mm bmm mv dot outer ger addmm baddbmm addmv conv1d conv2d conv3d convolution "
+        "_convolution conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm einsum addcmul"
+    )
+)
+_ADDING = frozenset(aten("addmm baddbmm addmv addcmul"))
+_OPERANDS = frozenset(
+    [
+        *loss.RULES,
+        *aten(
+            "gather glu prelu var avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+            "adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d cosine_similarity log_sigmoid hardswish "
+            "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+        ),
+    ]
+)
+_SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
+    **dict.fromkeys(aten("div true_divide divide"), _quotient),
+    **dict.fromkeys(aten("pow float_power"), _power),
+    **dict.fromkeys(aten("layer_norm native_layer_norm rms_norm _fused_rms_norm"), _layer_norm),
+    "autopar::rms_norm": _layer_norm,
+    **dict.fromkeys(aten("group_norm native_group_norm"), _group_norm),
+    **dict.fromkeys(
+        aten(
+            "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+            "_native_batch_norm_legit_no_training _batch_norm_no_update"
+        ),
+        _batch_norm,
+    ),
+    "autopar::attention": _attention,
+    "aten::scaled_dot_product_attention": _attention,
+    "autopar::cross_entropy": _cross_entropy,
+    "aten::cross_entropy_loss": _cross_entropy,
+    "autopar::dropout": _dropout,
+    **dict.fromkeys(aten("dropout native_dropout feature_dropout"), _dropout),
+    "autopar::moe": _moe,
+    **dict.fromkeys(
+        aten(
+            "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d "
+            "adaptive_max_pool3d"
+        ),
+        _max_pool,
+    ),
+    "aten::where": _where,
+    "aten::lerp": _lerp,
+}
