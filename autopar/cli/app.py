@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -42,84 +43,61 @@ def _root(
     pass
 
 
-@app.command(
+def _planner(*, pin_degrees: bool) -> Callable[..., None]:
+    """The function behind ``search`` and ``estimate``, which take the same flags."""
+
+    def command(
+        model: opt.Model,
+        gpus: opt.Gpus = None,
+        gpu: opt.Gpu = None,
+        gpus_per_node: opt.GpusPerNode = None,
+        cluster: opt.ClusterFile = None,
+        global_batch: opt.GlobalBatch = None,
+        seq: opt.Seq = None,
+        pp: opt.Pp = None,
+        dp: opt.Dp = None,
+        tp: opt.Tp = None,
+        cp: opt.Cp = None,
+        ep: opt.Ep = None,
+        sp: opt.Sp = None,
+        zero: opt.Zero = None,
+        schedule: opt.Schedule = None,
+        virtual_stages: opt.VirtualStages = 1,
+        microbatch: opt.Microbatch = None,
+        num_microbatches: opt.NumMicrobatches = None,
+        precision: opt.Precision = None,
+        remat: opt.Remat = None,
+        output: opt.Output = None,
+        report: opt.Report = None,
+        json: opt.Json = False,
+    ) -> None:
+        Request(
+            model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
+            global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero,
+            schedule=schedule, microbatch=microbatch, num_microbatches=num_microbatches, precision=precision,
+            remat=remat, output=output, report=report, json=json, pin_degrees=pin_degrees,
+        ).run()  # fmt: skip
+
+    return command
+
+
+app.command(
+    "search",
+    help="Find the fastest plan that fits. Needs no GPU and no weights.",
     epilog=_example(
         "autopar search examples/gpt.py --gpus 16",
         "autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 -o plan.yaml",
         "autopar search model.py:large --gpus 32 --tp 8 --report plan.html",
-    )
-)
-def search(
-    model: opt.Model,
-    gpus: opt.Gpus = None,
-    gpu: opt.Gpu = None,
-    gpus_per_node: opt.GpusPerNode = None,
-    cluster: opt.ClusterFile = None,
-    global_batch: opt.GlobalBatch = None,
-    seq: opt.Seq = None,
-    pp: opt.Pp = None,
-    dp: opt.Dp = None,
-    tp: opt.Tp = None,
-    cp: opt.Cp = None,
-    ep: opt.Ep = None,
-    sp: opt.Sp = None,
-    zero: opt.Zero = None,
-    schedule: opt.Schedule = None,
-    virtual_stages: opt.VirtualStages = 1,
-    microbatch: opt.Microbatch = None,
-    num_microbatches: opt.NumMicrobatches = None,
-    precision: opt.Precision = None,
-    remat: opt.Remat = None,
-    output: opt.Output = None,
-    report: opt.Report = None,
-    json: opt.Json = False,
-) -> None:
-    """Find the fastest plan that fits. Needs no GPU and no weights."""
-    Request(
-        model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
-        global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, schedule=schedule,
-        microbatch=microbatch, num_microbatches=num_microbatches, precision=precision, remat=remat, output=output, report=report, json=json,
-    ).run()  # fmt: skip
-
-
-@app.command(
+    ),
+)(_planner(pin_degrees=False))
+app.command(
+    "estimate",
+    help="Predict one configuration: degrees not given are 1, and data parallelism takes the ranks left over.",
     epilog=_example(
         "autopar estimate examples/llama3_70b.py --gpus 64 --gpu a100-80gb --tp 8 --pp 2 --dp 4",
         "autopar estimate examples/gpt.py --gpus 8 --zero 3 --json",
-    )
-)
-def estimate(
-    model: opt.Model,
-    gpus: opt.Gpus = None,
-    gpu: opt.Gpu = None,
-    gpus_per_node: opt.GpusPerNode = None,
-    cluster: opt.ClusterFile = None,
-    global_batch: opt.GlobalBatch = None,
-    seq: opt.Seq = None,
-    pp: opt.Pp = None,
-    dp: opt.Dp = None,
-    tp: opt.Tp = None,
-    cp: opt.Cp = None,
-    ep: opt.Ep = None,
-    sp: opt.Sp = None,
-    zero: opt.Zero = None,
-    schedule: opt.Schedule = None,
-    virtual_stages: opt.VirtualStages = 1,
-    microbatch: opt.Microbatch = None,
-    num_microbatches: opt.NumMicrobatches = None,
-    precision: opt.Precision = None,
-    remat: opt.Remat = None,
-    output: opt.Output = None,
-    report: opt.Report = None,
-    json: opt.Json = False,
-) -> None:
-    """Predict one configuration: degrees not given are 1, and data parallelism takes the ranks left over."""
-    Request(
-        model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
-        global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, schedule=schedule,
-        microbatch=microbatch, num_microbatches=num_microbatches, precision=precision, remat=remat, output=output, report=report, json=json,
-        pin_degrees=True,
-    ).run()  # fmt: skip
+    ),
+)(_planner(pin_degrees=True))
 
 
 @app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --report plan.html"))

@@ -1,0 +1,153 @@
+"""The command line, run as a user would: what it prints, and exit code 2 with one message for mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+from autopar.ir.plan import Plan
+from tests.report.sample import sample_plan
+
+ROOT = Path(__file__).parents[2]
+MLP = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+def model():
+    return Net()
+
+def branching():
+    class Branching(Net):
+        def forward(self, x):
+            if x.sum() > 0:
+                return self.layers(x).mean()
+            return x.mean()
+    return Branching()
+
+def example_inputs(batch_size=16, seq_len=8):
+    return (torch.zeros(batch_size, seq_len, 64),)
+"""
+
+JSON_KEYS = {
+    "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
+    "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat", "capture_time_s",
+    "search_time_s", "optimality_gap", "breakdown_s",
+}  # fmt: skip
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(MLP)
+    return str(path)
+
+
+def autopar(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs the command line in this process; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    code = left.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0
+
+
+def test_search_writes_plan_and_report(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    arguments = ("search", net, "--gpus", "4", "--gpu", "cpu", "-o", str(plan), "--report", str(page), "--json")
+    assert autopar(monkeypatch, *arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == JSON_KEYS
+    assert printed["feasible"] is True
+    loaded = Plan.load(plan)
+    assert loaded.num_ranks == 4
+    assert printed["mesh"] == dict(loaded.mesh)
+    assert "Where each op is sharded" in page.read_text()
+    assert autopar(monkeypatch, "show", str(plan)) == 0
+    assert "net on 4 × cpu" in capsys.readouterr().out
+
+
+def test_estimate_pins_every_degree(
+    net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert autopar(monkeypatch, "estimate", net, "--gpus", "4", "--gpu", "cpu", "--tp", "2", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["pp"], printed["mesh"]) == (1, {"dp": 2, "tp": 2})
+
+
+def test_show_reads_a_plan_and_writes_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample_plan().save(tmp_path / "plan.yaml")
+    assert autopar(monkeypatch, "show", str(tmp_path / "plan.yaml"), "--report", str(tmp_path / "plan.html")) == 0
+    assert "9.84 s a step" in capsys.readouterr().out
+    assert (tmp_path / "plan.html").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("command", ["search", "estimate", "show", "train"])
+def test_help_shows_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert autopar(monkeypatch, command, "--help") == 0
+    assert f"autopar {command} " in capsys.readouterr().out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("search", "{net}"), "how many GPUs?"),
+        (("search", "{net}", "--gpus", "4", "--gpu", "h10"), "did you mean 'h100-sxm'?"),
+        (("search", "{net}", "--gpus", "4", "--cluster", "nowhere.yaml"), "cannot read cluster nowhere.yaml"),
+        (("search", "{net}:tiny", "--gpus", "4"), "has no function tiny()"),
+        (("search", "{net}", "--gpus", "6", "--tp", "4"), "does not divide the 6 ranks"),
+        (("search", "{net}", "--gpus", "4", "--dp", "4", "--global-batch", "6"), "batch of 6 does not divide"),
+        (("search", "{net}:branching", "--gpus", "4"), "if x.sum() > 0"),
+        (("show", "nowhere.yaml"), "cannot read plan nowhere.yaml"),
+        (("train", "{net}", "nowhere.yaml"), "cannot read plan nowhere.yaml"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    arguments: tuple[str, ...],
+    message: str,
+    net: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert autopar(monkeypatch, *(argument.format(net=net) for argument in arguments)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_json_of_what_does_not_fit(
+    net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert autopar(monkeypatch, "search", net, "--gpus", "4", "--tp", "3", "--json") == 2
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["feasible"] is False
+    assert "does not divide" in printed["reason"]
+
+
+def test_a_cluster_file_gives_what_flags_do_not(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text("gpu: a100-80gb\nnum_gpus: 4\nmemory_gb: 40\n")
+    assert autopar(monkeypatch, "search", net, "--cluster", str(tmp_path / "cluster.yaml"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["feasible"] is True
+    (tmp_path / "cluster.yaml").write_text("gpu: a100-80gb\nnum_gpu: 4\n")
+    assert autopar(monkeypatch, "search", net, "--cluster", str(tmp_path / "cluster.yaml")) == 2
+    assert "num_gpu" in capsys.readouterr().err
