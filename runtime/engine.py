@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,12 @@ from autopar.runtime.launch import this_device
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.outputs import Outputs, scale_outputs
 from autopar.runtime.parameters import materialize, tensor_axes
-from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored
 from autopar.runtime.zero import ZeroEngine, apply_zero, is_managed
+
+if TYPE_CHECKING:
+    from autopar.runtime.pipeline import Pipeline
 
 _STEP, _FORWARD = "loss", "model"
 
@@ -82,6 +84,9 @@ class Engine:
         self.reducer = self._make_reducer()
         self.pipeline: Pipeline | None = None
         if program.num_stages > 1:
+            # Importing it imports torch.export, which takes seconds.
+            from autopar.runtime.pipeline import Pipeline
+
             self.pipeline = Pipeline(
                 self.stage,
                 program,

@@ -108,7 +108,7 @@ class JobMesh:
         for stages in sorted({layout.stages for layout in layouts}):
             if not 1 < len(stages) < self.num_stages:
                 continue
-            for ranks in self.device_mesh.mesh.flatten(1).T[:, list(stages)].tolist():
+            for ranks in self.device_mesh.mesh.reshape(self.num_stages, -1).T[:, list(stages)].tolist():
                 group = dist.new_group(ranks)
                 if dist.get_rank() in ranks:
                     self._over_stages[stages] = group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def model(seed: int = 0) -> Tied:
     return Tied()
 
 
+@cache
 def captured_tied() -> CapturedModel:
     return capture(model(), batch(0))
 

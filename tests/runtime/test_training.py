@@ -64,45 +64,55 @@ def _check(results: list[Any], expected: dict[str, Any], chunks: int = 1) -> Non
             torch.testing.assert_close(result["norm"], expected["norm"])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_data_parallel_with_zero(zero: int, chunks: int) -> None:
-    settings = {"mesh": {"dp": 2}, "zero": zero, "chunks": chunks}
-    _check(run_ranks(_train, 2, settings), _reference(), chunks)
+TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"dp2 zero{zero} x{chunks}": ({"mesh": {"dp": 2}, "zero": zero, "chunks": chunks}, {})
+        for zero in range(4)
+        for chunks in (1, 2)
+    },
+    "dp2 gradients zeroed in place": ({"mesh": {"dp": 2}, "chunks": 2}, {"to_none": False}),
+    **{
+        f"dp2 zero{zero} remat {remat}": ({"mesh": {"dp": 2}, "zero": zero}, {"remat": remat})
+        for zero in (0, 3)
+        for remat in ("full", "selective")
+    },
+    "pp2 1f1b": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "1f1b"}, {"clip": 0.05}),
+    "pp2 gpipe": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "gpipe"}, {"clip": 0.05}),
+}
+FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f"dp2 dp2 zero{zero}": ({"mesh": {"outer": 2, "inner": 2}, "zero": zero}, {"clip": 0.05}) for zero in (0, 3)},
+    **{
+        f"dp2 pp2 zero{zero}": ({"mesh": {"dp": 2}, "stages": 2, "chunks": 4, "zero": zero}, {"clip": 0.05})
+        for zero in range(4)
+    },
+    "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
+}
 
 
-def test_gradients_zeroed_in_place() -> None:
-    _check(run_ranks(_train, 2, {"mesh": {"dp": 2}, "chunks": 2}, to_none=False), _reference(), 2)
+def _train_each(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    return {name: _train(settings, **options) for name, (settings, options) in cases.items()}
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_two_data_axes(zero: int) -> None:
-    settings = {"mesh": {"outer": 2, "inner": 2}, "zero": zero}
-    _check(run_ranks(_train, 4, settings, clip=0.05), _reference(clip=0.05))
+@pytest.fixture(scope="module")
+def trained() -> dict[int, list[dict[str, Any]]]:
+    """Results of every case by number of ranks, then rank. One job each: starting ranks takes longer than steps."""
+    cases = {2: TWO_RANKS, 4: FOUR_RANKS}
+    return {ranks: run_ranks(_train_each, ranks, some, timeout=300) for ranks, some in cases.items()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_pipeline_with_tied_weights(schedule: str) -> None:
-    results = run_ranks(_train, 2, {"mesh": {}, "stages": 2, "chunks": 4, "schedule": schedule}, clip=0.05)
-    _check(results, _reference(clip=0.05), 4)
-    assert results[0]["names"][0] == results[1]["names"][0] == "embed.weight"
-    assert "layers.0.up.weight" not in results[1]["names"]
+@pytest.mark.parametrize("case", [*TWO_RANKS, *FOUR_RANKS])
+def test_training(case: str, trained: dict[int, list[dict[str, Any]]]) -> None:
+    ranks = 2 if case in TWO_RANKS else 4
+    settings, options = (TWO_RANKS | FOUR_RANKS)[case]
+    results = [result[case] for result in trained[ranks]]
+    _check(results, _reference(options.get("clip")), settings.get("chunks", 1))
+    if case == "pp2 1f1b":
+        assert results[0]["names"][0] == results[1]["names"][0] == "embed.weight"
+        assert "layers.0.up.weight" not in results[1]["names"]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_pipeline_with_data_parallelism(zero: int) -> None:
-    settings = {"mesh": {"dp": 2}, "stages": 2, "chunks": 4, "zero": zero}
-    _check(run_ranks(_train, 4, settings, clip=0.05), _reference(clip=0.05), 4)
-
-
-def test_four_stages_with_weights_tied_over_the_outer_ones() -> None:
-    _check(run_ranks(_train, 4, {"mesh": {}, "stages": 4, "chunks": 4}), _reference(), 4)
-
-
-@pytest.mark.parametrize("remat", ["full", "selective"])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_rematerialization(remat: str, zero: int) -> None:
-    _check(run_ranks(_train, 2, {"mesh": {"dp": 2}, "zero": zero}, remat=remat), _reference())
+def _forward_each() -> Any:
+    return [_forward(zero) for zero in (0, 3)]
 
 
 def _forward(zero: int) -> Any:
@@ -127,21 +137,20 @@ def _forward(zero: int) -> Any:
     return found, pm.full_gradients(), output["logits"]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_plain_forward_gives_averaged_gradients(zero: int) -> None:
+def test_plain_forward_gives_averaged_gradients() -> None:
     net = model()
     expected = []
     for number in range(2):
         output = net(**batch(number))
         output["loss"].backward()
         expected.append(output["loss"].detach())
-    results = run_ranks(_forward, 2, zero)
-    for losses, gradients, _ in results:
-        torch.testing.assert_close(losses, expected)
-        want = {name: p.grad for name, p in net.named_parameters()}
-        torch.testing.assert_close(gradients, want, rtol=1e-4, atol=1e-7)
-    joined = torch.cat([logits for _, _, logits in results])
-    torch.testing.assert_close(joined, output["logits"].detach())
+    want = {name: p.grad for name, p in net.named_parameters()}
+    for results in zip(*run_ranks(_forward_each, 2), strict=True):
+        for losses, gradients, _ in results:
+            torch.testing.assert_close(losses, expected)
+            torch.testing.assert_close(gradients, want, rtol=1e-4, atol=1e-7)
+        joined = torch.cat([logits for _, _, logits in results])
+        torch.testing.assert_close(joined, output["logits"].detach())
 
 
 def _load(zero: int) -> Any:
@@ -155,8 +164,12 @@ def _load(zero: int) -> Any:
     return first, pm.full_state_dict()
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_state_dicts_go_in_and_out(zero: int) -> None:
-    for first, second in run_ranks(_load, 4, zero):
-        torch.testing.assert_close(first, dict(model(0).state_dict()), rtol=0, atol=0)
-        torch.testing.assert_close(second, first, rtol=0, atol=0)
+def _load_each() -> Any:
+    return [_load(zero) for zero in (0, 3)]
+
+
+def test_state_dicts_go_in_and_out() -> None:
+    for results in run_ranks(_load_each, 4):
+        for first, second in results:
+            torch.testing.assert_close(first, dict(model(0).state_dict()), rtol=0, atol=0)
+            torch.testing.assert_close(second, first, rtol=0, atol=0)
