@@ -55,6 +55,7 @@ from autopar.ir.rules import (
 )
 from autopar.ir.rules.call import Call, call_of
 from autopar.ir.rules.factors import Rule, replicated_rule
+from autopar.ir.rules.probe import probe
 
 __all__ = ["RULES", "MissingRuleWarning", "rule_for", "rule_of_call"]
 
@@ -93,7 +94,9 @@ def rule_for(node: fx.Node) -> FactorRule:
 def rule_of_call(call: Call) -> tuple[FactorRule, bool]:
     """The rule of a signature, and whether a written rule covers it."""
     known = known_rule(call)
-    return (known, True) if known is not None else (replicated_rule(call), False)
+    if known is not None:
+        return known, True
+    return probe(call) or replicated_rule(call), False
 
 
 def known_rule(call: Call) -> FactorRule | None:

@@ -61,6 +61,11 @@ class Call:
     def operands(self) -> tuple[Operand, ...]:
         return tuple(_operands((self.args, tuple(value for _, value in self.kwargs))))
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all operands, then of all results."""
+        return [*(operand.shape for operand in self.operands), *(result.shape for result in self.results)]
+
     def bound(self) -> dict[str, Any]:
         """Arguments by name, defaults filled in."""
         bound = {

@@ -1,0 +1,133 @@
+"""Ops without a rule: what trying finds out, and what it must not believe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from autopar.ir.rules import MissingRuleWarning, rule_for
+from autopar.ir.rules.call import call_of
+from autopar.ir.rules.probe import probe
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Callable[[str, Callable[..., Any]], Any]]:
+    """Defines ops of a library that no rule knows."""
+    library = torch.library.Library("autopar_probe_test", "DEF")
+
+    def define(schema: str, function: Callable[..., Any]) -> Any:
+        name = library.define(schema)
+        library.impl(name, function, "CompositeImplicitAutograd")
+        return getattr(torch.ops.autopar_probe_test, name).default
+
+    yield define
+    library._destroy()
+
+
+def node_of(target: Any, *args: Any, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> fx.Node:
+    graph = fx.Graph()
+    lifted = []
+    for number, arg in enumerate(args):
+        if isinstance(arg, tuple):
+            node = graph.placeholder(f"x{number}")
+            node.meta["val"] = torch.empty(arg, device="meta")
+            arg = node
+        lifted.append(arg)
+    node = graph.call_function(target, tuple(lifted))
+    values = tuple(torch.empty(shape, device="meta", dtype=dtype) for shape in shapes)
+    node.meta["val"] = values if len(values) > 1 else values[0]
+    node.meta["source"] = "model.py:7 in forward: y = op(x)"
+    return node
+
+
+def test_matrix_product(library: Any) -> None:
+    target = library("product(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.einsum("bmk,kn->bmn", x, y).clone())
+    node = node_of(target, (4, 6, 8), (8, 10), shapes=[(4, 6, 10)])
+    rule = probe(call_of(node))
+    assert rule is not None
+    (b, m, k), (k2, n) = rule.operands
+    assert (b, m, n) == rule.results[0]
+    assert k == k2
+    assert rule.summed == {*k}
+    assert set(rule.shardable()) == {*b, *m, *k, *n}
+
+
+def test_rows_are_independent_and_columns_are_not(library: Any) -> None:
+    target = library("normalise(Tensor x) -> Tensor", lambda x: x / x.sum(-1, keepdim=True))
+    rule = probe(call_of(node_of(target, (8, 8), shapes=[(8, 8)])))
+    assert rule is not None
+    assert rule.shardable() == rule.operands[0][0] == rule.results[0][0]
+
+
+def test_large_sizes_are_tried_on_small_ones(library: Any) -> None:
+    target = library("heads(Tensor x, int size) -> (Tensor, Tensor)", lambda x, size: (x[..., :size].tanh(), x.sum(-1)))
+    node = node_of(target, (4096, 1024), 512, shapes=[(4096, 512), (4096,)])
+    rule = probe(call_of(node))
+    assert rule is not None
+    (rows,) = rule.shardable()
+    assert rule.sizes[rows] == 4096
+    assert rule.results == (((rows,), rule.results[0][1]), ((rows,),))
+
+
+def test_a_sum_of_positive_numbers_only_is_not_believed(library: Any) -> None:
+    target = library("clamped(Tensor x) -> Tensor", lambda x: x.sum().clamp(min=-0.01))
+    assert probe(call_of(node_of(target, (8,), shapes=[()]))) is None
+
+
+def test_counts_are_not_sums(library: Any) -> None:
+    target = library("largest(Tensor x) -> Tensor", lambda x: x.argmax())
+    assert probe(call_of(node_of(target, (8,), shapes=[()], dtype=torch.int64))) is None
+
+
+def test_random_and_failing_ops_are_repeated(library: Any) -> None:
+    noise = library("noise(Tensor x) -> Tensor", lambda x: x + torch.rand_like(x))
+    assert probe(call_of(node_of(noise, (8,), shapes=[(8,)]))) is None
+
+    def refuse(x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+    refusing = library("refusing(Tensor x) -> Tensor", refuse)
+    node = node_of(refusing, (8, 4), shapes=[(8, 4)])
+    with pytest.warns(MissingRuleWarning, match=r"refusing .*model\.py:7 in forward.*every rank repeats it"):
+        rule = rule_for(node)
+    assert rule.shardable() == ()
+    assert rule.flops > 0
+
+
+def test_the_backward_counts(library: Any) -> None:
+    class Mixed(torch.autograd.Function):
+        """Rows go through unchanged, their gradients are averaged."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.mean(0, keepdim=True).expand_as(grad)
+
+    target = library("mixed(Tensor x) -> Tensor", Mixed.apply)
+    rule = probe(call_of(node_of(target, (8, 6), shapes=[(8, 6)])))
+    assert rule is not None
+    assert rule.shardable() == rule.operands[0][1]
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "shapes", "batch"),
+    [
+        (aten.cdist.default, ((4, 6, 3), (4, 8, 3)), [(4, 6, 8)], 0),
+        (aten.linalg_cross.default, ((4, 3), (4, 3)), [(4, 3)], 0),
+        (aten.logaddexp.default, ((4, 3), (4, 3)), [(4, 3)], 0),
+    ],
+)
+def test_aten_ops_outside_the_tables(target: Any, args: tuple[Any, ...], shapes: list[Any], batch: int) -> None:
+    rule = probe(call_of(node_of(target, *args, shapes=shapes)))
+    assert rule is not None
+    assert rule.results[0][batch] == rule.operands[0][batch] != ()
+    assert rule.results[0][batch][0] in rule.shardable()
