@@ -67,7 +67,8 @@ class Request:
         return cluster_from_dict(described, source=source)
 
     def constraints(self, cluster: Cluster) -> Constraints:
-        precision = self.precision or (PrecisionName.fp32 if cluster.device.name == "cpu" else PrecisionName.bf16)
+        usual = PrecisionName.fp32 if cluster.device.name.lower() == "cpu" else PrecisionName.bf16
+        precision = self.precision or usual
         return Constraints(
             pp=self.pp,
             dp=self.dp,

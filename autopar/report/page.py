@@ -37,7 +37,7 @@ def render(plan: Plan, planned: Planned | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    for name in ("seconds", "gib", "percent", "plural"):
+    for name in ("seconds", "gib", "percent", "plural", "significant"):
         environment.filters[name] = getattr(units, name)
     assets = resources.files("autopar.report") / "assets"
     plotly = resources.files("plotly") / "package_data" / "plotly.min.js"

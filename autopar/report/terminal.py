@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.data import block_names, microbatch_size, remat_level
-from autopar.report.units import gib, percent, plural, seconds
+from autopar.report.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
@@ -54,13 +54,18 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
     line = Text.assemble(
         "predicted ",
         (f"{seconds(prediction.step_time_s)} a step", "bold green"),
-        f"   {prediction.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   {prediction.model_tflops_per_gpu:,.1f} TFLOP/s/GPU"
+        f"   {significant(prediction.tokens_per_s_per_gpu)} tokens/s/GPU"
+        f"   {significant(prediction.model_tflops_per_gpu)} TFLOP/s/GPU"
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}",
     )
     parts: list[RenderableType] = [line]
     if prediction.breakdown_s:
         total = sum(prediction.breakdown_s.values()) or 1.0
-        shown = (f"{name} {seconds(s)} ({s / total:.0%})" for name, s in prediction.breakdown_s.items() if s > 0)
+        shown = (
+            f"{name.replace('_', ' ')} {seconds(s)} ({s / total:.0%})"
+            for name, s in prediction.breakdown_s.items()
+            if s > 0.0005 * total
+        )
         parts.append(Text("of which " + ", ".join(shown), "dim"))
     if planned is not None:
         parts.append(

@@ -78,7 +78,7 @@ def test_search_writes_plan_and_report(
     assert printed["mesh"] == dict(loaded.mesh)
     assert "Where each op is sharded" in page.read_text()
     assert autopar(monkeypatch, "show", str(plan)) == 0
-    assert "net on 4 × cpu" in capsys.readouterr().out
+    assert "net on 4 × cpu" in capsys.readouterr().out.lower()
 
 
 def test_estimate_pins_every_degree(

@@ -43,7 +43,7 @@
   function drawBreakdown() {
     const bar = document.getElementById("breakdown");
     if (!bar) return;
-    const parts = Object.entries(data.prediction.breakdown_s).filter(([, value]) => value > 0);
+    const parts = Object.entries(data.prediction.breakdown_s).filter(([, value]) => value > 1e-4 * data.prediction.step_time_s);
     const total = parts.reduce((sum, [, value]) => sum + value, 0);
     const legend = document.createElement("div");
     legend.className = "legend";
