@@ -22,7 +22,7 @@ from math import inf
 from torch import fx
 
 from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view, op_name
-from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors
 from autopar.ir.rules import rule_for
@@ -39,17 +39,10 @@ _WIDENED = {"cross_entropy": 8}
 def storage_of(node: fx.Node) -> Storage:
     """Whose memory a tensor lives in, looking through views and ``getitem``."""
     while True:
-        if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node):
-            parent = node.args[0]
-            if not is_view(parent):
-                index = node.args[1]
-                assert isinstance(index, int)
-                return parent, index
-            node = parent
-        elif node.op == "call_function" and is_view(node):
-            node = tensor_operands(node)[0]
-        else:
-            return node, 0
+        producer, position = source(node)
+        if producer.op != "call_function" or not is_view(producer):
+            return producer, position
+        node = tensor_operands(producer)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +93,18 @@ class BlockActivations:
         precision: str = "fp32",
         batch_factors: Mapping[fx.Node, str | None] | None = None,
         shared: AbstractSet[fx.Node] = frozenset(),
+        needs_grad: AbstractSet[fx.Node] | None = None,
         rules: Callable[[fx.Node], FactorRule] = rule_for,
     ) -> BlockActivations:
         """Measure the ops of a block.
 
         batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
-        parameters, buffers, step inputs, and ops that depend on no parameter.
+        parameters, buffers, step inputs, and ops that depend on no parameter. needs_grad: tensors that a
+        gradient flows through; every floating point one if not given.
         """
         inside = set(nodes)
         batches = batch_factors or {}
+        differentiable = None if needs_grad is None else needs_grad.__contains__
 
         def entry(node: fx.Node, tensor: fx.Node | None, position: int) -> Saved:
             rule = rules(node)
@@ -129,12 +125,14 @@ class BlockActivations:
         inputs: list[Saved] = []
         working: list[tuple[Saved, ...]] = []
         for node in nodes:
+            if is_getitem(node):
+                continue
             rule = rules(node)
             operands = tensor_operands(node)
             uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
             counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
             results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
-            operand_positions, result_positions, extra_bytes = saved_for_backward(node)
+            operand_positions, result_positions, extra_bytes = saved_for_backward(node, differentiable)
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
             if extra_bytes:
@@ -143,8 +141,12 @@ class BlockActivations:
                 kept += results
             inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
             for tensor, use in zip(operands, uses, strict=True):
-                if tensor in inside and use in counted and tensor_results(tensor):
-                    moved.append((_produced(tensor, use, rules(tensor), batches.get(tensor)), use))
+                producer, result = source(tensor)
+                if producer in inside and use in counted:
+                    produced = _saved(
+                        producer, use.storage, use.num_bytes, (rules(producer).results[result],), batches.get(producer)
+                    )
+                    moved.append((produced, use))
             if not is_view(node):
                 floating = [u for u, o in zip(uses, operands, strict=True) if o.meta["val"].is_floating_point()]
                 wide = _WIDENED.get(op_name(node), 0)
@@ -221,11 +223,6 @@ def _total(
         key = tensor.storage, tensor.cuts(assignment)
         sizes[key] = min(sizes.get(key, inf), local)
     return sum(sizes.values())
-
-
-def _produced(tensor: fx.Node, use: Saved, rule: FactorRule, batch_factor: str | None) -> Saved:
-    """The operand ``use`` as its producer ``tensor`` left it."""
-    return _saved(tensor, use.storage, use.num_bytes, rule.results[:1], batch_factor)
 
 
 def _saved(

@@ -248,7 +248,7 @@ _ENTRIES = (
             "bf16": _half(
                 312,
                 _ACCELERATORS,
-                0.70,
+                0.68,
                 "best measured shape 253 TFLOP/s (0.81, MAMF finder) at 300 W",
                 0.45,
                 "as on the SXM part, at the lower power limit",
@@ -266,7 +266,7 @@ _ENTRIES = (
     ),
     GpuEntry(
         name="H100-SXM",
-        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.62, _H100_WHY, 0.36, _H100_ATTENTION)},
+        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.64, _H100_WHY, 0.36, _H100_ATTENTION)},
         memory_gb=Published(80, _ACCELERATORS),
         reserved_gb=_RESERVED,
         bandwidth_gb_s=Published(3350, _ACCELERATORS),
@@ -297,7 +297,7 @@ _ENTRIES = (
         name="H200",
         rates={
             "fp32": _fp32(67, "NVIDIA H200 datasheet"),
-            "bf16": _half(989, _ACCELERATORS, 0.63, _H100_WHY, 0.36, _H100_ATTENTION),
+            "bf16": _half(989, _ACCELERATORS, 0.64, _H100_WHY, 0.36, _H100_ATTENTION),
         },
         memory_gb=Published(141, _ACCELERATORS),
         reserved_gb=_RESERVED,
@@ -316,7 +316,7 @@ _ENTRIES = (
             "bf16": _half(
                 2250,
                 _ACCELERATORS,
-                0.65,
+                0.60,
                 "best measured shape 1745 TFLOP/s (0.78, MAMF finder); sustained training power-throttles",
                 0.35,
                 "cuDNN attention on B200; FlashAttention-2 would be slower",

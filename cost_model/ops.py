@@ -42,7 +42,7 @@ _EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
 _COPIES = frozenset({"contiguous", "to", "_to_copy"})
 
 # Views without an alias annotation.
-_VIEWS = frozenset({"_unsafe_view", "getitem", "reshape"})
+_VIEWS = frozenset({"_unsafe_view", "reshape"})
 
 
 def op_name(node: fx.Node) -> str:
@@ -196,7 +196,7 @@ class OpCost:
             device=device,
             rate=rate,
             free=free,
-            free_backward=not gradients or not flowing or (free and same_size) or op_name(node) == "getitem",
+            free_backward=not gradients or not flowing or (free and same_size),
             flops=flops,
             backward_flops=flops * products if contracted else 2 * flops,
             carries_batch=batch_factor is not None,

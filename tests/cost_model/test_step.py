@@ -48,7 +48,7 @@ def test_sync_adds_and_scales() -> None:
     assert total.total_s(4) == 4 * 3 + 5
 
 
-@given(st.floats(0, 10), st.floats(0, 10))
+@given(st.just(0.0) | st.floats(1e-9, 10), st.floats(0, 10))
 def test_exposed_time_is_bounded(communication_s: float, compute_s: float) -> None:
     exposed = exposed_time(communication_s, compute_s)
     assert 0 <= exposed <= communication_s
