@@ -16,7 +16,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import Parallelized as Parallelized
+    from autopar.api import ParallelModule as ParallelModule
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
     from autopar.cost_model.cluster import Cluster as Cluster
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AutoparError": "autopar.ir.errors",
     "Cluster": "autopar.cost_model.cluster",
-    "Parallelized": "autopar.api",
+    "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
     "parallelize": "autopar.api",
 }
@@ -36,7 +36,7 @@ _PUBLIC = {
 __all__ = [
     "AutoparError",
     "Cluster",
-    "Parallelized",
+    "ParallelModule",
     "Plan",
     "__version__",
     "parallelize",

@@ -56,7 +56,7 @@ class Engine:
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
         self.program = program = programs[self.mesh.stage]
-        self.signature = Signature.of(captured, plan)
+        self.signature = Signature.of(captured, plan, model)
         self.state_order = tuple(model.state_dict(keep_vars=True))
         self.stages = {name: p.stage for p in reversed(programs) for name in (*p.parameters, *p.buffers)}
         self.layouts = self._layouts()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import InvalidInput
@@ -29,18 +32,27 @@ class Signature:
     inputs: dict[str, _Input]
     global_size: int
     data_parallel_size: int
+    positional: tuple[str, ...]
 
     @classmethod
-    def of(cls, captured: CapturedModel, plan: Plan) -> Signature:
+    def of(cls, captured: CapturedModel, plan: Plan, model: nn.Module) -> Signature:
+        """model: an argument that its forward takes by position or by name may come either way."""
         degree = plan.data_parallel_size
+        names = []
+        for parameter in inspect.signature(model.forward).parameters.values():
+            if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                break
+            names.append(parameter.name)
+        positional = tuple(names)
         values = {node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"}
         inputs = {}
         for name, step_input in captured.inputs.items():
             shape, dim = list(values[name].shape), step_input.batch_dim
             if dim is not None:
                 shape[dim] //= degree
-            inputs[name] = _Input(step_input.key, tuple(shape), values[name].dtype, dim)
-        return cls(inputs, plan.batch.global_size, degree)
+            key = _by_name(step_input.key, positional)
+            inputs[name] = _Input(key, tuple(shape), values[name].dtype, dim)
+        return cls(inputs, plan.batch.global_size, degree, positional)
 
     def bind(
         self,
@@ -57,7 +69,7 @@ class Signature:
         any communication, if the call does not fit the captured one. Values that are not tensors were fixed by
         capture.
         """
-        given = _tensors_by_key(args, kwargs, target)
+        given = self._given(args, kwargs, target)
         bound: dict[str, torch.Tensor] = {}
         for name, expected in self.inputs.items():
             value = given.pop(expected.key, None)
@@ -73,9 +85,20 @@ class Signature:
             raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
         return bound
 
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> dict[str, torch.Tensor]:
+        """Tensors of a call by key, arguments by name where they have one."""
+        if target is not None and not any(expected.key.startswith("target") for expected in self.inputs.values()):
+            kwargs, target = {**kwargs, "target": target}, None
+        found: dict[str, torch.Tensor] = {}
+        for root, value in (("args", args), ("kwargs", dict(kwargs)), ("target", target)):
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    found[_by_name(root + pytree.keystr(path), self.positional)] = leaf
+        return found
+
     def _mismatch(self, problem: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> str:
         expected = ", ".join(f"{i.key}: {_tensor(i.shape, i.dtype)}" for i in self.inputs.values())
-        given = _tensors_by_key(args, kwargs, target)
+        given = self._given(args, kwargs, target)
         got = ", ".join(f"{key}: {_tensor(tuple(value.shape), value.dtype)}" for key, value in given.items())
         rows = f"{self.global_size // self.data_parallel_size} of the {self.global_size} rows of the global batch"
         return (
@@ -103,13 +126,12 @@ class Signature:
         return pytree.tree_map_only(torch.Tensor, rows, batch)
 
 
-def _tensors_by_key(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for root, value in (("args", args), ("kwargs", dict(kwargs)), ("target", target)):
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            if isinstance(leaf, torch.Tensor):
-                found[root + pytree.keystr(path)] = leaf
-    return found
+def _by_name(key: str, positional: tuple[str, ...]) -> str:
+    """``args[0]`` as ``kwargs['x']``, where the model calls its first argument x."""
+    found = re.match(r"args\[(\d+)\]", key)
+    if found is None or int(found[1]) >= len(positional):
+        return key
+    return f"kwargs[{positional[int(found[1])]!r}]{key[found.end() :]}"
 
 
 def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:

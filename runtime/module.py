@@ -36,8 +36,8 @@ class ParallelModule(nn.Module):
     def engine(self) -> Engine:
         if self._engine is None:
             raise InvalidInput(
-                "the model is not captured yet: that waits for the first call of step() or forward(), and only then are "
-                "there parameters and a plan.\n  try: parallelize(..., example_inputs=...)"
+                "the model is not captured yet: that waits for the first call of step() or forward(), and only then "
+                "are there parameters and a plan.\n  try: parallelize(..., example_inputs=...)"
             )
         return self._engine
 

@@ -1,0 +1,189 @@
+"""The public functions: ``parallelize`` a model over the ranks of this job, ``search`` a plan for any cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.capture import LossFunction, capture
+from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.program import StageProgram
+from autopar.local_cluster import local_cluster
+from autopar.passes.normalise import normalise
+from autopar.passes.partition import partition
+from autopar.runtime.agreement import agree, from_first
+from autopar.runtime.engine import Engine
+from autopar.runtime.launch import ensure_process_group, this_device
+from autopar.runtime.mesh import check_world_size
+from autopar.runtime.module import ParallelModule
+from autopar.search.api import search_captured
+from autopar.search.constraints import Constraints
+
+__all__ = ["ParallelModule", "constraints_of", "parallelize", "search"]
+
+# Shorter names for fields of Constraints, as on the command line.
+_SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | Cluster | int,
+    *,
+    example_inputs: Any = None,
+    example_target: Any = None,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | str | Path | None = None,
+    **constraints: Any,
+) -> ParallelModule:
+    """``model`` as a module that trains on all ranks of this job. Every rank calls it with the same arguments.
+
+    mesh: the number of ranks, a Cluster that says what they are, or a DeviceMesh whose named axes (pp, dp, tp,
+        cp, ep) the plan is held to.
+    example_inputs: a *global* batch, as ``capture`` takes it; only shapes count. Without any, the model's own
+        ``dummy_inputs`` serve, or else capture waits for the first call, which is then given a global batch.
+    loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
+    plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``Constraints``: dp, tp, pp,
+        cp, ep, sp, zero, schedule, num_microbatches, microbatch, precision, remat, memory_fraction).
+
+    The model is not changed: each rank copies its part of the parameters, or initialises them if the model is on
+    the meta device. Errors on one rank (AutoparError) are raised on all.
+    """
+    ensure_process_group()
+    request = _Request(model, mesh, loss_fn, plan, constraints)
+    request.check(dist.get_world_size())
+    if example_inputs is None:
+        example_inputs = getattr(model, "dummy_inputs", None)
+    if example_inputs is not None:
+        return ParallelModule(request.build(example_inputs, example_target))
+
+    def build(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Engine:
+        example: Any = args
+        if kwargs:
+            example = inspect.signature(model.forward).bind(*args, **kwargs).arguments if args else dict(kwargs)
+        return request.build(example, target)
+
+    return ParallelModule(build)
+
+
+def search(
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    example_inputs: Any = None,
+    example_target: Any = None,
+    loss_fn: LossFunction | None = None,
+    **constraints: Any,
+) -> Plan:
+    """The fastest plan for training ``model`` on ``cluster``; needs neither its devices nor the model's weights.
+
+    The arguments are those of ``parallelize``. Raises CaptureError or InfeasiblePlan.
+    """
+    if example_inputs is None:
+        example_inputs = getattr(model, "dummy_inputs", None)
+    if example_inputs is None:
+        raise InvalidInput(
+            f"{type(model).__name__} has no dummy_inputs.\n  try: example_inputs=..., one global batch of any values"
+        )
+    limits = constraints_of(constraints)
+    captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target))
+    return search_captured(captured, cluster, limits).plan
+
+
+def constraints_of(given: Mapping[str, Any]) -> Constraints:
+    """Constraints from keywords. Raises InvalidInput for one that there is not."""
+    known = {field.name for field in dataclasses.fields(Constraints)}
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        field = _SHORT.get(name, name)
+        if field not in known:
+            raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(_SHORT)))}")
+        if field == "sequence_parallel" and isinstance(value, str):
+            value = {"on": True, "off": False}[value]
+        fields[field] = value
+    return Constraints(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the caller of ``parallelize`` wants, before there are inputs to capture with."""
+
+    model: nn.Module
+    mesh: DeviceMesh | Cluster | int
+    loss_fn: LossFunction | None
+    plan: Plan | str | Path | None
+    constraints: Mapping[str, Any]
+
+    def check(self, world_size: int) -> None:
+        """What is wrong with the request alone. The same on every rank; nothing is sent."""
+        if isinstance(self.mesh, DeviceMesh):
+            ranks = self.mesh.size()
+        else:
+            ranks = self.mesh if isinstance(self.mesh, int) else self.mesh.num_gpus
+        if ranks != world_size:
+            raise PlanMismatch(
+                f"the mesh has {ranks} ranks, this job has {world_size}.\n"
+                f"  try: torchrun --nproc-per-node {ranks}, or a mesh of {world_size}"
+            )
+        constraints_of(self.constraints)
+
+    def build(self, example_inputs: Any, example_target: Any) -> Engine:
+        """The engine of this rank. All ranks call together."""
+        captured = agree(
+            lambda: normalise(
+                capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target), check=False
+            )
+        )
+        sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured).to_yaml()}")
+        seed, _, text = sent.partition("\n")
+        plan = Plan.from_yaml(text)
+        check_world_size(plan, dist.get_world_size())
+        if not captured.has_loss and plan.num_stages > 1:
+            raise PlanMismatch(
+                f"{captured.name} has no loss, and a pipeline of {plan.num_stages} stages only runs training steps.\n"
+                "  try: loss_fn=..., labels among the example inputs, or pp=1"
+            )
+
+        def forward() -> StageProgram:
+            return partition(captured, plan, outputs="model")[0]
+
+        programs = agree(lambda: partition(captured, plan) if captured.has_loss else (forward(),))
+        forward_program = forward if plan.num_stages == 1 else None
+        return Engine(self.model, captured, plan, programs, forward_program=forward_program, seed=int(seed))
+
+    def _plan(self, captured: CapturedModel) -> Plan:
+        """On rank 0: the given plan, or the best one."""
+        if isinstance(self.plan, Plan):
+            return self.plan
+        if self.plan is not None:
+            return Plan.load(self.plan)
+        limits = constraints_of(self.constraints)
+        cluster = self.mesh if isinstance(self.mesh, Cluster) else local_cluster(dist.get_world_size(), this_device())
+        if isinstance(self.mesh, DeviceMesh):
+            limits = self._within_mesh(limits, self.mesh)
+        return search_captured(captured, cluster, limits).plan
+
+    def _within_mesh(self, limits: Constraints, mesh: DeviceMesh) -> Constraints:
+        names = mesh.mesh_dim_names
+        if names is None:
+            return limits
+        sizes = {name: mesh.size(number) for number, name in enumerate(names)}
+        named = Constraints.of_mesh(sizes)
+        for role in ("pp", "dp", "tp", "cp", "ep"):
+            pinned, here = getattr(limits, role), named.pp if role == "pp" else named.degree(role)
+            if pinned is not None and pinned != here:
+                raise InfeasiblePlan(f"{role}={pinned} contradicts the mesh, where it is {here}: {sizes}")
+        return replace(
+            limits, pp=named.pp, axes=named.axes, **dict.fromkeys(("dp", "tp", "cp", "ep"), None)  # type: ignore[arg-type]
+        )

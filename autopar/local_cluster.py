@@ -1,0 +1,42 @@
+"""The cluster that a job runs on, as far as the processes can tell."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.errors import InvalidCluster
+
+# What a device's name has to hold, most special first, and its name in the catalogue.
+_NAMES = (
+    (("B200",), "b200"),
+    (("H200",), "h200"),
+    (("H100", "PCIe"), "h100-pcie"),
+    (("H100",), "h100-sxm"),
+    (("A100", "PCIE", "80GB"), "a100-80gb-pcie"),
+    (("A100", "80GB"), "a100-80gb"),
+    (("A100",), "a100-40gb"),
+    (("V100",), "v100"),
+    (("MI300X",), "mi300x"),
+)
+
+
+def local_cluster(num_ranks: int, device: torch.device) -> Cluster:
+    """``num_ranks`` devices like this one, on nodes of as many as torchrun started here.
+
+    Raises InvalidCluster for a GPU that the catalogue does not have.
+    """
+    per_node = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    if device.type == "cpu":
+        return make_cluster("cpu", num_ranks, per_node)
+    found = torch.cuda.get_device_name(device)
+    for parts, name in _NAMES:
+        if all(part.lower() in found.lower() for part in parts):
+            return make_cluster(name, num_ranks, per_node)
+    raise InvalidCluster(
+        f"this GPU, {found!r}, is not in the catalogue, so nothing is known of its speed.\n"
+        "  try: parallelize(model, Cluster.from_yaml(...)), or plan=..."
+    )
