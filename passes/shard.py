@@ -286,10 +286,18 @@ class _Sweep:
     def emit(
         self, node: fx.Node, start: fx.Node, steps: tuple[Step, ...], layout: Layout, block: int, key: tuple[Any, ...]
     ) -> fx.Node:
-        """The chain of collectives ``steps`` after ``start``, shared with equal chains in the same block."""
+        """The chain of collectives ``steps`` after ``start``, shared with equal chains in the same block.
+
+        What keeps or shrinks a tensor is done where it was produced, once for all blocks that use it; what
+        grows it, or only concerns the gradient, in each block that uses it, so that less crosses between them.
+        """
         current = start
         placements = list(layout[1:])
+        user = block
+        block = start.meta["block"] if start.op == "call_function" and start.meta["block"] != PRELUDE else user
         for number, step in enumerate(steps):
+            if step.forward in (Collective.ALL_GATHER, Collective.NONE):
+                block = user
             known = (node, block, key, steps[: number + 1])
             if known not in self.uses:
                 function, kwargs = step_call(step, self.plan.stage_mesh)
