@@ -136,7 +136,7 @@ class _Single:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 class _Report:

@@ -1,7 +1,7 @@
 """``make demo``: search plans for four ranks, train examples/gpt.py under each, compare with one process.
 
 One capture of the model serves three searches: a free one, one for a pipeline of tensor-parallel stages, and one
-for data and tensor parallelism with the sequence sharded between blocks. Each plan is printed, written to out/
+that shards both the batch and the sequence. Each plan is printed, written to out/
 with a page about it, and trained on four gloo processes beside the same training on one.
 """
 
@@ -35,12 +35,12 @@ STEPS = 30
 PLANS: dict[str, tuple[Constraints, str]] = {
     "plan": (Constraints(), "whatever the search finds best"),
     "plan-pp2-tp2": (
-        Constraints(pp=2, tp=2, dp=1, num_microbatches=4),
+        Constraints(pp=2, tp=2, dp=1, sequence_parallel=False, num_microbatches=4),
         "a pipeline of two stages, tensor parallelism inside them",
     ),
-    "plan-dp2-tp2": (
-        Constraints(pp=1, dp=2, tp=2, sequence_parallel=True),
-        "data parallelism with tensor and sequence parallelism",
+    "plan-dp2-cp2": (
+        Constraints(pp=1, dp=2, cp=2),
+        "data parallelism, and the sequence sharded over a second axis",
     ),
 }
 
