@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from autopar.ir.capture_errors import explain
@@ -67,7 +68,9 @@ def capture(
     twin = _Flat(fake_model(model, mode), call, loss_fn)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     try:
-        program = torch.export.export(twin, fakes, strict=False)
+        # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
+        with _use_lazy_graph_module(True):
+            program = torch.export.export(twin, fakes, strict=False)
     except _FAILURES as error:
         raise explain(title, error) from error
     return _assemble(model, title, call, twin, program, mode)

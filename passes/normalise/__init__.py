@@ -12,19 +12,26 @@ from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise.attention import RecogniseAttention
 from autopar.passes.normalise.clean_up import CleanUp
 from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
-from autopar.passes.normalise.linear import UnflattenLinear
+from autopar.passes.normalise.linear import RecogniseLinear
 from autopar.passes.normalise.means import SplitMeans
+from autopar.passes.normalise.moe import RecogniseMoe
 from autopar.passes.normalise.rms_norm import RecogniseRmsNorm
+from autopar.passes.normalise.scatters import ScattersToCat
+from autopar.passes.normalise.unflatten import Unflatten
 from autopar.passes.pipeline import Pass, PassReport, run_passes
 
 
 def normal_form() -> tuple[Pass, ...]:
     """The rewrites, in the order in which they run."""
     return (
-        UnflattenLinear(),
+        ScattersToCat(),
+        RecogniseLinear(),
+        Unflatten(),
+        CleanUp(),
         RecogniseRmsNorm(),
         RecogniseAttention(),
         RecogniseCrossEntropy(),
+        RecogniseMoe(),
         SplitMeans(),
         CleanUp(),
     )

@@ -59,7 +59,7 @@ class MaskReader:
         return self._known[key]
 
     def _read(self, mask: fx.Node, queries: int, keys: int, causal: bool) -> MaskMeaning:
-        parts = list(_parts(mask))
+        parts = list(self._parts(mask))
         constant = [p for p in parts if self.evaluator.is_constant(p)]
         varying = tuple(p for p in parts if p not in constant)
         base: AttentionKind = "causal" if causal else "full"
@@ -67,11 +67,30 @@ class MaskReader:
             return MaskMeaning(kind=base if causal or not varying else "mask", parts=varying)
         meaning = self._classify(constant, queries, keys)
         if meaning is None or (causal and meaning.kind == "sliding"):
+            if {dtype_of(p) == torch.bool for p in parts} == {True, False}:
+                parts = [mask]  # conditions and biases do not add up: keep what combines them
             return MaskMeaning(kind="causal" if causal else "mask", parts=tuple(parts))
         kind = base if meaning.kind == "full" else meaning.kind
         if kind == "full" and varying:
             kind = "mask"
         return MaskMeaning(kind=kind, window=meaning.window, parts=varying)
+
+    def _parts(self, mask: fx.Node) -> Iterator[fx.Node]:
+        """Conjuncts of a boolean mask, addends of an additive one, without their expansions.
+
+        A bias that a constant condition blots out, ``where(condition, bias, never)``, is both.
+        """
+        while _is_expansion(mask):
+            mask = mask.args[0]  # type: ignore[assignment]
+        operands = [a for a in mask.args[:2] if isinstance(a, fx.Node)]
+        splits = mask.target in _AND if dtype_of(mask) == torch.bool else mask.target is aten.add.Tensor
+        if mask.target is aten.where.ScalarOther and _is_never(mask.args[2]):
+            splits = self.evaluator.is_constant(operands[0])
+        if splits and len(operands) == 2 and not mask.kwargs:
+            for operand in operands:
+                yield from self._parts(operand)
+        else:
+            yield mask
 
     def _classify(self, parts: list[fx.Node], queries: int, keys: int) -> MaskMeaning | None:
         """The kind that the constant parts together are, None if they are no kind."""
@@ -120,6 +139,18 @@ class MaskReader:
         return seen.expand(torch.broadcast_shapes(seen.shape, (high - low, keys)))
 
 
+def _is_expansion(mask: fx.Node) -> bool:
+    """Whether a mask is only another one of the same rank, repeated."""
+    if mask.target is not aten.expand.default:
+        return False
+    assert isinstance(mask.args[0], fx.Node)
+    return len(shape_of(mask)) == len(shape_of(mask.args[0]))
+
+
+def _is_never(value: object) -> bool:
+    return isinstance(value, float) and value <= _NEVER
+
+
 def _as_boolean(value: Tensor) -> Tensor:
     if value.dtype == torch.bool:
         return value
@@ -139,20 +170,6 @@ def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, first: int) -
     if window is not None:
         expected &= positions > queries - window
     return bool((seen == expected).all())
-
-
-def _parts(mask: fx.Node) -> Iterator[fx.Node]:
-    """Conjuncts of a boolean mask, addends of an additive one, without their expansions."""
-    while mask.target is aten.expand.default and len(shape_of(mask)) == len(shape_of(mask.args[0])):  # type: ignore[arg-type]
-        mask = mask.args[0]  # type: ignore[assignment]
-    boolean = dtype_of(mask) == torch.bool
-    splits = mask.target in _AND if boolean else mask.target is aten.add.Tensor and not mask.kwargs
-    operands = [a for a in mask.args[:2] if isinstance(a, fx.Node)]
-    if splits and len(operands) == 2:
-        for operand in operands:
-            yield from _parts(operand)
-    else:
-        yield mask
 
 
 def joined(graph: fx.Graph, mode: FakeTensorMode, parts: tuple[fx.Node, ...], like: fx.Node) -> fx.Node:
