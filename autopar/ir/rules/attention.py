@@ -1,7 +1,8 @@
 """Scaled dot product attention with grouped heads.
 
-    b (h g) s d, b h t d, b h t e -> b (h g) s e      d and t are blocked
+    b (h g) s d, b h t d, b h t e -> b (h g) s e      d, t and e are blocked
 
+Pieces of ``e`` would be right, but every rank would compute all scores: the work would not be divided.
 Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
 sliding mask needs the position of the local queries: it is lowered.
 """
@@ -52,7 +53,7 @@ def _attention(
     b, h = factors.dim("b", batch), factors.dim("h", groups)
     all_heads: DimFactors = h + factors.dim("g", heads // groups)
     s, t = factors.dim("s", queries), factors.dim("t", keys, block=True)
-    d, e = factors.dim("d", size, block=True), factors.dim("e", v.shape[3])
+    d, e = factors.dim("d", size, block=True), factors.dim("e", v.shape[3], block=True)
     known: dict[int, TensorFactors] = {
         q.position: (b, all_heads, s, d),
         k.position: (b, h, t, d),

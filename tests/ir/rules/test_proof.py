@@ -161,16 +161,16 @@ def attention_case(expected: str, heads: int, groups: int, mask: Tensor | None =
 
 
 ATTENTION = [
-    attention_case("b h s e", 4, 4, kind="full"),
-    attention_case("b h s e", 4, 2, kind="full"),
-    attention_case("b g s e", 4, 1, kind="full"),
-    attention_case("b h s! e", 4, 2, kind="causal"),
-    attention_case("b h s! e", 4, 2, kind="sliding", window=2),
-    attention_case("b h s e", 4, 2, r(2, 1, 4, 4), kind="mask"),
-    attention_case("b h s e", 4, 4, r(4, 4, 4), kind="mask"),
-    attention_case("b h s e", 4, 2, r(2, 4, 1, 4), kind="mask"),
-    attention_case("b h s! e", 4, 2, r(2, 1, 1, 4), kind="causal"),
-    case("b h s e", aten.scaled_dot_product_attention.default, r(2, 4, 4, 6), r(2, 4, 8, 6), r(2, 4, 8, 6), r(4, 8)),
+    attention_case("b h s", 4, 4, kind="full"),
+    attention_case("b h s", 4, 2, kind="full"),
+    attention_case("b g s", 4, 1, kind="full"),
+    attention_case("b h s!", 4, 2, kind="causal"),
+    attention_case("b h s!", 4, 2, kind="sliding", window=2),
+    attention_case("b h s", 4, 2, r(2, 1, 4, 4), kind="mask"),
+    attention_case("b h s", 4, 4, r(4, 4, 4), kind="mask"),
+    attention_case("b h s", 4, 2, r(2, 4, 1, 4), kind="mask"),
+    attention_case("b h s!", 4, 2, r(2, 1, 1, 4), kind="causal"),
+    case("b h s", aten.scaled_dot_product_attention.default, r(2, 4, 4, 6), r(2, 4, 8, 6), r(2, 4, 8, 6), r(4, 8)),
 ]
 
 NORM = [
