@@ -23,7 +23,6 @@ from autopar.cost_model.activations import Saved
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment, Choice
-from autopar.ir.rules import rule_for
 from autopar.search.instance import Flow, Instance, Ints, User
 from autopar.search.pricing import Pricing
 from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
@@ -75,7 +74,7 @@ def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> tuple[Assi
 def _divides(pricing: Pricing, group: Cluster, joint: Assignment) -> bool:
     mesh, load = pricing.mesh, pricing.workload
     for member in group.members:
-        rule, batch = rule_for(member), load.roles.batch.get(member)
+        rule, batch = load.rule(member), load.roles.batch.get(member)
         left: dict[str, int] = {}
         for choice, axis in zip(joint, mesh.axes, strict=True):
             own = group.follow[choice][member]
@@ -180,14 +179,14 @@ class _Builder:
             )
 
     def _needs(self, node: fx.Node, position: int) -> list[tuple[Layout, Layout]]:
-        rule = rule_for(node)
+        rule = self.load.rule(node)
         return [rule.operand_layout(position, assignment) for assignment in self.members[node]]
 
     def _sources(self, tensor: Tensor) -> tuple[int, list[Layout]]:
         """Unit that decides how a tensor is produced, and its layout under each option."""
         node = tensor.node
         if node in self.members:
-            rule = rule_for(node)
+            rule = self.load.rule(node)
             unit = self.load.cluster_of(node).index
             return unit, [rule.result_layout(tensor.result, assignment) for assignment in self.members[node]]
         inputs = self.load.clusters.inputs
@@ -202,10 +201,11 @@ class _Builder:
         needs = [self._needs(node, position) for node, position in transfer.uses]
         wanted, need_of = _index([need for own in needs for need in own])
         factor = self.count * len(transfer.blocks)
-        move = self.pricing.move
-        cost = np.array([[factor * move(transfer.tensor, s, *need).total_s for need in wanted] for s in sources])
-        if not cost.any():
+        tensor = transfer.tensor
+        fixed, per_byte = self.pricing.moves.table(tuple(sources), tuple(wanted), tensor.differentiable)
+        if not fixed.any() and not per_byte.any():
             return
+        cost = factor * (fixed + per_byte * tensor.bytes_of_microbatch(self.count))
         users, begin = [], 0
         for (node, _), own in zip(transfer.uses, needs, strict=True):
             unit = self.load.cluster_of(node).index

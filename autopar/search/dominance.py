@@ -32,21 +32,30 @@ def reduce(instance: Instance) -> tuple[Instance, list[Ints]]:
     """An instance with the same optimum and fewer options, and for each unit the options it kept."""
     instance = absorb(instance)
     kept: list[Ints] = [np.arange(n) for n in instance.num_options]
-    changed = True
-    while changed:
-        changed = False
-        for unit in range(len(instance.costs)):
-            if len(instance.costs[unit]) == 1:
-                continue
+    # A unit is looked at again once a unit it shares a flow with has lost options.
+    waiting = set(range(len(instance.costs)))
+    while waiting:
+        unit = min(waiting)
+        waiting.remove(unit)
+        if len(instance.costs[unit]) > 1:
             alive = _alive(instance, unit)
             if alive.all():
                 continue
-            changed = True
+            waiting |= _neighbours(instance, unit)
             kept[unit] = kept[unit][alive]
             keep = [np.arange(n) for n in instance.num_options]
             keep[unit] = np.flatnonzero(alive)
             instance = absorb(restrict(instance, keep))
     return instance, kept
+
+
+def _neighbours(instance: Instance, unit: int) -> set[int]:
+    found: set[int] = set()
+    for flow in instance.flows:
+        units = {flow.producer, *(user.unit for user in flow.users)}
+        if unit in units:
+            found |= units
+    return found
 
 
 def _alive(instance: Instance, unit: int) -> NDArrayBool:
@@ -88,9 +97,12 @@ def _using(flow: Flow, unit: int, instance: Instance) -> Floats:
     alone = len(own) == len(flow.users)
     count = len(own[0])
     priced = np.zeros((len(states), count))
+    if not alone and len(own) == 1:
+        dearest = flow.cost[states].max(axis=0)[own[0]]
+        return np.where(own[0][:, None] == own[0][None, :], 0.0, -dearest[None, :])
     for option in range(count):
         needed = sorted({int(needs[option]) for needs in own})
-        priced[:, option] = flow.cost[np.ix_(states, needed)].sum(axis=1)
+        priced[:, option] = flow.cost[states][:, needed].sum(axis=1)
     if alone:
         return np.asarray((priced[:, :, None] - priced[:, None, :]).min(axis=0))
     bound = np.empty((count, count))
@@ -98,7 +110,7 @@ def _using(flow: Flow, unit: int, instance: Instance) -> Floats:
         have = {int(needs[option]) for needs in own}
         for other in range(count):
             extra = sorted({int(needs[other]) for needs in own} - have)
-            bound[option, other] = -flow.cost[np.ix_(states, extra)].sum(axis=1).max() if extra else 0.0
+            bound[option, other] = -flow.cost[states][:, extra].sum(axis=1).max() if extra else 0.0
     return bound
 
 

@@ -14,7 +14,6 @@ from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment
-from autopar.ir.rules import rule_for
 from autopar.search.pricing import ParameterPrice, Pricing
 from autopar.search.stages import LEVELS, BlockCost
 from autopar.search.workload import PRELUDE, Tensor, Workload
@@ -141,7 +140,7 @@ def layout_of(pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, As
     """Layout that a tensor is produced in. inputs: choices of the step inputs."""
     node, clusters = tensor.node, pricing.workload.clusters
     if node in assignments:
-        return rule_for(node).result_layout(tensor.result, assignments[node])
+        return pricing.workload.rule(node).result_layout(tensor.result, assignments[node])
     if node in clusters.input_dims:
         return tuple(clusters.input_placement(node, choice) for choice in inputs)
     return replicated(pricing.mesh)
@@ -170,7 +169,7 @@ class _Ops:
             lowered = pricing.lowering(node, assignments[node])
             compute += total + -1.0 * lowered
             inside += lowered
-            if is_contraction(node, rule_for(node)):
+            if is_contraction(node, load.rule(node)):
                 contraction += total.forward_s
         activations = load.activations[kind]
         saved = tuple(
@@ -222,7 +221,7 @@ def _moves(
     reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
     for transfer in load.transfers:
         source = layout_of(pricing, transfer.tensor, assignments, inputs)
-        wanted = dict.fromkeys(rule_for(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
+        wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
         total = sum((pricing.move(transfer.tensor, source, *need) for need in wanted), ZERO)
         for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
             if total is not ZERO:
@@ -249,7 +248,7 @@ def _parameters(
     layouts: dict[str, Layout] = {}
     held: dict[int, list[ParameterPrice]] = {}
     for group in pricing.workload.parameters:
-        uses = [rule_for(node).operand_layout(position, assignments[node]) for node, position in group.uses]
+        uses = [pricing.workload.rule(node).operand_layout(position, assignments[node]) for node, position in group.uses]
         price = pricing.parameter(group.numel, group.requires_grad, uses)
         for name, blocks in zip(group.names, group.blocks, strict=True):
             prices[name], layouts[name] = price, uses[0][0]

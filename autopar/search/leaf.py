@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
-from autopar.cost_model.ops import OpCost
 from autopar.cost_model.simulator import live_microbatches
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
@@ -16,6 +15,7 @@ from autopar.ir.rule import Assignment
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import Priced, evaluate
+from autopar.search.floor import Floor
 from autopar.search.ilp import solve
 from autopar.search.predict import Predicted, predict
 from autopar.search.pricing import MeshPrices, OpPrices, Pricing
@@ -25,6 +25,9 @@ from autopar.search.workload import Workload
 
 # Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
 HIDDEN = OVERLAP_SLOWDOWN
+
+# Building an inner problem counts as solving this many variables.
+_FIXED_WORK = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +72,26 @@ class Inner:
 
 @dataclass(slots=True)
 class Solver:
-    """Answers for configurations of one workload on one cluster, each worked out once."""
+    """Answers for configurations of one workload on one cluster, each worked out once.
+
+    work: variables of the inner problems so far, a measure of time that is the same on every machine.
+    """
 
     load: Workload
     cluster: Cluster
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
     num_solved: int = 0
+    work: int = 0
     ops: OpPrices = field(init=False)
-    _compute_s: float | None = None
+    floor: Floor = field(init=False)
     _meshes: dict[Mesh, MeshPrices] = field(default_factory=dict)
+    _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
     _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.load, self.cluster)
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds that the contractions of a step take one device at its rate for large matrices."""
-        if self._compute_s is None:
-            self._compute_s = sum(
-                repeats * _contraction_s(self.ops.cost(node)) for node, repeats in self.load.repeats.items()
-            )
-        return self._compute_s
+        self.floor = Floor.of(self.ops)
 
     def pricing(self, configuration: Configuration) -> Pricing:
         mesh = configuration.mesh
@@ -124,6 +124,7 @@ class Solver:
             pricing = self.pricing(configuration)
             built = build(pricing, self.rules(configuration), weights)
             solution = solve(built.instance)
+            self.work += _FIXED_WORK + solution.num_columns
             leaders = built.assignments(solution.selection)
             found = self._inner[key] = Inner(
                 pricing=pricing,
@@ -134,13 +135,17 @@ class Solver:
         return found
 
     def rules(self, configuration: Configuration) -> Rules:
-        return Rules(
-            load=self.load,
-            mesh=configuration.mesh,
-            constraints=configuration.constraints,
-            data_axes=configuration.data_axes if configuration.zero else (),
-            batch_axes=configuration.batch_axes,
-        )
+        data_axes = configuration.data_axes if configuration.zero else ()
+        key = (configuration.mesh, configuration.constraints, data_axes, configuration.batch_axes)
+        if key not in self._rules:
+            self._rules[key] = Rules(
+                load=self.load,
+                mesh=configuration.mesh,
+                constraints=configuration.constraints,
+                data_axes=data_axes,
+                batch_axes=configuration.batch_axes,
+            )
+        return self._rules[key]
 
     def complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """Cut the stages for an answer to the inner problem and predict; None if it does not fit."""
@@ -180,11 +185,3 @@ class Solver:
         """Weights with memory at ``price`` seconds a byte."""
         live = max(self.live(configuration)) if "none" in self.levels else 0
         return Weights(sync=HIDDEN, state=price, activations=price * live)
-
-
-def _contraction_s(cost: OpCost) -> float:
-    """Seconds of all samples of an op on one device, if it is a contraction and its matrices were large."""
-    if not cost.is_contraction:
-        return 0.0
-    flops = cost.flops + (0.0 if cost.free_backward else cost.backward_flops)
-    return flops / (cost.rate.peak_flops * cost.efficiency)

@@ -1,17 +1,18 @@
 """The outer search: pipeline degree, stage mesh, microbatches, ZeRO; best first, with lower bounds.
 
-A *node* is a pipeline degree P and a stage mesh of n = N / P ranks; its *leaves* add the number of microbatches M
-and ZeRO (level and axes). Lower bounds on the seconds of a step, in the order they are worked out:
+Best first over three levels. A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *pace* adds
+the number of microbatches M; a *leaf* adds ZeRO (level and axes). Lower bounds on the seconds of a step:
 
-    roofline   C / N (1 + (P - 1) / M)             C: contractions of a step at the device's rate, on one device
-    inner      T / P + (P - 1) / (P M) max(C / n, ...)   T: optimum of the inner problem, hidden gradient sums counted
-                                                     at the slow-down they cause at least
+    mesh    min over M of the pace's bound                    floor(n, M): every op perfectly divided
+    pace    floor(n, M) (1 + (M - 1) / P)
+    leaf    T / P + floor(n, M) (P - 1) / P                   T: optimum of the inner problem of the pace without
+                                                              gradient sums, for a step on one stage mesh
 
-since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (T / M) (1 + (M - 1) / P). For a node T
-is solved without gradient sums at its smallest M; more microbatches only add latency, so it bounds every leaf.
+since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P), and M sum t_i
+is at least T. A leaf's own inner problem, with gradient sums at the slow-down they cause at least, sharpens T.
 
-Leaves are taken in the order of their bounds until the best plan found is at least as good as every bound left.
-At each leaf the price of memory is swept from 0; a leaf that fits at price 0 without rematerialisation is done.
+It stops when the best plan is as good as every bound left. At each leaf the price of memory is swept from 0; a
+leaf that fits at price 0 without rematerialisation is done.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
 
-# Inner problems solved at most; a bound on the time of a search that gives the same answer on every machine.
-MAX_SOLVED = 600
+# Work (variables of inner problems) after which the search settles for what it has; about 20 s on one core.
+MAX_WORK = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """A configuration whose ZeRO is still open."""
+
+    root: Configuration
 
 
 @dataclass(slots=True)
@@ -43,7 +51,7 @@ class Outer:
 
     solver: Solver
     constraints: Constraints
-    max_solved: int = MAX_SOLVED
+    max_work: int = MAX_WORK
     best: Candidate | None = None
     bound: float = 0.0
     num_skipped: int = 0
@@ -54,26 +62,33 @@ class Outer:
         """The best plan; ``bound`` is what no plan of the space can beat."""
         for configuration in self.baselines():
             self.expand(configuration)
-        heap: list[tuple[float, int, str, object]] = []
+        heap: list[tuple[float, int, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
-            smallest = self.microbatches(self.constraints, mesh)[:1]
-            if smallest:
-                lower = self.roofline(num_stages, max(self.microbatches(self.constraints, mesh)))
-                heapq.heappush(heap, (lower, next(self._order), "node", (num_stages, mesh, smallest[0])))
+            for num in self.microbatches(self.constraints, mesh):
+                root = Configuration(
+                    num_stages=num_stages,
+                    mesh=mesh,
+                    num_microbatches=num,
+                    zero=0,
+                    data_axes=(),
+                    schedule=self.schedule(),
+                    constraints=self.constraints,
+                )
+                heapq.heappush(heap, (self.floor(num_stages, num), next(self._order), _Pace(root)))
         self.bound = float("inf")
         while heap:
-            lower, _, kind, item = heapq.heappop(heap)
-            if self.good_enough(lower) or self.solver.num_solved >= self.max_solved:
-                self.bound = min(self.bound, lower)
+            lower, _, item = heapq.heappop(heap)
+            if self.good_enough(lower) or self.solver.work >= self.max_work and self.best is not None:
+                self.bound = lower
                 self.num_skipped += 1 + len(heap)
                 break
-            if kind == "node":
-                assert isinstance(item, tuple)
-                for bounded, leaf in self.leaves(*item):
-                    heapq.heappush(heap, (max(lower, bounded), next(self._order), "leaf", leaf))
-            else:
-                assert isinstance(item, Configuration)
+            if isinstance(item, Configuration):
                 self.expand(item)
+                continue
+            inner = self.solver.inner(item.root, Weights(sync=0.0))
+            lower = max(lower, self.pipelined(inner.objective, item.root))
+            for leaf in self.variants(item.root):
+                heapq.heappush(heap, (lower, next(self._order), leaf))
         if self.best is not None:
             self.bound = min(self.bound, self.best.predicted.step_time_s)
         return self.best
@@ -112,23 +127,6 @@ class Outer:
 
     def schedule(self) -> Schedule:
         return self.constraints.schedule or "1f1b"
-
-    def leaves(self, num_stages: int, mesh: Mesh, smallest: int) -> Iterator[tuple[float, Configuration]]:
-        """Leaves of a node with their bounds."""
-        root = Configuration(
-            num_stages=num_stages,
-            mesh=mesh,
-            num_microbatches=smallest,
-            zero=0,
-            data_axes=(),
-            schedule=self.schedule(),
-            constraints=self.constraints,
-        )
-        inner = self.solver.inner(root, Weights(sync=0.0))
-        for num in self.microbatches(self.constraints, mesh):
-            lower = self.pipelined(inner.objective, num_stages, num)
-            for configuration in self.variants(replace(root, num_microbatches=num)):
-                yield lower, configuration
 
     def variants(self, root: Configuration) -> Iterator[Configuration]:
         """``root`` with each ZeRO level and set of data axes, the cheapest in time first."""
@@ -198,7 +196,7 @@ class Outer:
                             schedule=self.schedule(),
                             constraints=named,
                         )
-                        if self.good_enough(self.roofline(num_stages, num)):
+                        if self.good_enough(self.floor(num_stages, num)):
                             self.num_skipped += 1
                             continue
                         yield from self._named_zero(root)
@@ -225,21 +223,22 @@ class Outer:
 
     # Bounds and leaves.
 
-    def roofline(self, num_stages: int, num_microbatches: int) -> float:
-        """Contractions alone, perfectly divided, with the bubble."""
-        work = self.solver.compute_s / self.solver.cluster.num_gpus
-        return work * (1 + (num_stages - 1) / num_microbatches)
+    def floor(self, num_stages: int, num_microbatches: int) -> float:
+        """Seconds of a step in which every op is perfectly divided, with the bubble."""
+        ranks = self.solver.cluster.num_gpus // num_stages
+        return self.solver.floor.microbatch_s(ranks, num_microbatches) * (1 + (num_microbatches - 1) / num_stages)
 
-    def pipelined(self, stage_s: float, num_stages: int, num_microbatches: int) -> float:
+    def pipelined(self, stage_s: float, configuration: Configuration) -> float:
         """Bound on a step whose ops take ``stage_s`` seconds in all on one stage mesh, sums of gradients included."""
-        work = self.solver.compute_s / self.solver.cluster.num_gpus
-        return max(stage_s / num_stages, work) + work * (num_stages - 1) / num_microbatches
+        stages, num = configuration.num_stages, configuration.num_microbatches
+        bubble = self.solver.floor.microbatch_s(configuration.mesh.size, num) * (stages - 1) / stages
+        return max(stage_s / stages + bubble, self.floor(stages, num))
 
     def expand(self, configuration: Configuration) -> None:
         """Try a leaf: first with memory for free, then at rising prices."""
         solver = self.solver
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
-        lower = self.pipelined(inner.objective, configuration.num_stages, configuration.num_microbatches)
+        lower = self.pipelined(inner.objective, configuration)
         if self.good_enough(lower):
             self.num_skipped += 1
             return

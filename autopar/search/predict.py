@@ -15,7 +15,6 @@ from autopar.cost_model.step import exposed_time
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
-from autopar.ir.rules import rule_for
 from autopar.search.evaluate import Priced, layout_of, spread
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
@@ -132,13 +131,13 @@ def _by_axis(pricing: Pricing, leaders: tuple[Assignment, ...], stage: Stage, to
         if not times:
             continue
         source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
-        wanted = dict.fromkeys(rule_for(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
+        wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
         for need in wanted:
             for axis, seconds in _axis_seconds(pricing, transfer.tensor.numel, source, *need).items():
                 spent[axis] += times * seconds
     for node, assignment in assignments.items():
         block = load.folding.block_of.get(node)
-        lowered = rule_for(node).lowered
+        lowered = load.rule(node).lowered
         for axis, choice in enumerate(assignment):
             if block is not None and choice in lowered and stage.first <= block <= stage.last:
                 spent[axis] += pricing.lowering(node, assignment).total_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import fx
 
 from autopar.cost_model.cluster import Cluster
@@ -21,8 +22,8 @@ from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
-from autopar.ir.rule import Assignment
-from autopar.ir.rules import rule_for
+from autopar.ir.rule import Assignment, FactorRule
+from autopar.search.instance import Floats
 from autopar.search.workload import Tensor, Workload
 
 # Bytes at which affine costs are sampled.
@@ -81,7 +82,7 @@ class OpPrices:
             load = self.workload
             found = self._costs[node] = OpCost.of(
                 node,
-                rule_for(node),
+                load.rule(node),
                 self.cluster.device,
                 precision=load.precision,
                 batch_factor=load.roles.batch.get(node),
@@ -107,6 +108,7 @@ class MeshPrices:
 
     fabric: Fabric
     _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], tuple[Floats, Floats]] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
@@ -120,6 +122,20 @@ class MeshPrices:
         found = self._moves.get(key)
         if found is None:
             found = self._moves[key] = self._measure(*key)
+        return found
+
+    def table(
+        self, sources: tuple[Layout, ...], needs: tuple[tuple[Layout, Layout], ...], differentiable: bool
+    ) -> tuple[Floats, Floats]:
+        """Fixed seconds and seconds per byte, both directions together, of every (source, need)."""
+        key = (sources, needs, differentiable)
+        found = self._tables.get(key)
+        if found is None:
+            moves = [[self.move(s, *need, differentiable) for need in needs] for s in sources]
+            found = self._tables[key] = (
+                np.array([[m.forward_fixed + m.backward_fixed for m in row] for row in moves]),
+                np.array([[m.forward_per_byte + m.backward_per_byte for m in row] for row in moves]),
+            )
         return found
 
     def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
@@ -140,7 +156,7 @@ class MeshPrices:
         )
 
     def lowering(
-        self, node: fx.Node, assignment: Assignment, batch_factor: str | None, num_microbatches: int
+        self, node: fx.Node, rule: FactorRule, assignment: Assignment, batch_factor: str | None, num_microbatches: int
     ) -> OpTime:
         """Collectives inside a lowered op."""
         key = (node, assignment, num_microbatches)
@@ -148,7 +164,7 @@ class MeshPrices:
         if found is None:
             found = self._lowerings[key] = lowering_time(
                 node,
-                rule_for(node),
+                rule,
                 assignment,
                 self.fabric,
                 batch_factor=batch_factor,
@@ -201,11 +217,11 @@ class Pricing:
 
     def lowering(self, node: fx.Node, assignment: Assignment) -> OpTime:
         """One microbatch of the collectives inside an op."""
-        lowered = rule_for(node).lowered
-        if not any(choice in lowered for choice in assignment):
+        rule = self.workload.rule(node)
+        if not any(choice in rule.lowered for choice in assignment):
             return ZERO
         return self.moves.lowering(
-            node, assignment, self.workload.roles.batch.get(node), self.num_microbatches
+            node, rule, assignment, self.workload.roles.batch.get(node), self.num_microbatches
         )
 
     def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:

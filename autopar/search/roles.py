@@ -11,7 +11,6 @@ from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice
-from autopar.ir.rules import rule_for
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.workload import Workload
 
@@ -76,7 +75,7 @@ class Rules:
             for position, operand in enumerate(tensor_operands(member)):
                 if operand.op != "placeholder" or operand.name not in parameters:
                     continue
-                value, _ = rule_for(member).operand(position, group.follow[choice][member])
+                value, _ = self.load.rule(member).operand(position, group.follow[choice][member])
                 if value.is_partial() or (axis in self.data_axes and not value.is_replicate()):
                     return False
         return True

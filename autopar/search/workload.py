@@ -22,6 +22,7 @@ from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
+from autopar.ir.rule import FactorRule
 from autopar.ir.rules import rule_for
 
 PRELUDE = -1
@@ -117,6 +118,14 @@ class Workload:
                 block = self.folding.block_of.get(node)
                 found[node] = 1 if block is None else self.folding.kinds[self.folding.blocks[block].kind].repeats
         return found
+
+    def rule(self, node: fx.Node) -> FactorRule:
+        """Rule of an op of ``repeats``."""
+        return self._rules[node]
+
+    @cached_property
+    def _rules(self) -> Mapping[fx.Node, FactorRule]:
+        return {node: rule_for(node) for node in self.repeats}
 
     def representative(self, node: fx.Node) -> fx.Node:
         return self.folding.representative.get(node, node)
@@ -238,4 +247,4 @@ class Workload:
     @cached_property
     def model_flops(self) -> float:
         """Floating point operations of a step on the whole batch: forward, and twice that for backward."""
-        return 3.0 * sum(rule_for(node).flops * count for node, count in self.repeats.items())
+        return 3.0 * sum(self.rule(node).flops * count for node, count in self.repeats.items())

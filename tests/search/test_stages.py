@@ -90,8 +90,8 @@ def test_deep_model_takes_well_under_a_second() -> None:
         BlockCost(time_s=(2.0,) * 3, saved_bytes=(5.0,) * 3, static_bytes=30.0, workspace_bytes=9.0),
     ]
     blocks = [ends[0], *[layer] * 84, ends[1]]
-    start = time.perf_counter()
+    start = time.process_time()
     found = cut(blocks, [16 - i for i in range(16)], 64, 700.0)
     assert found is not None
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert any(stage.full or stage.selective for stage in found.stages)
