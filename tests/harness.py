@@ -45,7 +45,7 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:

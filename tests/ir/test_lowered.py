@@ -11,18 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir import ops
 from autopar.ir.collective_counter import CollectiveCounter
 from autopar.ir.collectives import bind_groups
+from autopar.ir.communicate import unbound_groups
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.lowered import LOWERINGS
 from autopar.ir.lowered.attention import attention
 from autopar.ir.lowered.random import derive_seed, seeded, shared_randomness
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import dual
+from autopar.ir.placement import Layout, dual, local_shape
 from autopar.ir.rule import Assignment, FactorRule, parse_rule
 from autopar.ir.rules import rule_for
 from tests.harness import run_ranks
@@ -204,9 +206,31 @@ def _whole(case: Case) -> tuple[fx.Node, FactorRule, list[Tensor], list[Tensor |
 
 
 def _assignments(rule: FactorRule) -> list[Assignment]:
-    """Every way to shard over the mesh in which a lowered factor is."""
-    choices = itertools.product(rule.choices(), repeat=len(MESH))
-    return [c for c in choices if rule.allows(c, MESH) and any(f in rule.lowered for f in c)]
+    """Lowered factors on the inner axis, or on both; beside each None and one factor that is not lowered."""
+    lowered = [choice for choice in rule.choices() if choice in rule.lowered]
+    plain = [choice for choice in rule.choices() if choice is not None and choice not in rule.lowered]
+    pairs = itertools.product([None, *lowered, *plain[:1]], lowered)
+    return [pair for pair in pairs if rule.allows(pair, MESH)]
+
+
+def _lowered(
+    case: Case, node: fx.Node, rule: FactorRule, assignment: Assignment, cut: Callable[[Tensor, Layout], Tensor]
+) -> tuple[fx.Graph, list[Tensor]]:
+    """The graph of one rank, with axis names as groups, and its operands, ``cut`` from the whole ones."""
+    graph = fx.Graph()
+    operands = []
+    for number, x in enumerate(_tensors(case)):
+        placeholder = graph.placeholder(f"x{number}")
+        operands.append(case.leaf(number, cut(x, rule.operand_layout(number, assignment)[0])))
+        placeholder.meta["val"] = operands[-1]
+    nodes = dict(zip(node.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")))
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: nodes[n], (node.args, node.kwargs))
+    local = graph.call_function(node.target, args, kwargs)
+    lowering = {rule.lowered[c] for c in assignment if c in rule.lowered}.pop()
+    local.target, local.args, local.kwargs = LOWERINGS[lowering](local, rule, assignment, MESH)
+    graph.output(local)
+    graph.lint()
+    return graph, operands
 
 
 # One rank's results and gradients, and the bytes it sent, under one assignment.
@@ -224,21 +248,8 @@ def _local(case: Case, names: dict[str, str]) -> list[Found]:
     node, rule, _, _, grads = _whole(case)
     found = []
     for assignment in _assignments(rule):
-        graph = fx.Graph()
-        operands = []
-        for number, x in enumerate(_tensors(case)):
-            placeholder = graph.placeholder(f"x{number}")
-            layout = rule.operand_layout(number, assignment)[0]
-            operands.append(case.leaf(number, piece(x, layout, MESH, rank)))
-            placeholder.meta["val"] = operands[-1]
-        nodes = dict(zip(node.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")))
-        args, kwargs = pytree.tree_map_only(fx.Node, lambda n, nodes=nodes: nodes[n], (node.args, node.kwargs))
-        local = graph.call_function(node.target, args, kwargs)
-        lowering = {rule.lowered[c] for c in assignment if c in rule.lowered}.pop()
-        local.target, local.args, local.kwargs = LOWERINGS[lowering](local, rule, assignment, MESH)
-        graph.output(local)
+        graph, operands = _lowered(case, node, rule, assignment, lambda x, layout: piece(x, layout, MESH, rank))
         bind_groups(graph, names)
-        graph.lint()
         with CollectiveCounter() as counter:
             outputs = _outputs(fx.GraphModule({}, graph)(*operands))
             layout = tuple(dual(p) for p in rule.result_layout(0, assignment))
@@ -250,7 +261,7 @@ def _local(case: Case, names: dict[str, str]) -> list[Found]:
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, list[Found]]]:
     """By rank: what it found in every case."""
-    return run_ranks(_all_local, MESH.size)
+    return run_ranks(_all_local, MESH.size, timeout=300)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -288,6 +299,22 @@ def test_split_classes_exchange_two_numbers_a_token(found: list[dict[str, list[F
     tokens, size = 4 * 8, 8
     assert sent[(None, "c")] == 2 * tokens * size
     assert sent[("d0", "c")] == 2 * tokens // 2 * size + 8, "and the count of targets"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_without_processes(name: str) -> None:
+    case = CASES[name]
+    node, rule, results, _, _ = _whole(case)
+    assignment = _assignments(rule)[-1]
+    with FakeTensorMode(allow_non_fake_inputs=True), unbound_groups(MESH, {"a": 1, "b": 1}):
+        local, operands = _lowered(
+            case, node, rule, assignment, lambda x, layout: x.new_empty(local_shape(x.shape, layout, MESH))
+        )
+        outputs = _outputs(fx.GraphModule({}, local)(*operands))
+        outputs[0].sum().backward()  # type: ignore[no-untyped-call]
+    for position, (output, whole) in enumerate(zip(outputs, results, strict=True)):
+        assert output.shape == local_shape(whole.shape, rule.result_layout(position, assignment), MESH)
+        assert output.dtype is whole.dtype
 
 
 def test_sparse_embedding_is_refused() -> None:

@@ -81,9 +81,11 @@ def shard_randomness(operands: Any, groups: Groups) -> Iterator[None]:
         yield
 
 
-@torch.compiler.disable
 def seeded(op: torch._ops.OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` with the random numbers of this rank's shard over ``groups``."""
+    """``op(*args, **kwargs)`` with the random numbers of this rank's shard over ``groups``.
+
+    ``torch.compile`` breaks its graph here: a compiled graph would keep the seed.
+    """
     with shard_randomness((args, kwargs), groups):
         return op(*args, **kwargs)
 
