@@ -19,7 +19,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.liveness import Liveness, liveness
 from autopar.ir.op_keys import instance_name, kind_name, op_keys, shared_modules, starred_paths
 from autopar.ir.repeats import Repeat, Wiring, find_repeats
-from autopar.ir.stream import Stream, build_stream, operand_nodes
+from autopar.ir.stream import Stream, build_stream
 from autopar.ir.units import divide
 
 
@@ -154,7 +154,7 @@ def _contents(stream: Stream, bounds: list[int], run_of: list[int]) -> list[list
         if node in placed:
             return
         placed.add(node)
-        for operand in operand_nodes(node):
+        for operand in stream.operands[node]:
             if operand in sources and owner[operand] == index:
                 place(operand, index)
         (front if index < 0 else contents[index]).append(node)
@@ -184,14 +184,13 @@ def _structure(captured: CapturedModel, stream: Stream, nodes: list[fx.Node]) ->
     """What two instances must agree in: ops, and which operands are the same values."""
     local: dict[fx.Node, int] = {}
     given: dict[fx.Node, int] = {}
-    outside = {*captured.parameters, *captured.buffers}
     described: list[object] = []
     for node in nodes:
         operands: list[object] = []
-        for operand in operand_nodes(node):
+        for operand in stream.operands[node]:
             if operand in local:
                 operands.append(local[operand])
-            elif operand.op == "placeholder" and operand.name in outside:
+            elif operand.name in captured.parameters or operand.name in captured.buffers:
                 operands.append(("own", given.setdefault(operand, len(given))))
             else:
                 # Carried and shared values were compared when the repeat was found.
@@ -228,7 +227,7 @@ def _assemble(
             key.update(zip(nodes, keys, strict=True))
             block_of.update((node, index) for node in nodes)
             representative.update(zip(nodes, first, strict=True))
-    _represent_placeholders(captured, blocks, representative)
+    _represent_placeholders(captured, stream, blocks, representative)
     return Folding(
         prelude=stream.prelude,
         blocks=tuple(blocks),
@@ -247,7 +246,7 @@ def _largest_parameter(captured: CapturedModel, node: fx.Node) -> int:
 
 
 def _represent_placeholders(
-    captured: CapturedModel, blocks: list[Block], representative: dict[fx.Node, fx.Node]
+    captured: CapturedModel, stream: Stream, blocks: list[Block], representative: dict[fx.Node, fx.Node]
 ) -> None:
     """Map the parameters and buffers that one block alone uses to those of the first instance."""
     users: dict[fx.Node, set[int]] = {}
@@ -258,7 +257,7 @@ def _represent_placeholders(
                     users.setdefault(operand, set()).add(block.index)
     for block in blocks:
         for node in block.nodes:
-            for own, first in zip(operand_nodes(node), operand_nodes(representative[node]), strict=True):
+            for own, first in zip(stream.operands[node], stream.operands[representative[node]], strict=True):
                 if own in users:
                     alone = len(users[own]) == 1 and len(users[first]) == 1
                     representative.setdefault(own, first if alone else own)

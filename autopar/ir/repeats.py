@@ -112,7 +112,10 @@ def _runs(tokens: Sequence[int]) -> list[_Run]:
     length = len(tokens)
     found: list[_Run] = []
     for period in range(1, length // 2 + 1):
-        differs = torch.nonzero(values[:-period] != values[period:]).flatten()
+        equal = values[:-period] == values[period:]
+        if int(equal.sum()) < period:
+            continue
+        differs = torch.nonzero(~equal).flatten()
         edges = torch.cat([torch.tensor([-1]), differs, torch.tensor([length - period])])
         gaps = torch.nonzero(edges[1:] - edges[:-1] > period).flatten().tolist()
         found.extend(_Run(int(edges[gap]) + 1, int(edges[gap + 1]) + period, period) for gap in gaps)
@@ -180,18 +183,26 @@ def _breaks(sequence: Wiring, run: _Run) -> tuple[list[tuple[Callable[[int], boo
     def reaches(at: int, distance: int) -> Callable[[int], bool]:
         return lambda start: (at - start) % period + period >= distance
 
+    def restart(at: int) -> None:
+        """The break at ``at`` may be left behind, or lie in the first instance."""
+        starts.update(range(max(run.start, at - period + 1), min(at + period + 1, run.end)))
+
     for at in range(run.start, run.end - period):
         for a, b in zip(sequence.reads[at], sequence.reads[at + period], strict=True):
             distance = at - where[a]
             if distance == at + period - where[b]:
                 if distance > period:
                     breaks.append((reaches(at, distance), at))
+                    restart(at)
             elif a == b:
                 if a < sources:
                     breaks.append((before(where[a]), at))
+                    if where[a] >= run.start:
+                        restart(where[a])
+                        restart(at)
             else:
                 breaks.append((carried(at, where[a], where[b]), at))
-                starts.update(range(max(run.start, at - period + 1), min(at + 2, run.end)))
+                restart(at)
     return breaks, sorted(starts)
 
 

@@ -13,7 +13,6 @@ happens to be computed inside the first layer does not make that layer look diff
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +38,8 @@ class Stream:
     sources: in execution order, also those that nothing in the stream reads.
     attached: sources that nothing reads (counters of a batch norm), by the stream position they go with.
     heavy: stream nodes that contract with a matrix parameter.
+    signature: non-prelude nodes with equal numbers are equal up to the values that they read.
+    operands: ``operand_nodes`` of every call node.
     """
 
     prelude: tuple[fx.Node, ...]
@@ -50,6 +51,7 @@ class Stream:
     attached: dict[int, tuple[fx.Node, ...]]
     heavy: tuple[bool, ...]
     signature: dict[fx.Node, int]
+    operands: dict[fx.Node, list[fx.Node]]
 
 
 def op_name(node: fx.Node) -> str:
@@ -62,6 +64,7 @@ def op_name(node: fx.Node) -> str:
 def build_stream(captured: CapturedModel) -> Stream:
     """Sort the call nodes of ``captured`` into prelude, sources and stream. Linear in the graph."""
     calls = _getitems_after_producers(captured.graph)
+    operands = {node: operand_nodes(node) for node in calls}
     trained = _dependents(calls, captured)
     fed = _reached(calls, {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs})
     is_source: set[fx.Node] = set()
@@ -83,9 +86,10 @@ def build_stream(captured: CapturedModel) -> Stream:
     table: dict[object, int] = {}
     signature: dict[fx.Node, int] = {}
     prelude_set = set(prelude)
+    shapes = {node: _shape_of(node) for node in captured.graph.nodes if node.op != "output"}
     for node in calls:
         if node not in prelude_set:
-            signature[node] = _intern(table, _describe(node, captured, signature, is_source, prelude_set))
+            signature[node] = _intern(table, _describe(node, captured, signature, is_source, prelude_set, shapes))
 
     number = {node: i for i, node in enumerate(nodes)}
     number.update({node: len(nodes) + i for i, node in enumerate(sources)})
@@ -100,10 +104,10 @@ def build_stream(captured: CapturedModel) -> Stream:
 
     reads: list[tuple[int, ...]] = []
     for where, node in enumerate(nodes):
-        operands = [o for o in operand_nodes(node) if o in number]
-        for operand in operands:
-            use(operand, where)
-        reads.append(tuple(number[o] for o in operands))
+        values = [operand for operand in operands[node] if operand in number]
+        for value in values:
+            use(value, where)
+        reads.append(tuple(number[value] for value in values))
 
     attached = _attach_unread(calls, number, position, len(nodes))
     tokens = [signature[node] for node in nodes]
@@ -119,12 +123,16 @@ def build_stream(captured: CapturedModel) -> Stream:
         attached=attached,
         heavy=tuple(is_heavy(node, captured, is_source) for node in nodes),
         signature=signature,
+        operands=operands,
     )
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
     """Every node among the arguments, tensor or not, in argument order; repeats are kept."""
-    return [leaf for leaf in _leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+    found: list[fx.Node] = []
+    _collect(node.args, found)
+    _collect(tuple(node.kwargs.values()), found)
+    return found
 
 
 def is_heavy(node: fx.Node, captured: CapturedModel, sources: set[fx.Node]) -> bool:
@@ -143,17 +151,16 @@ def _is_matrix(node: fx.Node, captured: CapturedModel, sources: set[fx.Node]) ->
     return node in sources and any(_is_matrix(operand, captured, sources) for operand in node.all_input_nodes)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
+def _collect(value: Any, found: list[fx.Node]) -> None:
+    if isinstance(value, fx.Node):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _leaves(item)
+            _collect(item, found)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
+        _collect(tuple(value.values()), found)
     elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
+        _collect((value.start, value.stop, value.step), found)
 
 
 def _getitems_after_producers(graph: fx.Graph) -> list[fx.Node]:
@@ -211,6 +218,7 @@ def _describe(
     signature: dict[fx.Node, int],
     sources: set[fx.Node],
     prelude: set[fx.Node],
+    shapes: dict[fx.Node, object],
 ) -> object:
     """A hashable description of ``node`` that leaves out which values it reads, but not what kind of values."""
 
@@ -218,7 +226,7 @@ def _describe(
         if isinstance(value, fx.Node):
             if value in sources:
                 return ("source", signature[value])
-            return (_kind(value, captured, prelude), _shape_of(value))
+            return (_kind(value, captured, prelude), shapes[value])
         if isinstance(value, (tuple, list)):
             return tuple(describe(item) for item in value)
         if isinstance(value, dict):
@@ -227,7 +235,7 @@ def _describe(
             return ("slice", describe(value.start), describe(value.stop), describe(value.step))
         return (type(value).__name__, str(value))
 
-    return (str(node.target), describe(node.args), describe(node.kwargs), _shape_of(node))
+    return (str(node.target), describe(node.args), describe(node.kwargs), shapes[node])
 
 
 def _kind(node: fx.Node, captured: CapturedModel, prelude: set[fx.Node]) -> str:
