@@ -65,7 +65,7 @@ class _Experts:
 
 def _match(total: fx.Node) -> _Experts | None:
     """The region that ends in the sum over a token's experts."""
-    restored = _source(total, aten.reshape.default)
+    restored = _source(total.args[0], aten.reshape.default)
     weighted, inverse = _indexed(restored)
     if weighted is None or weighted.target is not aten.mul.Tensor:
         return None
