@@ -1,7 +1,8 @@
 """The catalogue of GPUs: published constants with sources, and assumptions with reasons.
 
 A ``Published`` value is a figure somebody printed; an ``Assumed`` value is ours, with the measurement or
-argument behind it. Nothing else is in an entry. ``docs/cost_model.md`` tabulates them.
+argument behind it. Nothing else is in an entry. A source or reason that starts with "recalled" was written
+from memory and not checked against the document it names. ``docs/cost_model.md`` tabulates the entries.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Assumed:
 class RateEntry:
     """Matrix rate in one precision: TFLOP/s dense, fractions achieved by matmuls and by fused attention."""
 
-    peak_tflops: Published
+    peak_tflops: Published | Assumed
     efficiency: Assumed
     attention: Assumed
 
@@ -44,7 +45,7 @@ class LinkEntry:
     """A kind of link: GB/s (decimal) per device and direction, microseconds."""
 
     name: str
-    bandwidth_gb_s: Published
+    bandwidth_gb_s: Published | Assumed
     efficiency: Assumed
     base_latency_us: Assumed
     hop_latency_us: Assumed
@@ -69,9 +70,9 @@ class GpuEntry:
 
     name: str
     rates: dict[str, RateEntry]
-    memory_gb: Published
+    memory_gb: Published | Assumed
     reserved_gb: Assumed
-    bandwidth_gb_s: Published
+    bandwidth_gb_s: Published | Assumed
     memory_efficiency: Assumed
     kernel_launch_us: Assumed
     half_saturation: Assumed
@@ -103,26 +104,36 @@ class GpuEntry:
 # Pages that several entries quote.
 _ACCELERATORS = "stas00/ml-engineering compute/accelerator/README.md @744d01e"
 _NETWORK = "stas00/ml-engineering network/README.md @744d01e"
-_A100 = "NVIDIA A100 datasheet"
-_H100 = "NVIDIA H100 datasheet"
-_V100 = "NVIDIA V100 datasheet"
-_B200 = "NVIDIA HGX B200 datasheet"
-_MI300X = "AMD Instinct MI300X datasheet"
+_A100 = "recalled: NVIDIA A100 datasheet"
+_H100 = "recalled: NVIDIA H100 datasheet"
+_V100 = "recalled: NVIDIA V100 datasheet"
+_B200 = "recalled: NVIDIA HGX B200 datasheet"
+_MI300X = "recalled: AMD Instinct MI300X datasheet"
 
 _RESERVED = Assumed(
-    1.5, "CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
+    1.5, "a guess: CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
 )
-_MEMORY_EFFICIENCY = Assumed(0.80, "large elementwise kernels reach 80-90 % of HBM bandwidth; normalisations less")
-_LAUNCH = Assumed(4.0, "eager kernels of a training step are queued ahead; each still costs about 4 us of tail and gap")
-_SATURATION = Assumed(100.0, "128-wide tiles: a matmul 1024 thin reaches about 90 % of the rate of a large one")
-_EIGHT = Published(8, "DGX and HGX systems hold eight GPUs")
+_MEMORY_EFFICIENCY = Assumed(
+    0.80, "recalled: large elementwise kernels reach 80-90 % of HBM bandwidth; normalisations less"
+)
+_LAUNCH = Assumed(
+    4.0, "a guess, not measured: kernels are queued ahead, yet each costs some microseconds of tail and gap"
+)
+_SATURATION = Assumed(
+    100.0, "a guess, not measured: with 128-wide tiles, a matmul 1024 thin reaches about 90 % of the full rate"
+)
+_EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
 
 
 def _fp32(tflops: float, source: str) -> RateEntry:
     return RateEntry(
         peak_tflops=Published(tflops, source),
-        efficiency=Assumed(0.85, "cuBLAS SGEMM without TF32, which PyTorch leaves off by default, runs near its peak"),
-        attention=Assumed(0.35, "the memory-efficient kernel serves fp32; FlashAttention does not"),
+        efficiency=Assumed(
+            0.85, "a guess, not measured: cuBLAS SGEMM without TF32, which PyTorch leaves off, runs near its peak"
+        ),
+        attention=Assumed(
+            0.35, "a guess, not measured: the memory-efficient kernel serves fp32, FlashAttention does not"
+        ),
     )
 
 
@@ -138,12 +149,12 @@ _A100_HALF = _half(
     312,
     _ACCELERATORS,
     0.73,
-    "best measured shape 271 TFLOP/s (0.87, MAMF finder); published training runs fit 0.70-0.76",
+    "best measured shape 0.87 (MAMF finder); lowered by hand from 0.78 to suit the runs in docs/cost_model.md",
     0.47,
-    "FlashAttention-2 forward and backward on A100: 150-190 TFLOP/s at head size 64-128",
+    "recalled: FlashAttention-2 runs at 150-190 TFLOP/s on A100; lowered by hand with the matmuls",
 )
-_H100_WHY = "best measured shape 795 TFLOP/s (0.80, MAMF finder); training throttles on power, its shapes are worse"
-_H100_ATTENTION = "FlashAttention-2, the kernel PyTorch ships: 300-400 TFLOP/s on H100"
+_H100_WHY = "best measured shape 0.80 (MAMF finder); lowered by hand to suit the runs in docs/cost_model.md"
+_H100_ATTENTION = "recalled: FlashAttention-2, the kernel PyTorch ships, runs at 300-400 TFLOP/s on H100"
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
 _NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
@@ -160,12 +171,14 @@ def _nvlink(name: str, gb_s: float, efficiency: float, why: str, switch: Publish
     )
 
 
-def _network(name: str, gb_s: float, source: str) -> LinkEntry:
+def _network(name: str, bandwidth_gb_s: Published | Assumed) -> LinkEntry:
     return LinkEntry(
         name=name,
-        bandwidth_gb_s=Published(gb_s, source),
+        bandwidth_gb_s=bandwidth_gb_s,
         efficiency=Assumed(0.90, "busbw 192 of 200 GB/s (DGX A100), 382 of 400 (B200 EFA), 350 of 400 (248 nodes)"),
-        base_latency_us=Assumed(25.0, "as within a node, plus the proxy thread that drives the NIC"),
+        base_latency_us=Assumed(
+            25.0, "a guess, not measured: as within a node, plus the proxy thread that drives the NIC"
+        ),
         hop_latency_us=Assumed(5.0, "B200 EFA: 1 MiB on 32 GPUs takes 380 us in 62 ring steps; InfiniBand less"),
     )
 
@@ -174,14 +187,16 @@ def _pcie(name: str, gb_s: float, source: str) -> LinkEntry:
     return LinkEntry(
         name=name,
         bandwidth_gb_s=Published(gb_s, source),
-        efficiency=Assumed(0.60, "protocol overhead leaves 0.8; neighbours share host bridges and switches"),
+        efficiency=Assumed(
+            0.60, "a guess, not measured: protocol overhead leaves 0.8; neighbours share host bridges and switches"
+        ),
         base_latency_us=_NVLINK_BASE,
-        hop_latency_us=Assumed(3.0, "through the root complex"),
+        hop_latency_us=Assumed(3.0, "a guess, not measured: through the root complex"),
     )
 
 
-_IB_A100 = _network("HDR InfiniBand", 25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Megatron-LM paper")
-_IB_H100 = _network("NDR InfiniBand", 50, f"DGX H100: 8 x NDR 400 Gb/s, {_NETWORK}")
+_IB_A100 = _network("HDR InfiniBand", Published(25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Megatron-LM paper"))
+_IB_H100 = _network("NDR InfiniBand", Published(50, f"DGX H100: 8 x NDR 400 Gb/s, {_NETWORK}"))
 _NVLINK_A100 = _nvlink("NVLink 3", 300, 0.76, "nccl busbw 229-235 of 300 GB/s at 1-16 GiB, 8 GPUs")
 _NVLINK_H100 = _nvlink(
     "NVLink 4",
@@ -200,9 +215,9 @@ _ENTRIES = (
                 125,
                 "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
                 0.65,
-                "cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
+                "recalled: cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
                 0.25,
-                "FlashAttention does not support V100; the memory-efficient kernel does",
+                "a guess, not measured: FlashAttention does not support V100, the memory-efficient kernel does",
             ),
         },
         memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
@@ -212,8 +227,12 @@ _ENTRIES = (
         kernel_launch_us=_LAUNCH,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
-        intra_node=_nvlink("NVLink 2", 150, 0.80, "as on A100, whose rings reach 0.78"),
-        inter_node=_network("EDR InfiniBand", 6.25, "DGX-1V: 4 x EDR 100 Gb/s per node, NVIDIA/nccl-tests#29"),
+        intra_node=_nvlink(
+            "NVLink 2", 150, 0.80, "taken from A100, whose rings reach 0.78; no V100 measurement of a node"
+        ),
+        inter_node=_network(
+            "EDR InfiniBand", Published(6.25, "DGX-1V: 4 x EDR 100 Gb/s per node, NVIDIA/nccl-tests#29")
+        ),
     ),
     GpuEntry(
         name="A100-40GB",
@@ -249,9 +268,9 @@ _ENTRIES = (
                 312,
                 _ACCELERATORS,
                 0.68,
-                "best measured shape 253 TFLOP/s (0.81, MAMF finder) at 300 W",
+                "best measured shape 0.81 (MAMF finder); scaled as on the SXM part",
                 0.45,
-                "as on the SXM part, at the lower power limit",
+                "a guess, not measured: the SXM part at a lower power limit",
             ),
         },
         memory_gb=Published(80, _ACCELERATORS),
@@ -260,9 +279,11 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         half_saturation=_SATURATION,
-        gpus_per_node=Assumed(8, "common 4U servers hold eight cards"),
-        intra_node=_pcie("PCIe 4 x16", 31.5, "PCI Express 4.0 specification: 16 GT/s x 16 lanes, 128b/130b"),
-        inter_node=_network("100 Gb/s Ethernet per GPU", 12.5, "line rate; two 400 Gb/s adapters for eight cards"),
+        gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
+        intra_node=_pcie("PCIe 4 x16", 31.5, "recalled: PCI Express 4.0 specification, 16 GT/s x 16 lanes, 128b/130b"),
+        inter_node=_network(
+            "100 Gb/s Ethernet per GPU", Assumed(12.5, "line rate; two 400 Gb/s adapters for eight cards")
+        ),
     ),
     GpuEntry(
         name="H100-SXM",
@@ -281,7 +302,9 @@ _ENTRIES = (
         name="H100-PCIe",
         rates={
             "fp32": _fp32(51, _H100),
-            "bf16": _half(756, _ACCELERATORS, 0.57, "350 W limit; otherwise as SXM", 0.35, _H100_ATTENTION),
+            "bf16": _half(
+                756, _ACCELERATORS, 0.57, "a guess, not measured: SXM at a 350 W limit", 0.35, _H100_ATTENTION
+            ),
         },
         memory_gb=Published(80, _ACCELERATORS),
         reserved_gb=_RESERVED,
@@ -289,14 +312,16 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         half_saturation=_SATURATION,
-        gpus_per_node=Assumed(8, "common 4U servers hold eight cards"),
-        intra_node=_pcie("PCIe 5 x16", 63, "PCI Express 5.0 specification: 32 GT/s x 16 lanes, 128b/130b"),
-        inter_node=_network("200 Gb/s per GPU", 25, "200 Gb/s line rate; four 400 Gb/s adapters for eight cards"),
+        gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
+        intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
+        inter_node=_network(
+            "200 Gb/s per GPU", Assumed(25, "200 Gb/s line rate; four 400 Gb/s adapters for eight cards")
+        ),
     ),
     GpuEntry(
         name="H200",
         rates={
-            "fp32": _fp32(67, "NVIDIA H200 datasheet"),
+            "fp32": _fp32(67, "recalled: NVIDIA H200 datasheet"),
             "bf16": _half(989, _ACCELERATORS, 0.64, _H100_WHY, 0.36, _H100_ATTENTION),
         },
         memory_gb=Published(141, _ACCELERATORS),
@@ -317,9 +342,9 @@ _ENTRIES = (
                 2250,
                 _ACCELERATORS,
                 0.60,
-                "best measured shape 1745 TFLOP/s (0.78, MAMF finder); sustained training power-throttles",
+                "best measured shape 0.78 (MAMF finder); scaled as H100, no training run compared",
                 0.35,
-                "cuDNN attention on B200; FlashAttention-2 would be slower",
+                "a guess, not measured: the fraction assumed for H100",
             ),
         },
         memory_gb=Published(180, _ACCELERATORS),
@@ -336,7 +361,7 @@ _ENTRIES = (
             "ring busbw 673-682 of 900 GB/s, 4 to 8 GPUs",
             Published(470, f"NVLS all-reduce: 838 GB/s busbw on 8 GPUs = 479 GB/s payload, 778 on 6 = 467; {_NETWORK}"),
         ),
-        inter_node=_network("NDR InfiniBand or EFA v4", 50, f"8 x 400 Gb/s, {_NETWORK}"),
+        inter_node=_network("NDR InfiniBand or EFA v4", Published(50, f"8 x 400 Gb/s, {_NETWORK}")),
     ),
     GpuEntry(
         name="MI300X",
@@ -346,62 +371,68 @@ _ENTRIES = (
                 1307,
                 _ACCELERATORS,
                 0.46,
-                "best measured shape 668 TFLOP/s (0.51, MAMF finder)",
+                "best measured shape 0.51 (MAMF finder); scaled down, no training run compared",
                 0.25,
-                "ROCm FlashAttention-2: about 300 TFLOP/s",
+                "recalled: ROCm FlashAttention-2 runs at about 300 TFLOP/s",
             ),
         },
         memory_gb=Published(192, _ACCELERATORS),
         reserved_gb=_RESERVED,
         bandwidth_gb_s=Published(5300, _ACCELERATORS),
-        memory_efficiency=Assumed(0.75, "rocm stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
-        kernel_launch_us=Assumed(6.0, "HIP launches are slower than CUDA's"),
+        memory_efficiency=Assumed(0.75, "recalled: stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
+        kernel_launch_us=Assumed(6.0, "a guess, not measured: HIP launches are slower than CUDA's"),
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=LinkEntry(
             name="Infinity Fabric",
             bandwidth_gb_s=Published(448, _NETWORK),
             efficiency=Assumed(0.70, "busbw 313 of 448 GB/s on 8 GPUs, 48 of 64 on 2"),
-            base_latency_us=Assumed(25.0, "RCCL, as NCCL with slower launches"),
-            hop_latency_us=Assumed(2.0, "RCCL, as NCCL"),
+            base_latency_us=Assumed(25.0, "a guess, not measured: RCCL as NCCL with slower launches"),
+            hop_latency_us=Assumed(2.0, "a guess, not measured: RCCL as NCCL"),
             peer_gb_s=Published(64, f"one xGMI link per pair, {_NETWORK}"),
         ),
-        inter_node=_network("400 Gb/s per GPU", 50, "8 x 400 Gb/s adapters, AMD MI300X platform reference design"),
+        inter_node=_network("400 Gb/s per GPU", Assumed(50, "recalled: eight 400 Gb/s adapters for eight GPUs")),
     ),
     GpuEntry(
         name="CPU",
         rates={
             "fp32": RateEntry(
-                peak_tflops=Published(0.16, "2.5 GHz x 16 lanes x 2 (fused multiply-add) x 2 ports, one AVX-512 core"),
+                peak_tflops=Assumed(
+                    0.16, "computed: 2.5 GHz x 16 lanes x 2 (fused multiply-add) x 2 ports, one AVX-512 core"
+                ),
                 efficiency=Assumed(0.25, "one thread: 26-59 GFLOP/s at sizes 256-1024, measured on a shared machine"),
-                attention=Assumed(0.10, "the CPU flash kernel, blocked but not tuned for short rows"),
+                attention=Assumed(0.10, "a guess, not measured: blocked, but not tuned for short rows"),
             ),
             "bf16": RateEntry(
-                peak_tflops=Published(0.16, "as fp32: no matrix unit for bf16 assumed"),
+                peak_tflops=Assumed(0.16, "as fp32: no matrix unit for bf16 assumed"),
                 efficiency=Assumed(0.10, "16 GFLOP/s measured at size 512 on one thread"),
-                attention=Assumed(0.05, "half of fp32, as the matmuls"),
+                attention=Assumed(0.05, "a guess, not measured: half of fp32"),
             ),
         },
-        memory_gb=Published(4, "a share of the 16-24 GB of a small continuous-integration machine"),
+        memory_gb=Assumed(4, "a share of the 16-24 GB of a small continuous-integration machine"),
         reserved_gb=Assumed(0.5, "one Python process with torch imported"),
-        bandwidth_gb_s=Published(10, "one core's share of two DDR4-2666 channels"),
-        memory_efficiency=Assumed(0.5, "2.6-6 GB/s measured for elementwise kernels, page faults included"),
+        bandwidth_gb_s=Assumed(10, "a guess: one core's share of two DDR4-2666 channels"),
+        memory_efficiency=Assumed(0.5, "a guess; one run on a busy machine gave 2.6 GB/s, which is half of this"),
         kernel_launch_us=Assumed(12.0, "11.6 us measured for an eager addition of 16 numbers"),
-        half_saturation=Assumed(32.0, "small tiles: a matmul of size 64 reaches more than half"),
+        half_saturation=Assumed(32.0, "a guess, not measured: small tiles, a matmul of size 64 reaches more than half"),
         gpus_per_node=Assumed(8, "ranks on one machine"),
         intra_node=LinkEntry(
             name="gloo over loopback",
-            bandwidth_gb_s=Published(2.0, "one core copying through a TCP loopback socket"),
-            efficiency=Assumed(0.4, "gloo's rings copy and reduce on the core that also computes"),
-            base_latency_us=Assumed(150.0, "a thread hand-over and several system calls for each collective"),
-            hop_latency_us=Assumed(50.0, "one socket round between processes that share cores"),
+            bandwidth_gb_s=Assumed(2.0, "a guess, not measured: one core copying through a TCP loopback socket"),
+            efficiency=Assumed(
+                0.4, "a guess, not measured idle: gloo copies and reduces on the core that also computes"
+            ),
+            base_latency_us=Assumed(150.0, "a guess, not measured idle: a thread hand-over and several system calls"),
+            hop_latency_us=Assumed(
+                50.0, "a guess, not measured idle: one socket round between processes that share cores"
+            ),
         ),
         inter_node=LinkEntry(
             name="gloo over Ethernet",
-            bandwidth_gb_s=Published(1.25, "10 Gb/s Ethernet line rate"),
-            efficiency=Assumed(0.5, "as over loopback"),
-            base_latency_us=Assumed(200.0, "as over loopback"),
-            hop_latency_us=Assumed(100.0, "kernel network stack on both sides"),
+            bandwidth_gb_s=Assumed(1.25, "10 Gb/s Ethernet line rate"),
+            efficiency=Assumed(0.5, "a guess, not measured: as over loopback"),
+            base_latency_us=Assumed(200.0, "a guess, not measured: as over loopback"),
+            hop_latency_us=Assumed(100.0, "a guess, not measured: the network stack on both sides"),
         ),
     ),
 )
