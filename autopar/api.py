@@ -185,5 +185,8 @@ class _Request:
             if pinned is not None and pinned != here:
                 raise InfeasiblePlan(f"{role}={pinned} contradicts the mesh, where it is {here}: {sizes}")
         return replace(
-            limits, pp=named.pp, axes=named.axes, **dict.fromkeys(("dp", "tp", "cp", "ep"), None)  # type: ignore[arg-type]
+            limits,
+            pp=named.pp,
+            axes=named.axes,
+            **dict.fromkeys(("dp", "tp", "cp", "ep"), None),  # type: ignore[arg-type]
         )

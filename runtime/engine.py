@@ -62,13 +62,12 @@ class Engine:
         self.layouts = self._layouts()
         # A buffer that no stage reads keeps its value on the first one.
         self.buffers = [
-            buffer.name for buffer in captured.buffers.values() if self.stages.get(buffer.name, 0) == self.mesh.stage
-            or buffer.name in program.buffers
+            buffer.name
+            for buffer in captured.buffers.values()
+            if self.stages.get(buffer.name, 0) == self.mesh.stage or buffer.name in program.buffers
         ]
         axes = tensor_axes(program)
-        state = agree(
-            lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed)
-        )
+        state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
         self._library = CodeLibrary(self.mesh.group_names())
         self.stage = StageModule(program, self._library, state)
         self._has_step = program.loss is not None or program.num_stages > 1

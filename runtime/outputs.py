@@ -69,8 +69,7 @@ class Outputs:
     def with_constants(self, results: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs in the order of the model's output."""
         return [
-            results[value] if is_result else value
-            for value, is_result in zip(self.flat, self.is_result, strict=True)
+            results[value] if is_result else value for value, is_result in zip(self.flat, self.is_result, strict=True)
         ]
 
 

@@ -140,4 +140,3 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides[: len(shape)]))
-

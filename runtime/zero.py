@@ -71,9 +71,7 @@ def apply_zero(
     }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if precision == "bf16":
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     modules: list[FSDPModule] = []
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):

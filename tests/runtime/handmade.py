@@ -67,7 +67,7 @@ def captured_tied() -> CapturedModel:
     return capture(model(), batch(0))
 
 
-def plan_for(mesh: dict[str, int], *, stages: int = 1, chunks: int = 1, inputs: list[str] | None = None, **rest: Any) -> Plan:
+def plan_for(mesh: dict[str, int], *, stages: int = 1, chunks: int = 1, **rest: Any) -> Plan:
     per_stage = 4 // stages
     ranges = [StagePlan(first=i * per_stage, last=(i + 1) * per_stage - 1) for i in range(stages)]
     return Plan(
@@ -75,7 +75,7 @@ def plan_for(mesh: dict[str, int], *, stages: int = 1, chunks: int = 1, inputs: 
         cluster=ClusterRef(gpu="cpu", num_gpus=4, gpus_per_node=4),
         batch=Batch(global_size=BATCH, num_microbatches=chunks),
         mesh=mesh,
-        inputs=list(mesh) if inputs is None else inputs,
+        inputs=list(mesh),
         blocks=[BlockPlan(name=name) for name in ("embed", "layers.0", "layers.1", "head")],
         stages=ranges,
         **rest,
@@ -132,12 +132,13 @@ def data_parallel_programs(
                 if node.name in captured.parameters:
                     copied[node] = graph.call_function(read_parameter, (copied[node],))
             for node in inside:
-                copied[node] = graph.node_copy(node, lambda n: copied[n])
+                copied[node] = graph.node_copy(node, copied.__getitem__)
                 if node is loss:
                     pieces = float(mesh.size * plan.batch.num_microbatches)
                     copied[node] = graph.call_function(torch.ops.aten.div.Scalar, (copied[node], pieces))
                     for axis in mesh.names if outputs == "model" else ():
                         copied[node] = graph.call_function(all_reduce, (copied[node],), {"group": axis})
+            own_state = [n for n in outside if n.name not in shared]
             kept = {loss, logits} | {n for n in calls if n.name in updates.values()}
             results = [n for n in inside if n in kept or any(u not in inside for u in n.users if u in block_of)]
             graph.output(tuple(copied[n] for n in results))
@@ -148,8 +149,8 @@ def data_parallel_programs(
                     graph=graph,
                     inputs=tuple(inputs),
                     outputs=tuple(n.name for n in results),
-                    parameters=tuple(names[n.name] for n in outside if n.name in captured.parameters and n.name not in shared),
-                    buffers=tuple(names[n.name] for n in outside if n.name in captured.buffers and n.name not in shared),
+                    parameters=tuple(names[n.name] for n in own_state if n.name in captured.parameters),
+                    buffers=tuple(names[n.name] for n in own_state if n.name in captured.buffers),
                     remat=remat,  # type: ignore[arg-type]
                 )
             )
@@ -163,7 +164,8 @@ def data_parallel_programs(
             return tuple(
                 TensorSpec(name=n.name, shape=(rows, *n.meta["val"].shape[1:]), dtype=n.meta["val"].dtype)
                 for n in calls
-                if stage_of(block_of[n]) < before and any(u in block_of and stage_of(block_of[u]) >= before for u in n.users)
+                if stage_of(block_of[n]) < before
+                and any(u in block_of and stage_of(block_of[u]) >= before for u in n.users)
             )
 
         forward = outputs == "model"
