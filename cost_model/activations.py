@@ -136,7 +136,9 @@ class BlockActivations:
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
             if extra_bytes:
-                extra.append(_saved(node, (node, -1), extra_bytes, rule.results[:1], batches.get(node)))
+                # A loss has no dimensions left; what it keeps is cut as its first operand is.
+                shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]
+                extra.append(_saved(node, (node, -1), extra_bytes, shaped, batches.get(node)))
             if is_contraction(node, rule):
                 kept += results
             inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
