@@ -16,6 +16,9 @@ from autopar.search.workload import Workload
 
 EXPERTS = "experts"
 
+# Share of the model's floating point operations from which one op counts as part of its work.
+HEAVY = 1e-3
+
 
 def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
     """"dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
@@ -58,7 +61,22 @@ class Rules:
                 return (BATCH,)
             return (None, BATCH) if self.constraints.may(name, "dp") else (None,)
         allowed = [c for c in group.choices if self._may(group, axis, c) and self._stores(group, axis, c)]
-        return tuple(allowed)
+        return tuple(self._put_to_use(group, axis, allowed))
+
+    def _put_to_use(self, group: Cluster, axis: int, allowed: list[Choice]) -> list[Choice]:
+        """A pinned axis is there to be used: what can divide the model's work on it has to.
+
+        A heavy op takes a factor of the axis' role where one divides; with sequence parallelism asked for, the
+        ops between them take the sequence. The rest, and what does not divide, may still be repeated.
+        """
+        assert group.leader is not None
+        named = role_of_axis(self.mesh.names[axis])
+        heavy = self.load.rule(group.leader).flops * 3 >= HEAVY * self.load.model_flops
+        wanted = named if heavy else "cp" if named == "tp" and self.constraints.sequence_parallel else ""
+        used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) == wanted]
+        alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
+        dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
+        return dividing or allowed
 
     def _may(self, group: Cluster, axis: int, choice: Choice) -> bool:
         assert group.leader is not None
