@@ -32,19 +32,21 @@ def reduce(instance: Instance) -> tuple[Instance, list[Ints]]:
     """An instance with the same optimum and fewer options, and for each unit the options it kept."""
     instance = absorb(instance)
     kept: list[Ints] = [np.arange(n) for n in instance.num_options]
+    # Options of several units may go at once: each is beaten whatever the others take, removed options included.
     # A unit is looked at again once a unit it shares a flow with has lost options.
     waiting = set(range(len(instance.costs)))
     while waiting:
-        unit = min(waiting)
-        waiting.remove(unit)
-        if len(instance.costs[unit]) > 1:
-            alive = _alive(instance, unit)
-            if alive.all():
-                continue
-            waiting |= _neighbours(instance, unit)
-            kept[unit] = kept[unit][alive]
-            keep = [np.arange(n) for n in instance.num_options]
-            keep[unit] = np.flatnonzero(alive)
+        keep = [np.arange(n) for n in instance.num_options]
+        smaller = []
+        for unit in sorted(waiting):
+            if len(instance.costs[unit]) > 1:
+                alive = _alive(instance, unit)
+                if not alive.all():
+                    smaller.append(unit)
+                    keep[unit] = np.flatnonzero(alive)
+                    kept[unit] = kept[unit][alive]
+        waiting = set().union(*(_neighbours(instance, unit) for unit in smaller))
+        if smaller:
             instance = absorb(restrict(instance, keep))
     return instance, kept
 

@@ -244,12 +244,19 @@ class Outer:
             return
         first = self.consider(configuration, inner)
         if first is not None and first.predicted.step_time_s > lower * (1 + TOLERANCE):
-            self.consider(configuration, solver.inner(configuration, Weights(sync=1.0)))
+            exposed = solver.inner(configuration, Weights(sync=1.0))
+            if exposed.leaders != inner.leaders:
+                self.consider(configuration, exposed)
         if first is not None and not any(stage.full or stage.selective for stage in first.stages):
             return
+        last = inner.leaders
         for price in PRICES:
-            priced = price * inner.objective / solver.budget_bytes
-            found = self.consider(configuration, solver.inner(configuration, solver.memory_weights(configuration, priced)))
+            priced = solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
+            answer = solver.inner(configuration, priced)
+            if answer.leaders == last:
+                continue
+            last = answer.leaders
+            found = self.consider(configuration, answer)
             if found is not None and not any(stage.full or stage.selective for stage in found.stages):
                 return
 

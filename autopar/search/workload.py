@@ -240,6 +240,7 @@ class Workload:
                 precision=self.precision,
                 batch_factors=self.roles.batch,
                 shared=frozenset(self.folding.prelude),
+                needs_grad=self.differentiable,
             )
             for index in first_instances(self.folding)
         )
