@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.collectives import bind_groups
@@ -57,10 +58,14 @@ class Slot:
 
 
 class CodeLibrary:
-    """Compiles block graphs to functions; graphs that differ in names alone give one function."""
+    """Compiles block graphs to functions; graphs that differ in names alone give one function.
 
-    def __init__(self, group_names: Mapping[str, str]) -> None:
+    Graphs are captured for the CPU; tensors that they create are created on ``device``.
+    """
+
+    def __init__(self, group_names: Mapping[str, str], device: torch.device) -> None:
         self._group_names = group_names
+        self._device = device
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
 
     def function(
@@ -84,6 +89,7 @@ class CodeLibrary:
         for node in program.graph.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: copied[n])
+                args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
                 copied[node] = graph.create_node("call_function", node.target, args, kwargs)
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))

@@ -68,7 +68,7 @@ class Engine:
         ]
         axes = tensor_axes(program)
         state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
-        self._library = CodeLibrary(self.mesh.group_names())
+        self._library = CodeLibrary(self.mesh.group_names(), self.device)
         self.stage = StageModule(program, self._library, state)
         self._has_step = program.loss is not None or program.num_stages > 1
         results = (program.loss,) if program.loss else tuple(spec.name for spec in program.sent)

@@ -133,12 +133,16 @@ class ParallelModule(nn.Module):
         for name in self.engine.buffers:
             yield (f"{prefix}.{name}" if prefix else name), self.engine.tensor(name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]  # the base class has overloads for deprecated positional arguments
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """This rank's parts, as DTensors where sharded, in the order of the model's state dict, aliases included."""
-        destination = kwargs.get("destination") or {}
-        prefix = kwargs.get("prefix", "")
+        destination = {} if destination is None else destination
         persistent = {b.name for b in self.engine.captured.buffers.values() if b.persistent}
-        found: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.named_parameters(remove_duplicate=False)}
+        found: dict[str, torch.Tensor] = {
+            name: value if keep_vars else value.detach()
+            for name, value in self.named_parameters(remove_duplicate=False)
+        }
         found.update((name, value) for name, value in self.named_buffers() if name in persistent)
         destination.update({prefix + name: found[name] for name in self._ordered(found)})
         return destination

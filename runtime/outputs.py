@@ -83,7 +83,9 @@ def scale_outputs(
     begin: Callable[[], None], scales: Sequence[float], results: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The results themselves. Their backward calls ``begin`` first, and multiplies each gradient by its scale."""
-    outputs: tuple[torch.Tensor, ...] = _ScaledOutputs.apply(begin, tuple(scales), *results)
+    outputs: tuple[torch.Tensor, ...] = _ScaledOutputs.apply(  # type: ignore[no-untyped-call]
+        begin, tuple(scales), *results
+    )
     return list(outputs)
 
 

@@ -99,13 +99,15 @@ def initialize(model: nn.Module, names: Sequence[str], keep: Callable[[str, torc
         digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            if callable(getattr(module, "reset_parameters", None)):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
             if callable(hook):
                 hook(module)
         for name in own:
-            value = module._parameters.get(name.rpartition(".")[2])
-            value = module._buffers[name.rpartition(".")[2]] if value is None else value
+            leaf = name.rpartition(".")[2]
+            value = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+            assert value is not None, "a tensor of the captured model"
             if value.is_meta or _is_blank(value):
                 unset.append(f"{name} ({type(original).__name__})")
             else:

@@ -8,7 +8,7 @@ metadata travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,9 @@ class Pipeline:
             live=program.num_stages - program.stage if one_forward_one_backward else chunks,
             before_backward=before_backward,
         )
-        specs = {name: _Replicate if (dim := batch_dims[name]) is None else TensorChunkSpec(dim) for name in batch_dims}
+        specs: dict[str, Any] = {
+            name: _Replicate if (dim := batch_dims[name]) is None else TensorChunkSpec(dim) for name in batch_dims
+        }
         make = Schedule1F1B if one_forward_one_backward else ScheduleGPipe
         self._schedule = make(
             stage, chunks, loss_fn=_given_loss, kwargs_chunk_spec=specs if specs else None, scale_grads=False
@@ -99,7 +101,7 @@ class Pipeline:
     def step(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """One step over this rank's batch; the losses of the microbatches on the last stage, else none."""
         losses: list[torch.Tensor] = []
-        self._schedule.step(target=self._target, losses=losses, return_outputs=False, **inputs)
+        self._schedule.step(target=self._target, losses=losses, return_outputs=False, **cast(dict[str, Any], inputs))
         return losses
 
 

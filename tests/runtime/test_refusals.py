@@ -75,5 +75,5 @@ def test_messages() -> None:
 
 
 def test_world_size() -> None:
-    with pytest.raises(PlanMismatch, match="plan is for 4 ranks .2 stages of mesh .dp=2.., this job has 3"):
+    with pytest.raises(PlanMismatch, match=r"plan is for 4 ranks .2 stages of mesh .dp=2.., this job has 3"):
         check_world_size(plan_for({"dp": 2}, stages=2), 3)
