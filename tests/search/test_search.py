@@ -1,0 +1,211 @@
+"""The search on captured models: constraints, predictions, messages."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.collectives import Fabric
+from autopar.ir.capture import capture
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.graph import CapturedModel
+from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.plan import Plan
+from autopar.passes.normalise import normalise
+from autopar.search.api import estimate_captured, leaders_of, predict_plan, search_captured
+from autopar.search.build import Weights, build
+from autopar.search.constraints import Constraints
+from autopar.search.evaluate import evaluate
+from autopar.search.ilp import solve
+from autopar.search.instance import value
+from autopar.search.pricing import MeshPrices, OpPrices, Pricing
+from autopar.search.roles import Rules
+from autopar.search.workload import PRELUDE, Workload
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64, num_layers: int = 4, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 128, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+def captured(width: int = 64, num_layers: int = 4, tied: bool = False, batch: int = 16) -> CapturedModel:
+    with torch.device("meta"):
+        model = Model(width, num_layers, tied)
+        tokens = torch.zeros(batch, 32, dtype=torch.long)
+        return normalise(capture(model, (tokens, tokens.clone())))
+
+
+@pytest.fixture(scope="module")
+def small() -> CapturedModel:
+    return captured()
+
+
+@pytest.fixture(scope="module")
+def tied() -> CapturedModel:
+    return captured(num_layers=2, tied=True)
+
+
+def pricing_of(load: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing:
+    cluster = make_cluster("a100-80gb", mesh.size, min(8, mesh.size))
+    return Pricing(ops=OpPrices(load, cluster), moves=MeshPrices(Fabric(cluster, mesh)), num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize("which", ["small", "tied"])
+def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.FixtureRequest) -> None:
+    """The abstract instance and the block by block evaluation are two ways to the same number."""
+    load = Workload.of(request.getfixturevalue(which), "fp32")
+    mesh = Mesh((MeshAxis("free0", 2), MeshAxis("free1", 2)))
+    pricing = pricing_of(load, mesh, 2)
+    built = build(pricing, Rules(load=load, mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.randoms(use_true_random=False))
+    def check(random) -> None:
+        selection = tuple(random.randrange(n) for n in built.instance.num_options)
+        priced = evaluate(pricing, built.assignments(selection), shared_once=True)
+        blocks = sum(b.compute.total_s + b.communication.total_s for b in priced.blocks)
+        once = sum(b.optimiser_s for b in priced.blocks)
+        prelude = [t for t in load.transfers if PRELUDE in t.blocks]
+        if not prelude and not load.folding.prelude:
+            assert value(built.instance, selection) == pytest.approx(2 * blocks + once, rel=1e-6)
+        else:
+            assert value(built.instance, selection) >= (2 * blocks + once) * (1 - 1e-6)
+
+    check()
+
+
+def test_inner_answer_equals_brute_force() -> None:
+    load = Workload.of(captured(num_layers=1), "fp32")
+    mesh = Mesh((MeshAxis("free0", 4),))
+    pricing = pricing_of(load, mesh)
+    built = build(pricing, Rules(load=load, mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights())
+    solution = solve(built.instance)
+    options = [range(n) for n in built.instance.num_options]
+    assert len(list(product(*options))) < 200_000
+    assert solution.objective == pytest.approx(min(value(built.instance, s) for s in product(*options)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        Constraints(dp=4, tp=1),
+        Constraints(tp=4),
+        Constraints(tp=2, dp=2),
+        Constraints(pp=2, tp=2),
+        Constraints(pp=4, num_microbatches=4),
+        Constraints(dp=4, zero=3),
+        Constraints(dp=2, pp=2, zero=1, remat="full"),
+        Constraints(cp=2, dp=2),
+        Constraints(microbatch_size=2, dp=2),
+        Constraints(axes=(MeshAxis("dp", 2), MeshAxis("tp", 2)), pp=1),
+    ],
+    ids=str,
+)
+def test_constraints_are_kept(small: CapturedModel, constraints: Constraints) -> None:
+    plan = search_captured(small, make_cluster("a100-80gb", 4), constraints).plan
+    assert plan.num_ranks == 4
+    for role in ("dp", "tp", "cp"):
+        if (degree := constraints.degree(role)) and degree > 1:
+            assert plan.mesh[role] == degree
+    if constraints.pp:
+        assert plan.num_stages == constraints.pp
+    if constraints.zero is not None:
+        assert plan.zero == constraints.zero
+    if constraints.num_microbatches:
+        assert plan.batch.num_microbatches == constraints.num_microbatches
+    if constraints.microbatch_size:
+        assert 16 // plan.batch.num_microbatches // plan.data_parallel_size == constraints.microbatch_size
+    if constraints.remat == "full":
+        assert all(stage.remat["full"] == stage.last - stage.first + 1 for stage in plan.stages)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_a_plan_is_predicted_as_the_search_predicted_it(small: CapturedModel) -> None:
+    cluster = make_cluster("a100-80gb", 4)
+    for constraints in (Constraints(), Constraints(pp=2, tp=2), Constraints(dp=4, zero=2, num_microbatches=2)):
+        found = search_captured(small, cluster, constraints)
+        again = predict_plan(small, cluster, Plan.from_yaml(found.plan.to_yaml()))
+        assert again.step_time_s == pytest.approx(found.predicted.step_time_s, rel=1e-9)
+        assert again.peak_bytes == pytest.approx(found.predicted.peak_bytes, rel=1e-9)
+        assert sum(found.predicted.breakdown_s.values()) == pytest.approx(found.predicted.step_time_s, rel=0.02)
+
+
+def test_the_search_is_never_worse_than_an_estimate_and_deterministic(small: CapturedModel) -> None:
+    cluster = make_cluster("a100-80gb", 4)
+    best = search_captured(small, cluster)
+    assert 0 <= best.optimality_gap < 1
+    assert search_captured(small, cluster).plan == best.plan
+    for degrees in ({}, {"tp": 4}, {"tp": 2, "pp": 2}):
+        estimate = estimate_captured(small, cluster, Constraints(**degrees))
+        assert best.predicted.step_time_s <= estimate.predicted.step_time_s * 1.006
+
+
+def test_leaders_of_a_plan(small: CapturedModel) -> None:
+    load = Workload.of(small, "fp32")
+    plan = search_captured(small, make_cluster("a100-80gb", 4), Constraints(tp=2, dp=2)).plan
+    leaders = leaders_of(load, plan)
+    assert leaders[0] == tuple("batch" if name in plan.inputs else None for name in plan.mesh)
+    assert len(leaders) == len(load.clusters.clusters)
+
+
+def test_less_memory_makes_other_plans(small: CapturedModel) -> None:
+    cluster = make_cluster("a100-80gb", 4)
+    free = search_captured(small, cluster, Constraints(tp=1, pp=1))
+    tight = search_captured(small, cluster.with_memory(int(free.predicted.peak_bytes * 0.8)), Constraints(tp=1, pp=1))
+    assert tight.predicted.peak_bytes <= free.predicted.peak_bytes * 0.8
+    assert tight.predicted.step_time_s >= free.predicted.step_time_s
+
+
+def test_nothing_fits(small: CapturedModel) -> None:
+    with pytest.raises(InfeasiblePlan) as caught:
+        search_captured(small, make_cluster("a100-80gb", 4).with_memory(100_000))
+    message = str(caught.value)
+    assert "nothing fits 4 x" in message and "GiB per rank; budget is" in message
+    assert "largest: " in message and "--gpus" in message
+
+
+@pytest.mark.parametrize(
+    ("constraints", "words"),
+    [
+        (Constraints(dp=3), "does not divide the 4 ranks"),
+        (Constraints(dp=4, tp=2), "does not divide the 4 ranks"),
+        (Constraints(num_microbatches=3), "global batch of 16 does not divide"),
+        (Constraints(zero=4), "expected 0, 1, 2 or 3"),
+        (Constraints(pp=0), "expected a positive number"),
+        (Constraints(axes=(MeshAxis("dp", 3),)), "has 3 ranks; there are 4"),
+        (Constraints(dp=2, tp=1, cp=1, ep=1, pp=1), "leave one degree"),
+        (Constraints(dp=2, num_microbatches=2, microbatch_size=3), "make 12 samples"),
+    ],
+)
+def test_bad_constraints(small: CapturedModel, constraints: Constraints, words: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=words):
+        search_captured(small, make_cluster("a100-80gb", 4), constraints)
