@@ -31,6 +31,7 @@ from models import CASES, Case, build
 
 import autopar
 from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.plan import Plan
 
 STEPS = 5
 LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
@@ -124,9 +125,9 @@ def train_alone(case: Case, optimizer_name: str) -> Trace:
     return trace
 
 
-def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], optimizer_name: str) -> tuple[Trace, str]:
+def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], optimizer_name: str) -> tuple[Trace, Plan]:
     example = case.batch(0)
-    extra = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
+    extra: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
     parallel = autopar.parallelize(build(case), ranks, example_inputs=example, **extra, **constraints)
     optimizer = optimizer_of(optimizer_name, list(parallel.parameters()))
     names = {name for name, _ in build(case).named_parameters()}
@@ -140,10 +141,10 @@ def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], optimize
         optimizer.step()
         if optimizer_name == "sgd":
             trace.parameters.append({n: p for n, p in parallel.full_state_dict().items() if n in names})
-    return trace, describe(parallel.plan)
+    return trace, parallel.plan
 
 
-def describe(plan: Any) -> str:
+def describe(plan: Plan) -> str:
     """A plan in a few words, with what its axes shard."""
     used: dict[str, set[str]] = {}
     for block in plan.blocks:
@@ -180,7 +181,7 @@ def run_cell(model: str, plan: str, references: dict[str, tuple[Trace, Trace]]) 
     start = time.perf_counter()
     try:
         sgd, chosen = train_parallel(case, ranks, constraints, "sgd")
-        adam, _ = train_parallel(case, ranks, constraints, "adamw")
+        adam, _ = train_parallel(case, ranks, {"plan": chosen}, "adamw")
     except InfeasiblePlan as error:
         return Cell(model=model, plan=plan, impossible=str(error).splitlines()[0])
     if model not in references:
@@ -193,7 +194,7 @@ def run_cell(model: str, plan: str, references: dict[str, tuple[Trace, Trace]]) 
         loss=max(abs(a - b) / abs(b) for a, b in pairs),
         gradient=max(relative(a, b) for a, b in zip(sgd.gradients, expected_sgd.gradients, strict=True)),
         parameter=max(relative(a, b) for a, b in zip(sgd.parameters, expected_sgd.parameters, strict=True)),
-        chosen=chosen,
+        chosen=describe(chosen),
         seconds=time.perf_counter() - start,
     )
 
