@@ -8,7 +8,7 @@ metadata travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from autopar.ir.program import StageProgram, TensorSpec
 from autopar.runtime.stage_module import StageModule
 
 BeforeBackward = Callable[[bool], None]
+
+
+# Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
+_PREFIX = "input_"
 
 
 class _Stage(PipelineStage):
@@ -41,6 +45,9 @@ class _Stage(PipelineStage):
         self._before_backward(last_backward)
         grads = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
         return grads, None
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self.submod(*args, **{name.removeprefix(_PREFIX): value for name, value in kwargs.items()})
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engines reduced during the last backward."""
@@ -89,7 +96,7 @@ class Pipeline:
             before_backward=before_backward,
         )
         specs: dict[str, Any] = {
-            name: _Replicate if (dim := batch_dims[name]) is None else TensorChunkSpec(dim) for name in batch_dims
+            _PREFIX + name: _Replicate if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()
         }
         make = Schedule1F1B if one_forward_one_backward else ScheduleGPipe
         self._schedule = make(
@@ -101,7 +108,8 @@ class Pipeline:
     def step(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """One step over this rank's batch; the losses of the microbatches on the last stage, else none."""
         losses: list[torch.Tensor] = []
-        self._schedule.step(target=self._target, losses=losses, return_outputs=False, **cast(dict[str, Any], inputs))
+        named: dict[str, Any] = {_PREFIX + name: value for name, value in inputs.items()}
+        self._schedule.step(target=self._target, losses=losses, return_outputs=False, **named)
         return losses
 
 
