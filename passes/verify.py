@@ -44,8 +44,9 @@ def verify(captured: CapturedModel, *, after: str = "capture", memo: Memo | None
         found = memo.get(signature)
         if found is None:
             found = memo[signature] = _summary(fake_call(node.target, node.args, node.kwargs, mode))
+        where = node.meta.get("source")
         assert found == claimed, (
-            f"after {after}: {node.format_node()}\n  gives {found}, its meta says {claimed}\n  at {node.meta.get('source')}"
+            f"after {after}: {node.format_node()}\n  gives {found}, its meta says {claimed}\n  at {where}"
         )
     _verify_outputs(captured, after)
 

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from autopar.ir.capture_errors import explain
+from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput
@@ -73,6 +73,7 @@ def capture(
             program = torch.export.export(twin, fakes, strict=False)
     except _FAILURES as error:
         raise explain(title, error) from error
+    refuse_unknown_sizes(title, program.graph)
     return _assemble(model, title, call, twin, program, mode)
 
 
@@ -97,7 +98,9 @@ class _Call:
             kwargs = dict(kwargs)
             target = kwargs.pop("target")
         entries, in_spec = pytree.tree_flatten_with_path((args, kwargs))
-        keys = [("args" if path[0].idx == 0 else "kwargs") + pytree.keystr(path[1:]) for path, _ in entries]
+        keys = [
+            ("args" if path[0] == pytree.SequenceKey(0) else "kwargs") + pytree.keystr(path[1:]) for path, _ in entries
+        ]
         leaves = [leaf for _, leaf in entries]
         target_spec = None
         if loss_fn is not None:
@@ -211,8 +214,7 @@ def _assemble(
     exported = {spec.target.removeprefix(f"{WRAPPED}."): sources[spec.arg.name] for spec in kinds.get("PARAMETER", ())}
     parameters: dict[str, Parameter] = {}
     for parameter in _parameters_of(model):
-        tensor = model.get_parameter(parameter.name)
-        node = place(_identifier("p", parameter.name), fake_like(tensor, mode))
+        node = place(_identifier("p", parameter.name), fake_like(model.get_parameter(parameter.name), mode))
         parameters[node.name] = parameter
         arguments.update({exported[alias]: node for alias in parameter.names if alias in exported})
     exported = {spec.target.removeprefix(f"{WRAPPED}."): sources[spec.arg.name] for spec in kinds.get("BUFFER", ())}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
 from autopar.ir.errors import CaptureError
-from autopar.ir.source import user_frame
+from autopar.ir.source import origin_of, user_frame
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # Text in torch's message -> what it means, and what to try. The first that fits is used.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("data-dependent", "data dependent", "DataDependent", "dynamic control flow", "_local_scalar_dense"),
         "its Python control flow or a Python number depends on the values of a tensor",
-        "torch.where in place of `if`, masks in place of indexing by a condition, and no .item(), .tolist() or bool() of a "
-        "tensor in forward",
+        "torch.where in place of `if`, masks in place of indexing by a condition, "
+        "and no .item(), .tolist() or bool() of a tensor in forward",
     ),
     (
         ("unexpected keyword argument", "missing", "positional argument"),
@@ -29,6 +35,19 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "dropping autocast; the plan's precision takes its place",
     ),
 )
+
+
+def refuse_unknown_sizes(title: str, graph: fx.Graph) -> None:
+    """Raise CaptureError if a number or a shape in an exported graph is known only when it runs."""
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            numbers = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
+            if any(isinstance(number, _SYMBOLS) for number in numbers):
+                cause, change = _CAUSES[0][1:]
+                raise CaptureError(
+                    f"{title} cannot be captured: {cause}.\n  at {origin_of(node)[1]}\n  {node.target} has no value "
+                    f"before the step runs\n  try: {change}"
+                )
 
 
 def explain(title: str, error: BaseException) -> CaptureError:

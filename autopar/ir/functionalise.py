@@ -121,7 +121,7 @@ class Functionaliser:
         else:
             self.values[node] = self._call(node, node.target, args, kwargs, node.meta.get("val"))
 
-    def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> fx.Node:
+    def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Any:
         if "path" not in like.meta:
             like.meta["path"], like.meta["source"] = origin_of(like)
         return add_call(self.graph, self.mode, target, args, dict(kwargs), like=like, value=value)
@@ -163,7 +163,7 @@ class Functionaliser:
         self.values[node] = new
         self.views[node] = _View(written, node, aten.alias.default, (), {}, self._version(written))
 
-    def _copied(self, node: fx.Node, destination: fx.Node, source: Any) -> fx.Node:
+    def _copied(self, node: fx.Node, destination: fx.Node, source: Any) -> Any:
         value = destination.meta["val"]
         if not isinstance(source, fx.Node):
             return self._call(node, aten.full_like.default, (destination, source), {})
@@ -184,7 +184,7 @@ class Functionaliser:
             self.versions[node] = self.versions.get(node, 0) + 1
         self.values[node] = new
 
-    def _scattered(self, view: _View, base: fx.Node, new: fx.Node, write: fx.Node) -> fx.Node:
+    def _scattered(self, view: _View, base: fx.Node, new: fx.Node, write: fx.Node) -> Any:
         """The base with ``new`` in the part that ``view`` shows."""
         inverse = _SCATTERS.get(view.target)
         if inverse is None:

@@ -157,9 +157,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
         x, weight, ends = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
@@ -180,8 +178,8 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.is_meta or torch._subclasses.fake_tensor.is_fake(x):
         return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)  # type: ignore[no-any-return]
-    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return]
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

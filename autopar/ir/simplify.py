@@ -13,15 +13,12 @@ name no device but the CPU (the runtime puts its own in).
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir.building import add_call, fake_mode_of, remove_dead
+from autopar.ir.building import remove_dead
 
 aten = torch.ops.aten
 
@@ -88,7 +85,6 @@ _FOLDABLE_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
 
 def simplify(graph: fx.Graph, *, differentiable: set[fx.Node]) -> None:
     """Simplify in place. ``differentiable``: placeholders that gradients are wanted for."""
-    mode = fake_mode_of(graph)
     needs_grad = set(differentiable)
     seen: dict[Any, fx.Node] = {}
     with torch.no_grad():
@@ -98,7 +94,7 @@ def simplify(graph: fx.Graph, *, differentiable: set[fx.Node]) -> None:
             if node.target in _DROPPED:
                 graph.erase_node(node)
                 continue
-            _canonical(graph, node, mode)
+            _canonical(node)
             same = _same_value(node, needs_grad)
             key = None
             if same is None and not _random(node):
@@ -115,7 +111,7 @@ def simplify(graph: fx.Graph, *, differentiable: set[fx.Node]) -> None:
     remove_dead(graph)
 
 
-def _canonical(graph: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
+def _canonical(node: fx.Node) -> None:
     """Bring an op to its one spelling, in place."""
     value = node.meta["val"]
     if node.target in _RESHAPES:
@@ -165,8 +161,6 @@ def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
         order = node.args[1]
         assert isinstance(order, (list, tuple))
         return source if [_as_int(d) % before.dim() for d in order] == list(range(before.dim())) else None
-    if target is aten.cat.default:
-        return None
     return None
 
 
@@ -199,6 +193,3 @@ def _is_number(argument: Any, number: float) -> bool:
 def _as_int(argument: Any) -> int:
     assert isinstance(argument, int)
     return argument
-
-
-Rewrite = Callable[[fx.Graph, fx.Node], None]

@@ -12,6 +12,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise.attention import RecogniseAttention
 from autopar.passes.normalise.clean_up import CleanUp
 from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
+from autopar.passes.normalise.eager_attention import FuseEagerAttention
 from autopar.passes.normalise.linear import RecogniseLinear
 from autopar.passes.normalise.means import SplitMeans
 from autopar.passes.normalise.moe import RecogniseMoe
@@ -29,6 +30,7 @@ def normal_form() -> tuple[Pass, ...]:
         Unflatten(),
         CleanUp(),
         RecogniseRmsNorm(),
+        FuseEagerAttention(),
         RecogniseAttention(),
         RecogniseCrossEntropy(),
         RecogniseMoe(),

@@ -3,6 +3,8 @@
     k2 = reshape(expand(unsqueeze(k, 2), [B, 8, 4, T, D]), [B, 32, T, D])
     m = le(positions, positions') & same_document
     scaled_dot_product_attention(q, k2, v2, m)            attention(q, k, v, kind=causal, scale=..)
+
+See ``masks.py`` for what a mask can mean.
 """
 
 from __future__ import annotations
@@ -56,10 +58,7 @@ def _rewrite(
     operand: fx.Node | None = None
     if meaning.parts:
         if meaning not in masks:
-            last = max(meaning.parts, key=lambda part: _position(graph, part))
-            with graph.inserting_after(last):
-                pass
-            masks[meaning] = _operand(graph, mode, meaning, reader, last, rank)
+            masks[meaning] = _operand(graph, mode, meaning, reader, max(meaning.parts), rank)
         operand = masks[meaning]
     scale = node.kwargs.get("scale")
     options: dict[str, Any] = {
@@ -86,7 +85,7 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node | None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return tuple(given[name] for name in names)  # type: ignore[return-value]
+    return tuple(given[name] for name in names)
 
 
 def _grouped(q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -117,10 +116,6 @@ def before_repeat(heads: fx.Node) -> fx.Node | None:
     times = shape_of(expanded)[2]
     same = shape_of(expanded) == (batch, few, times, length, size)
     return source if same and shape_of(heads) == (batch, few * times, length, size) else None
-
-
-def _position(graph: fx.Graph, node: fx.Node) -> Any:
-    return node._sort_key
 
 
 def _operand(

@@ -95,12 +95,7 @@ class ConstantEvaluator:
             common = set.intersection(*(set(self.uniform(n)) for n in others))
             return common - {dim}
         if is_pointwise(node):
-            operands = [n for n in node.all_input_nodes if is_tensor(n)]
-            return {
-                d
-                for d in range(rank)
-                if all(d - rank + len(shape_of(n)) < 0 or d - rank + len(shape_of(n)) in self.uniform(n) for n in operands)
-            }
+            return self._uniform_broadcast([n for n in node.all_input_nodes if is_tensor(n)], rank)
         mapping = source_dims(node)
         if mapping is None:
             return set()
@@ -109,17 +104,22 @@ class ConstantEvaluator:
         inner, sizes = self.uniform(source), shape_of(source)
         return {d for d, s in enumerate(mapping) if s is None or s in inner or sizes[s] == 1}
 
+    def _uniform_broadcast(self, operands: list[fx.Node], rank: int) -> set[int]:
+        """Dimensions of a broadcast of operands to ``rank`` dimensions along which none of them varies."""
+        missing = [rank - len(shape_of(n)) for n in operands]
+        return {
+            d
+            for d in range(rank)
+            if all(d < m or d - m in self.uniform(n) for n, m in zip(operands, missing, strict=True))
+        }
+
     def _uniform_index(self, node: fx.Node, rank: int) -> set[int]:
         source, indices = node.args[0], _leading_indices(node)
         assert isinstance(source, fx.Node)
         inner = self.uniform(source)
         width = max(len(shape_of(i)) for i in indices)
         relevant = [i for d, i in enumerate(indices) if d not in inner]
-        common = {
-            d
-            for d in range(width)
-            if all(d - width + len(shape_of(i)) < 0 or d - width + len(shape_of(i)) in self.uniform(i) for i in relevant)
-        }
+        common = self._uniform_broadcast(relevant, width)
         rest = {d - len(indices) + width for d in inner if d >= len(indices)}
         return common | {d for d in rest if d < rank}
 
@@ -286,7 +286,7 @@ def _slice_start(node: fx.Node, sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _scan_dim(node: fx.Node, rank: int) -> int:
-    position = _SCANS[node.target]
+    position = _SCANS[node.target]  # type: ignore[index]
     dim = node.args[position] if len(node.args) > position else -1
     if isinstance(dim, (list, tuple)):
         dim = dim[0]

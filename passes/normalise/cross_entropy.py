@@ -9,7 +9,7 @@ so that batch and sequence stay separate and a mesh axis can be put on either.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -43,7 +43,7 @@ class RecogniseCrossEntropy(Pass):
 
 def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node) -> None:
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     logits, target = given["self"], given["target"]
     if given.get("weight") is not None or dtype_of(target).is_floating_point or not shape_of(target):
         return

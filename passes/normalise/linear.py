@@ -2,6 +2,8 @@
 
     addmm(bias, x, w)                                     linear(x, transpose(w), bias)
     mm(reshape(x, [B * S, K]), w)                         linear(reshape(x, [B * S, K]), transpose(w))
+
+All layers that share a matrix share its transpose.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _AND = {
     aten.logical_and.default,
 }
 # Additive masks write "never" as the smallest number of some dtype; -1e4 was usual for float16.
-_NEVER = -9999.0
+NEVER = -9999.0
 # Elements of a mask that are looked at together, and altogether. Beyond, a sample of rows decides.
 _BLOCK_NUMEL = 1 << 23
 _TOTAL_NUMEL = 1 << 27
@@ -148,13 +148,13 @@ def _is_expansion(mask: fx.Node) -> bool:
 
 
 def _is_never(value: object) -> bool:
-    return isinstance(value, float) and value <= _NEVER
+    return isinstance(value, float) and value <= NEVER
 
 
 def _as_boolean(value: Tensor) -> Tensor:
     if value.dtype == torch.bool:
         return value
-    never, zero = value <= _NEVER, value == 0
+    never, zero = value <= NEVER, value == 0
     if not bool((never | zero).all()):
         raise TooLarge  # a bias, not a mask
     return zero

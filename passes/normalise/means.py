@@ -1,6 +1,8 @@
 """A mean becomes a sum and a scale, so that summing a sharded dimension gives partial sums of the mean.
 
     mean(x, [1])                                          mul(sum(x, [1]), 1 / n)
+
+The count is the global one, whatever part of x a rank has.
 """
 
 from __future__ import annotations

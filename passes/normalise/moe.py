@@ -32,6 +32,9 @@ aten = torch.ops.aten
 # By name: the fallback op of transformers is registered only once that package is imported.
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
+_SORTS = (aten.sort.default, aten.sort.stable)
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+
 
 @dataclass(frozen=True)
 class RecogniseMoe(Pass):
@@ -116,7 +119,8 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Exper
         biases = (found.b_up, found.b_down) if found.b_up is not None or found.b_down is not None else ()
         if shape_of(x)[:-1] != shape_of(index)[:-1]:
             rows = [shape_of(x)[0], shape_of(index)[-1]]
-            index, weights = (add_call(graph, mode, aten.reshape.default, (a, rows), like=node) for a in (index, weights))
+            index = add_call(graph, mode, aten.reshape.default, (index, rows), like=node)
+            weights = add_call(graph, mode, aten.reshape.default, (weights, rows), like=node)
         options = {"activation": found.activation, "gated": found.gated}
         result = add_call(graph, mode, ops.moe, (x, index, weights, *matrices, *biases), options, like=node)
         if shape_of(result) != shape_of(node):
@@ -162,12 +166,9 @@ def _sorted(order: fx.Node) -> fx.Node | None:
     source = order.args[0] if order.args else None
     if not isinstance(source, fx.Node):
         return None
-    if order.target is operator.getitem and order.args[1] == 1 and source.target in (
-        aten.sort.default,
-        aten.sort.stable,
-    ):
+    if order.target is operator.getitem and order.args[1] == 1 and source.target in _SORTS:
         return _source(source.args[0], aten.reshape.default)
-    return _source(source, aten.reshape.default) if order.target in (aten.argsort.default, aten.argsort.stable) else None
+    return _source(source, aten.reshape.default) if order.target in _ARGSORTS else None
 
 
 def _without_bias(node: Any, order: fx.Node) -> tuple[Any, fx.Node | None]:
@@ -216,30 +217,30 @@ def _gate(inner: Any) -> tuple[str, fx.Node, bool] | None:
         return plain[0], plain[1], False
     if not isinstance(inner, fx.Node) or inner.target is not aten.mul.Tensor:
         return None
-    left, value = inner.args[:2]
-    gate = _activation(left)
-    if gate is None or not _is_half(gate[1], 0) or not _is_half(value, 1) or gate[1].args[0] is not value.args[0]:  # type: ignore[union-attr]
+    gate, value = _activation(inner.args[0]), inner.args[1]
+    halves = _half(value, 1)
+    if gate is None or halves is None or _half(gate[1], 0) is not halves:
         return None
-    halves = gate[1].args[0]
-    return gate[0], halves.args[0], True
+    return gate[0], halves, True
 
 
-def _is_half(node: Any, number: int) -> bool:
-    """One of the two halves of the last dimension."""
+def _half(node: Any, number: int) -> fx.Node | None:
+    """x, if the node is the first (0) or second (1) half of x's last dimension."""
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != number:
-        return False
-    split = node.args[0]
-    if not isinstance(split, fx.Node) or split.target is not aten.split.Tensor:
-        return False
-    assert isinstance(split.args[0], fx.Node)
-    whole, dim = shape_of(split.args[0]), split.args[2] if len(split.args) > 2 else 0
-    return dim in (-1, len(whole) - 1) and split.args[1] == whole[-1] // 2 and whole[-1] % 2 == 0
+        return None
+    split: Any = node.args[0]
+    if split.target is not aten.split.Tensor:
+        return None
+    source = split.args[0]
+    whole, dim = shape_of(source), split.args[2] if len(split.args) > 2 else 0
+    halved = dim in (-1, len(whole) - 1) and split.args[1] * 2 == whole[-1]
+    return source if halved else None
 
 
 def _is_quotient(token: fx.Node, order: fx.Node, top_k: int) -> bool:
     if top_k == 1 and token is order:
         return True
-    return token.target is aten.floor_divide.default and token.args[:2] == (order, top_k)
+    return token.target is aten.floor_divide.default and tuple(token.args[:2]) == (order, top_k)
 
 
 def _ends_of(ends: fx.Node, order: fx.Node, num_experts: int) -> bool:
@@ -250,7 +251,7 @@ def _ends_of(ends: fx.Node, order: fx.Node, num_experts: int) -> bool:
     chosen = counts.args[0]
     if isinstance(chosen, fx.Node) and chosen.target is aten._to_copy.default:
         chosen = chosen.args[0]
-    exact = tuple(counts.args[1:4]) == (num_experts, 0, num_experts - 1)
+    exact: bool = tuple(counts.args[1:4]) == (num_experts, 0, num_experts - 1)
     return exact and isinstance(chosen, fx.Node) and _sorted_values(chosen, order)
 
 

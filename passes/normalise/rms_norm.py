@@ -88,7 +88,7 @@ def _mean_square(rsqrt: fx.Node) -> tuple[fx.Node, float] | None:
     keepdim = mean.args[2] if len(mean.args) > 2 else mean.kwargs.get("keepdim", False)
     if not isinstance(square, fx.Node) or not keepdim or not isinstance(dims, (list, tuple)):
         return None
-    if [d if isinstance(d, int) and d < 0 else None for d in dims] != [-1] and list(dims) != [len(shape_of(square)) - 1]:
+    if list(dims) not in ([-1], [len(shape_of(square)) - 1]):
         return None
     squares = (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2) or (
         square.target is _MUL and square.args[0] is square.args[1]
@@ -97,9 +97,7 @@ def _mean_square(rsqrt: fx.Node) -> tuple[fx.Node, float] | None:
     return (x, eps) if squares and isinstance(x, fx.Node) else None
 
 
-def _replace(
-    graph: fx.Graph, mode: FakeTensorMode, last: fx.Node, x: fx.Node, weight: object, eps: object
-) -> None:
+def _replace(graph: fx.Graph, mode: FakeTensorMode, last: fx.Node, x: fx.Node, weight: object, eps: object) -> None:
     with graph.inserting_before(last):
         norm = add_call(graph, mode, ops.rms_norm, (x, weight, eps), like=last)
     if dtype_of(norm) == dtype_of(last):

@@ -52,13 +52,10 @@ def _span(node: fx.Node) -> tuple[int, int, int] | None:
         return dim, position, position + 1
     if node.target is not aten.slice_scatter.default:
         return None
-    dim, start, end, step = (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :])
-    dim = _as_int(dim) % len(shape_of(node))
-    size = shape_of(node)[dim]
-    if step != 1:
-        return None
-    low, high, _ = slice(start, end).indices(size)
-    return (dim, low, high) if high > low else None
+    where: tuple[Any, ...] = (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :])
+    dim = _as_int(where[0]) % len(shape_of(node))
+    low, high, _ = slice(where[1], where[2]).indices(shape_of(node)[dim])
+    return (dim, low, high) if high > low and where[3] == 1 else None
 
 
 def _to_cat(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, dim: int, low: int, high: int) -> None:

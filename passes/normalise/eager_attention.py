@@ -1,0 +1,178 @@
+"""Attention spelt out becomes ``scaled_dot_product_attention``, which ``attention.py`` takes further.
+
+    s = div(matmul(q, transpose(k, -2, -1)), 8.0)
+    p = dropout(softmax(masked_fill(s, unseen, -inf), -1), 0.1)
+    matmul(p, v)                                          scaled_dot_product_attention(q, k, v, ~unseen, 0.1,
+                                                                                       scale=0.125)
+
+The scores are never stored then. Scores that something else reads are left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
+from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.passes.normalise.masks import NEVER
+from autopar.passes.pipeline import Pass
+
+aten = torch.ops.aten
+
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+
+
+@dataclass(frozen=True)
+class FuseEagerAttention(Pass):
+    """softmax(q k^T * scale + mask) v as one op."""
+
+    name: ClassVar[str] = "fuse-eager-attention"
+
+    def apply(self, captured: CapturedModel) -> CapturedModel:
+        graph = captured.graph
+        mode = fake_mode_of(graph)
+        for node in list(call_nodes(graph)):
+            found = _match(node)
+            if found is not None:
+                _rewrite(graph, mode, node, found)
+        return captured
+
+
+@dataclass(slots=True)
+class _Attention:
+    """conditions: (mask, whether True means seen, what unseen scores are set to); biases: added to the scores."""
+
+    v: Any = None
+    q: Any = None
+    k: Any = None
+    k_transposed: Any = None
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    conditions: list[tuple[fx.Node, bool, float]] = field(default_factory=list)
+    biases: list[fx.Node] = field(default_factory=list)
+
+
+def _match(product: fx.Node) -> _Attention | None:
+    if product.target not in _PRODUCTS or len(shape_of(product)) not in (3, 4):
+        return None
+    found = _Attention(v=product.args[1])
+    weights: Any = _uncast(product.args[0], product)
+    if weights is not None and weights.target is aten.dropout.default:
+        found.dropout_p = weights.args[1]
+        weights = _uncast(weights.args[0], weights)
+    if weights is None or weights.target is not aten.softmax.int or not _private(weights):
+        return None
+    if weights.args[1] not in (-1, len(shape_of(weights)) - 1):
+        return None
+    scores: Any = weights.args[0]
+    while isinstance(scores, fx.Node) and _private(scores):
+        if scores.target in _PRODUCTS:
+            return found if _take_product(found, scores) else None
+        following = _take(found, scores)
+        if following is None:
+            return None
+        scores = following
+    return None
+
+
+def _private(node: fx.Node) -> bool:
+    return only_user(node) is not None
+
+
+def _uncast(node: Any, user: fx.Node) -> fx.Node | None:
+    """The node, or what it casts to the dtype of its user."""
+    if isinstance(node, fx.Node) and node.target is aten._to_copy.default and _private(node):
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and _private(node) else None
+
+
+def _take(found: _Attention, node: fx.Node) -> Any:
+    """Note what one op does to the scores; returns the scores before it, None if it is something else."""
+    args, target = node.args, node.target
+    if target is aten._to_copy.default:
+        return args[0]
+    if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        factor = args[1]
+        if not isinstance(factor, (int, float)) or factor <= 0:
+            return None
+        found.scale *= factor if target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / factor
+        return args[0]
+    if target is aten.add.Tensor and not node.kwargs:
+        scores, bias = args
+        if not _is_scores(scores):
+            scores, bias = bias, scores
+        if not isinstance(bias, fx.Node) or not _is_scores(scores) or found.scale != 1.0:
+            return None
+        found.biases.append(bias)
+        return scores
+    if target is aten.masked_fill.Scalar and _is_never(args[2]):
+        found.conditions.append((args[1], False, args[2]))  # type: ignore[arg-type]
+        return args[0]
+    if target is aten.where.ScalarOther and _is_never(args[2]):
+        found.conditions.append((args[0], True, args[2]))  # type: ignore[arg-type]
+        return args[1]
+    return None
+
+
+def _is_scores(node: Any) -> bool:
+    """Whether a chain of one-user ops leads back to a product."""
+    while isinstance(node, fx.Node) and _private(node) and node.args:
+        if node.target in _PRODUCTS:
+            return True
+        node = node.args[1] if node.target is aten.where.ScalarOther else node.args[0]
+    return False
+
+
+def _is_never(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value <= NEVER
+
+
+def _take_product(found: _Attention, product: fx.Node) -> bool:
+    q, kt = product.args[:2]
+    if not isinstance(kt, fx.Node) or not isinstance(q, fx.Node):
+        return False
+    rank = len(shape_of(kt))
+    found.q, found.k_transposed = q, kt
+    if kt.target is aten.transpose.int and {d % rank for d in kt.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[operator]
+        found.k = kt.args[0]
+    return rank == len(shape_of(q)) == len(shape_of(found.v))
+
+
+def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Attention) -> None:
+    with graph.inserting_before(node):
+        k, v = found.k, found.v
+        if k is None:
+            k = add_call(graph, mode, aten.transpose.int, (found.k_transposed, -2, -1), like=node)
+        mask = _mask(graph, mode, node, found)
+        args = (found.q, k, v, mask, found.dropout_p, False)
+        options = {"scale": found.scale}
+        target = aten.scaled_dot_product_attention.default
+        result = add_call(graph, mode, target, args, options, like=node)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _mask(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Attention) -> fx.Node | None:
+    """One mask: boolean if there are conditions only, else added to the scores."""
+    seen: fx.Node | None = None
+    never = float("-inf")
+    for condition, true_is_seen, value in found.conditions:
+        if not true_is_seen:
+            condition = add_call(graph, mode, aten.logical_not.default, (condition,), like=node)
+        if dtype_of(condition) != torch.bool:
+            condition = add_call(graph, mode, aten._to_copy.default, (condition,), {"dtype": torch.bool}, like=node)
+        never = max(never, value)
+        seen = (
+            condition if seen is None else add_call(graph, mode, aten.logical_and.default, (seen, condition), like=node)
+        )
+    total: fx.Node | None = None
+    for bias in found.biases:
+        total = bias if total is None else add_call(graph, mode, aten.add.Tensor, (total, bias), like=node)
+    if total is None or seen is None:
+        return total if seen is None else seen
+    return add_call(graph, mode, aten.where.ScalarOther, (seen, total, never), like=node)

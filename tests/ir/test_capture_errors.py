@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.capture import capture
+from autopar.ir.errors import CaptureError
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.max().item()
+
+
+class Selecting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nonzero(x)[: int(x[0])]
+
+
+class Mistaken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "remedy"),
+    [
+        (Branching, "if x.sum() > 0:", "torch.where"),
+        (Counting, "return x * x.max().item()", ".item()"),
+        (Selecting, "return torch.nonzero(x)[: int(x[0])]", "try:"),
+        (Mistaken, "return self.up(x)", "running forward"),
+    ],
+)
+def test_the_message_names_the_users_line_and_what_to_change(
+    make: Callable[[], nn.Module], line: str, remedy: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(make(), torch.randn(4))
+    message = str(caught.value)
+    assert message.startswith(f"{make.__name__} cannot be captured")
+    assert "test_capture_errors.py" in message and line in message and remedy in message
+
+
+def test_a_call_that_does_not_fit_the_signature() -> None:
+    with pytest.raises(CaptureError, match="do not fit the signature"):
+        capture(Mistaken(), {"x": torch.randn(4, 3), "y": torch.randn(4, 3)})
+
+
+def test_a_loss_function_without_a_target() -> None:
+    with pytest.raises(CaptureError, match="example_target"):
+        capture(Mistaken(), torch.randn(4, 3), loss_fn=lambda output, target: output.sum())
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    with pytest.raises(CaptureError, match=r"loss_fn returned a tensor of shape \(4, 3\)"):
+        capture(Mistaken(), torch.randn(4, 3), loss_fn=lambda output, target: output, example_target=torch.randn(4))
+
+
+def test_no_tensor_at_all() -> None:
+    with pytest.raises(CaptureError, match="hold no tensor"):
+        capture(Mistaken(), {"x": 3})
+
+
+def test_a_tensor_without_storage_that_is_no_buffer() -> None:
+    model = Mistaken()
+    model.table = torch.empty(3, device="meta")  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="register_buffer"):
+        capture(model, torch.randn(4, 3))
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = Mistaken()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="cannot be copied"):
+        capture(model, torch.randn(4, 3))
