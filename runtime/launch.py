@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from autopar.ir.errors import PlanMismatch
 
@@ -32,7 +33,7 @@ def ensure_process_group() -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device_id)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
 
 
 def this_device() -> torch.device:

@@ -22,10 +22,10 @@ def read_parameter(
     expects summands divide it first.
     """
     if isinstance(parameter, DTensor):
-        result: torch.Tensor = _ReadShard.apply(parameter, dtype, grad_scale)
+        result: torch.Tensor = _ReadShard.apply(parameter, dtype, grad_scale)  # type: ignore[no-untyped-call]
         return result
     if grad_scale != 1.0:
-        parameter = _ScaleGradient.apply(parameter, grad_scale)
+        parameter = _ScaleGradient.apply(parameter, grad_scale)  # type: ignore[no-untyped-call]
     return parameter if dtype is None else parameter.to(dtype)
 
 
