@@ -102,7 +102,9 @@ def _op_groups(block: BlockPlan) -> list[dict[str, Json]]:
         module, _, leaf = (path, "", "") if path in around else path.rpartition(".")
         shown = f"{leaf}/{op}" if leaf else op
         groups.setdefault(module, []).append({"key": key, "label": shown, "axes": dict(axes)})
-    return [{"module": module, "ops": ops} for module, ops in groups.items()]
+    # Ops of the block itself first: there is no heading that would end the module before them.
+    ordered = sorted(groups.items(), key=lambda group: group[0] != "")
+    return [{"module": module, "ops": ops} for module, ops in ordered]
 
 
 def _stage(plan: Plan, number: int) -> dict[str, Json]:

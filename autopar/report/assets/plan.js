@@ -70,7 +70,7 @@
     if (!place) return;
     const kinds = { F: { name: "forward", tone: "#2563eb" }, B: { name: "backward", tone: "#f59e0b" } };
     const total = data.timeline.step_time_s || 1;
-    const labels = data.num_stages <= 16 && data.batch.num_microbatches <= 32;
+    const labels = data.num_stages <= 16 && data.batch.num_microbatches <= 16;
     const traces = Object.entries(kinds).map(([kind, { name, tone }]) => {
       const trace = { x: [], base: [], y: [], text: [], customdata: [] };
       data.timeline.events.forEach((events, stage) => {
