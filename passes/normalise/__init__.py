@@ -11,8 +11,10 @@ from collections.abc import Callable
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise.attention import RecogniseAttention
 from autopar.passes.normalise.clean_up import CleanUp
+from autopar.passes.normalise.creations import DetachCreations
 from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
 from autopar.passes.normalise.eager_attention import FuseEagerAttention
+from autopar.passes.normalise.identity_index import IdentityIndexToView
 from autopar.passes.normalise.linear import RecogniseLinear
 from autopar.passes.normalise.means import SplitMeans
 from autopar.passes.normalise.moe import RecogniseMoe
@@ -26,6 +28,8 @@ def normal_form() -> tuple[Pass, ...]:
     """The rewrites, in the order in which they run."""
     return (
         ScattersToCat(),
+        DetachCreations(),
+        IdentityIndexToView(),
         RecogniseLinear(),
         Unflatten(),
         CleanUp(),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, dual
-from autopar.ir.redistribution import Collective, Step, grad_of_use, redistribute
+from autopar.ir.redistribution import Collective, Step, redistribute
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 PLACEMENTS: tuple[Placement, ...] = (R, P, S0, S1)
