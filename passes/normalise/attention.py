@@ -74,7 +74,8 @@ def _rewrite(
             q, k, v = (add_call(graph, mode, aten.unsqueeze.default, (x, 1), like=node) for x in (q, k, v))
         k, v = _grouped(q, k, v)
         args = (q, k, v) if operand is None else (q, k, v, operand)
-        result = add_call(graph, mode, ops.attention, args, options, like=node)
+        value = node.meta["val"] if rank == 4 else None
+        result = add_call(graph, mode, ops.attention, args, options, like=node, value=value)
         if rank == 3:
             result = add_call(graph, mode, aten.reshape.default, (result, list(shape_of(node))), like=node)
     node.replace_all_uses_with(result)
