@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import cluster
 from autopar.ir.errors import PlanMismatch
@@ -13,6 +15,7 @@ from autopar.ir.program import StageProgram
 from autopar.ir.roles import find_roles, microbatch_obstacle
 from autopar.passes.assign import assign
 from autopar.passes.parameters import find_uses, store
+from autopar.passes.settle import settle
 from autopar.passes.shard import shard
 from autopar.passes.split import split_stages
 
@@ -50,4 +53,5 @@ def partition(
     uses = find_uses(captured, assignments)
     storage, data_axes = store(captured, uses, plan.stage_mesh, zero=plan.zero)
     sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs)
+    settle(sharded.graph, plan.stage_mesh, torch.bfloat16 if plan.precision == "bf16" else None)
     return split_stages(captured, folding, clusters, sharded, storage, data_axes, plan, outputs=outputs)

@@ -176,7 +176,7 @@ class _Sweep:
     def describe(self, new: fx.Node, value: Any, layout: Layout, block: int) -> None:
         """Attach the local value (from the global one), layout and block of a new node."""
         if isinstance(value, torch.Tensor):
-            value = value.new_empty(local_shape(value.shape, layout, self.mesh), device="meta")
+            value = value.new_empty(local_shape(value.shape, layout, self.mesh))
         new.meta.update(val=value, layout=layout[1:], block=block)
 
     def call(self, node: fx.Node) -> None:
@@ -191,7 +191,7 @@ class _Sweep:
             self.differentiable.add(node)
         wanted = iter(
             [
-                self.use(operand, *rule.operand_layout(position, choices), block)
+                self.use(operand, *rule.operand_layout(position, choices), block, wide=bool(rule.couples))
                 for position, operand in enumerate(operands)
             ]
         )
@@ -212,11 +212,10 @@ class _Sweep:
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         leaves, spec = pytree.tree_flatten(node.meta["val"])
         fresh = iter(zip(shapes, strict=True))
-        values = [
-            leaf.new_empty(next(fresh)[0], device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
+        values = [leaf.new_empty(next(fresh)[0]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         new.meta.update(node.meta)
         new.meta.update(val=pytree.tree_unflatten(values, spec), layout=layouts[0][1:] if layouts else (), block=block)
+        new.meta["wide"] = bool(rule.couples)
         self.lower(node, new, rule)
         self.made[node] = self.mean_over_time(node, new, rule, choices[0], block)
 
@@ -252,8 +251,11 @@ class _Sweep:
 
     # Uses: reads of parameters and redistributions, shared by the consumers in one block.
 
-    def use(self, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
-        """The node that holds ``node`` in layout ``value`` for consumers in ``block``."""
+    def use(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool = False) -> fx.Node:
+        """The node that holds ``node`` in layout ``value`` for consumers in ``block``.
+
+        wide: parameters are read in their own dtype, as an op that keeps statistics needs them.
+        """
         made = self.layout(node)
         if made[0] != value[0] and self.mesh.sizes[0] > 1 and node.name not in self.captured.parameters:
             raise PlanMismatch(
@@ -262,26 +264,27 @@ class _Sweep:
                 "  try: one microbatch (batch.num_microbatches: 1)"
             )
         if node.name in self.captured.parameters and node.op == "placeholder":
-            return self.read(node, value[1:], grad[1:], block)
+            return self.read(node, value[1:], grad[1:], block, wide=wide)
         steps = redistribute(made[1:], value[1:], grad[1:])
         if node not in self.differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
         return self.emit(node, self.made[node], steps, made, block, ())
 
-    def read(self, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
+    def read(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool) -> fx.Node:
         stored = self.storage[node.name]
         scale, steps = stored.read(value, grad, self.plan.stage_mesh)
-        key = (node, block, scale)
+        narrow = self.plan.precision == "bf16" and not wide
+        key = (node, block, scale, narrow)
         if key not in self.uses:
             kwargs: dict[str, Any] = {}
-            if self.plan.precision == "bf16" and self.captured.parameters[node.name].dtype.is_floating_point:
+            if narrow and self.captured.parameters[node.name].dtype.is_floating_point:
                 kwargs["dtype"] = torch.bfloat16
             if scale != 1.0:
                 kwargs["grad_scale"] = scale
             new = self.graph.call_function(read_parameter, (self.made[node],), kwargs)
             self.describe(new, node.meta["val"], (Replicate(), *stored.layout), block)
             self.uses[key] = new
-        return self.emit(node, self.uses[key], steps, (Replicate(), *stored.layout), block, (scale,))
+        return self.emit(node, self.uses[key], steps, (Replicate(), *stored.layout), block, (scale, narrow))
 
     def emit(
         self, node: fx.Node, start: fx.Node, steps: tuple[Step, ...], layout: Layout, block: int, key: tuple[Any, ...]

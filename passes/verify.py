@@ -39,11 +39,11 @@ def verify(captured: CapturedModel, *, after: str = "capture", memo: Memo | None
             assert node.op in ("placeholder", "output"), f"after {after}: {node.op} {node.name} is not allowed"
             continue
         assert "val" in node.meta, f"after {after}: {node.format_node()} has no value"
-        signature = (node.target, _signature(node.args), _signature(node.kwargs))
-        claimed = _summary(node.meta["val"])
+        signature = (node.target, signature_of(node.args), signature_of(node.kwargs))
+        claimed = summary_of(node.meta["val"])
         found = memo.get(signature)
         if found is None:
-            found = memo[signature] = _summary(fake_call(node.target, node.args, node.kwargs, mode))
+            found = memo[signature] = summary_of(fake_call(node.target, node.args, node.kwargs, mode))
         where = node.meta.get("source")
         assert found == claimed, (
             f"after {after}: {node.format_node()}\n  gives {found}, its meta says {claimed}\n  at {where}"
@@ -63,13 +63,13 @@ def _verify_outputs(captured: CapturedModel, after: str) -> None:
     assert loss is None or loss.meta["val"].numel() == 1, f"after {after}: the loss is not a scalar"
 
 
-def _signature(argument: Any) -> Any:
+def signature_of(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         return _operand(argument.meta["val"])
     if isinstance(argument, (list, tuple)):
-        return tuple(_signature(a) for a in argument)
+        return tuple(signature_of(a) for a in argument)
     if isinstance(argument, dict):
-        return tuple((k, _signature(v)) for k, v in argument.items())
+        return tuple((k, signature_of(v)) for k, v in argument.items())
     return (type(argument), str(argument))
 
 
@@ -81,7 +81,7 @@ def _operand(value: Any) -> Any:
     return value
 
 
-def _summary(value: Any) -> tuple[Any, ...]:
+def summary_of(value: Any) -> tuple[Any, ...]:
     return tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in pytree.tree_leaves(value)
