@@ -11,7 +11,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
-from autopar.search.constraints import ROLES, Constraints
+from autopar.search.constraints import Constraints
 from autopar.search.evaluate import evaluate
 from autopar.search.infeasible import explain
 from autopar.search.leaf import Configuration, Solver
@@ -24,7 +24,11 @@ from autopar.search.workload import Workload
 
 
 def search_captured(
-    captured: CapturedModel, cluster: Cluster, constraints: Constraints | None = None, *, workload: Workload | None = None
+    captured: CapturedModel,
+    cluster: Cluster,
+    constraints: Constraints | None = None,
+    *,
+    workload: Workload | None = None,
 ) -> SearchResult:
     """The fastest plan for training ``captured`` on all of ``cluster`` under ``constraints``.
 
@@ -59,7 +63,11 @@ def search_captured(
 
 
 def estimate_captured(
-    captured: CapturedModel, cluster: Cluster, constraints: Constraints | None = None, *, workload: Workload | None = None
+    captured: CapturedModel,
+    cluster: Cluster,
+    constraints: Constraints | None = None,
+    *,
+    workload: Workload | None = None,
 ) -> SearchResult:
     """The prediction with every degree pinned: degrees not given are 1, and dp takes the ranks left over.
 
@@ -68,18 +76,15 @@ def estimate_captured(
     constraints = constraints or Constraints()
     constraints.check(cluster.num_gpus, captured.batch_size)
     if constraints.axes is None:
-        degrees = {role: getattr(constraints, role) or 1 for role in ("pp", *ROLES) if role != "dp"}
-        ranks = 1
-        for degree in degrees.values():
-            ranks *= degree
-        rest = constraints.dp or cluster.num_gpus // ranks
-        if rest * ranks != cluster.num_gpus:
-            text = " * ".join(f"{role}={degree}" for role, degree in degrees.items() if degree > 1) or "1"
+        pp, tp, cp, ep = (getattr(constraints, name) or 1 for name in ("pp", "tp", "cp", "ep"))
+        ranks = pp * tp * cp * ep
+        dp = constraints.dp or max(1, cluster.num_gpus // ranks)
+        if dp * ranks != cluster.num_gpus:
             raise InfeasiblePlan(
-                f"dp={rest} * {text} make {rest * ranks} ranks; there are {cluster.num_gpus}.\n"
+                f"dp={dp} * pp={pp} * tp={tp} * cp={cp} * ep={ep} make {dp * ranks} ranks; there are {cluster.num_gpus}.\n"
                 f"  try: --dp {max(1, cluster.num_gpus // ranks)}"
             )
-        constraints = replace(constraints, dp=rest, **degrees)
+        constraints = replace(constraints, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
     return search_captured(captured, cluster, constraints, workload=workload)
 
 
@@ -121,9 +126,7 @@ def predict_plan(
 def leaders_of(load: Workload, plan: Plan) -> tuple[Assignment, ...]:
     """Assignment of the leader of every cluster as ``plan`` states it; what it leaves out is replicated."""
     names = plan.stage_mesh.names
-    stated: dict[object, Assignment] = {
-        None: tuple(BATCH if name in plan.inputs else None for name in names)
-    }
+    stated: dict[object, Assignment] = {None: tuple(BATCH if name in plan.inputs else None for name in names)}
     for kind, index in enumerate(first_instances(load.folding)):
         ops = plan.blocks[kind].ops
         for node in load.folding.blocks[index].nodes:

@@ -150,9 +150,9 @@ class _Builder:
         price = self.pricing.parameter(group.numel, group.requires_grad, uses)
         sync = self.pricing.sync(price)
         seconds = self.count * price.micro.total_s + self.weights.sync * sync.total_s(self.count)
-        return (
-            seconds + self.pricing.optimiser_s(price) + self.weights.state * self.pricing.state(price).total
-        ) * len(group.names)
+        return (seconds + self.pricing.optimiser_s(price) + self.weights.state * self.pricing.state(price).total) * len(
+            group.names
+        )
 
     def _add_parameter(self, group: ParameterGroup) -> None:
         needs = [self._needs(node, position) for node, position in group.uses]
@@ -192,7 +192,9 @@ class _Builder:
         inputs = self.load.clusters.inputs
         if node in self.load.clusters.input_dims:
             place = self.load.clusters.input_placement
-            return inputs.index, [tuple(place(node, choice) for choice in joint) for joint in self.options[inputs.index]]
+            return inputs.index, [
+                tuple(place(node, choice) for choice in joint) for joint in self.options[inputs.index]
+            ]
         return inputs.index, [replicated(self.pricing.mesh)] * len(self.options[inputs.index])
 
     def _add_transfer(self, transfer: Transfer) -> None:

@@ -96,9 +96,7 @@ class Constraints:
             ranks = (self.pp or 1) * prod(axis.size for axis in self.axes)
             if ranks != num_gpus:
                 names = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
-                raise InfeasiblePlan(
-                    f"the mesh (pp={self.pp or 1}, {names}) has {ranks} ranks; there are {num_gpus}"
-                )
+                raise InfeasiblePlan(f"the mesh (pp={self.pp or 1}, {names}) has {ranks} ranks; there are {num_gpus}")
         else:
             self._check_degrees(num_gpus)
         dp = self.degree("dp") or 1

@@ -136,7 +136,9 @@ def spread(load: Workload, leaders: tuple[Assignment, ...]) -> dict[fx.Node, Ass
     }
 
 
-def layout_of(pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, Assignment], inputs: Assignment) -> Layout:
+def layout_of(
+    pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> Layout:
     """Layout that a tensor is produced in. inputs: choices of the step inputs."""
     node, clusters = tensor.node, pricing.workload.clusters
     if node in assignments:
@@ -248,11 +250,12 @@ def _parameters(
     layouts: dict[str, Layout] = {}
     held: dict[int, list[ParameterPrice]] = {}
     for group in pricing.workload.parameters:
-        uses = [pricing.workload.rule(node).operand_layout(position, assignments[node]) for node, position in group.uses]
+        uses = [
+            pricing.workload.rule(node).operand_layout(position, assignments[node]) for node, position in group.uses
+        ]
         price = pricing.parameter(group.numel, group.requires_grad, uses)
         for name, blocks in zip(group.names, group.blocks, strict=True):
             prices[name], layouts[name] = price, uses[0][0]
             for block in blocks[:1] if shared_once else dict.fromkeys(blocks):
                 held.setdefault(block, []).append(price)
     return prices, layouts, {block: tuple(own) for block, own in held.items()}
-

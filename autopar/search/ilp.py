@@ -56,9 +56,7 @@ def solve(instance: Instance) -> Solution:
         columns = len(program.cost)
         options, branched = program.run(reduced)
     selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
-    return Solution(
-        selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched
-    )
+    return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
 
 
 @dataclass(slots=True)

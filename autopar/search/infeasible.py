@@ -20,8 +20,8 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     if not tried:
         return InfeasiblePlan(
             f"no configuration of {cluster.num_gpus} GPUs satisfies the constraints: {_stated(constraints)}.\n"
-            f"  the model has {load.num_blocks} blocks, which bounds pp, and a global batch of {load.captured.batch_size}, "
-            "which dp times the number of microbatches has to divide\n  try: fewer constraints"
+            f"  the model has {load.num_blocks} blocks, which bounds pp, and a global batch of "
+            f"{load.captured.batch_size}, which dp times the number of microbatches has to divide\n  try: fewer constraints"
         )
     need, configuration, inner = min(
         ((_least_budget(solver, c, i), c, i) for c, i in _promising(solver, tried)), key=lambda found: found[0]
@@ -82,14 +82,21 @@ def _largest(configuration: Configuration, inner: Inner, blocks: range, count: i
         for name, used in zip(group.names, group.blocks, strict=True):
             if any(block in blocks for block in used):
                 size = pricing.state(inner.priced.parameters[name]).total
-                found[load.captured.parameters[name].name] = (size, _placement(inner.priced.layouts[name], configuration))
+                found[load.captured.parameters[name].name] = (
+                    size,
+                    _placement(inner.priced.layouts[name], configuration),
+                )
     top = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))[:count]
-    return [f"  largest: {name} with gradient and Adam state, {size / GIB:.2f} GiB, {where}" for name, (size, where) in top]
+    return [
+        f"  largest: {name} with gradient and Adam state, {size / GIB:.2f} GiB, {where}" for name, (size, where) in top
+    ]
 
 
 def _placement(layout: Layout, configuration: Configuration) -> str:
     cut = [
-        f"Shard({p.dim}) on {name}" for p, name in zip(layout, configuration.mesh.names, strict=True) if isinstance(p, Shard)
+        f"Shard({p.dim}) on {name}"
+        for p, name in zip(layout, configuration.mesh.names, strict=True)
+        if isinstance(p, Shard)
     ]
     return ", ".join(cut) if cut else "Replicate()"
 
@@ -100,7 +107,9 @@ def _advice(solver: Solver, constraints: Constraints, need: float) -> str:
         ways.append("--zero 3")
     if constraints.remat in ("none", "selective"):
         ways.append("--remat full")
-    pinned = [role for role in ("pp", "dp", "tp", "cp", "ep") if constraints.axes is None and getattr(constraints, role)]
+    pinned = [
+        role for role in ("pp", "dp", "tp", "cp", "ep") if constraints.axes is None and getattr(constraints, role)
+    ]
     if pinned:
         ways.append("leave " + ", ".join(f"--{role}" for role in pinned) + " to the search")
     if constraints.num_microbatches is not None or constraints.microbatch_size is not None:

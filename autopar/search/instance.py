@@ -80,7 +80,8 @@ def restrict(instance: Instance, kept: Sequence[Ints]) -> Instance:
         needs = [user.needs[kept[user.unit]] for user in flow.users]
         used = np.unique(np.concatenate(needs))
         users = tuple(
-            User(unit=user.unit, needs=np.searchsorted(used, need)) for user, need in zip(flow.users, needs, strict=True)
+            User(unit=user.unit, needs=np.searchsorted(used, need))
+            for user, need in zip(flow.users, needs, strict=True)
         )
         flows.append(
             Flow(

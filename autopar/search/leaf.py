@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.memory import state_memory
 from autopar.cost_model.simulator import live_microbatches
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
@@ -92,6 +93,12 @@ class Solver:
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.load, self.cluster)
         self.floor = Floor.of(self.ops)
+
+    @property
+    def least_state_bytes(self) -> float:
+        """State of the model perfectly divided over all ranks."""
+        numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)
+        return state_memory(numel / self.cluster.num_gpus, zero=0, data_size=1, precision="fp32").total
 
     def pricing(self, configuration: Configuration) -> Pricing:
         mesh = configuration.mesh

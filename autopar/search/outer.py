@@ -60,8 +60,16 @@ class Outer:
 
     def run(self) -> Candidate | None:
         """The best plan; ``bound`` is what no plan of the space can beat."""
-        for configuration in self.baselines():
-            self.expand(configuration)
+        for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
+            if self.solver.work >= self.max_work / 2 and self.best is not None:
+                break
+            if self.good_enough(self.floor(root.num_stages, root.num_microbatches)):
+                self.num_skipped += 1
+                continue
+            for configuration in self._named_zero(root):
+                self.expand(configuration)
+            if self.solver.least_state_bytes > self.solver.budget_bytes and self.closest:
+                return None
         heap: list[tuple[float, int, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
             for num in self.microbatches(self.constraints, mesh):
@@ -78,7 +86,8 @@ class Outer:
         self.bound = float("inf")
         while heap:
             lower, _, item = heapq.heappop(heap)
-            if self.good_enough(lower) or self.solver.work >= self.max_work and self.best is not None:
+            spent = self.solver.work / (1 if self.best is not None else 3)
+            if self.good_enough(lower) or spent >= self.max_work:
                 self.bound = lower
                 self.num_skipped += 1 + len(heap)
                 break
@@ -187,7 +196,7 @@ class Outer:
                 named = replace(given, pp=num_stages, dp=size // tensor, tp=tensor, cp=1, ep=1)
                 for mesh in named.meshes(size):
                     for num in self._few(self.microbatches(named, mesh), num_stages):
-                        root = Configuration(
+                        yield Configuration(
                             num_stages=num_stages,
                             mesh=mesh,
                             num_microbatches=num,
@@ -196,10 +205,6 @@ class Outer:
                             schedule=self.schedule(),
                             constraints=named,
                         )
-                        if self.good_enough(self.floor(num_stages, num)):
-                            self.num_skipped += 1
-                            continue
-                        yield from self._named_zero(root)
 
     def _named_zero(self, root: Configuration) -> Iterator[Configuration]:
         """One level of ZeRO after the other until one fits; levels only cost time."""
@@ -215,11 +220,13 @@ class Outer:
                 return
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-        """Numbers of microbatches worth trying first: around eight for each stage."""
+        """Numbers of microbatches worth trying first: around eight for each stage, and the most there can be."""
         if num_stages == 1:
             return options[:4]
-        wanted = (4 * num_stages, 8 * num_stages, 16 * num_stages)
-        return tuple(dict.fromkeys(min(options, key=lambda m: (abs(m - goal), m)) for goal in wanted)) if options else ()
+        wanted = (8 * num_stages, 32 * num_stages)
+        return (
+            tuple(dict.fromkeys(min(options, key=lambda m: (abs(m - goal), m)) for goal in wanted)) if options else ()
+        )
 
     # Bounds and leaves.
 
@@ -249,7 +256,10 @@ class Outer:
                 self.consider(configuration, exposed)
         if first is not None and not any(stage.full or stage.selective for stage in first.stages):
             return
-        last = inner.leaders
+        if first is None and self.too_large(configuration, inner):
+            self.num_skipped += 1
+            return
+        last, before = inner.leaders, first
         for price in PRICES:
             priced = solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
             answer = solver.inner(configuration, priced)
@@ -257,8 +267,26 @@ class Outer:
                 continue
             last = answer.leaders
             found = self.consider(configuration, answer)
-            if found is not None and not any(stage.full or stage.selective for stage in found.stages):
-                return
+            if found is not None:
+                slower = before is not None and found.predicted.step_time_s >= before.predicted.step_time_s
+                if slower or not any(stage.full or stage.selective for stage in found.stages):
+                    return
+                before = found
+
+    def too_large(self, configuration: Configuration, inner: Inner) -> bool:
+        """Whether the model state alone excludes a leaf, or makes it too slow.
+
+        All stages together hold at most P budgets of state, so for any price the optimum of seconds + price * state
+        less price * P * budget is a lower bound on the seconds (Lagrangian duality).
+        """
+        room = configuration.num_stages * self.solver.budget_bytes
+        # Before anything fits only size matters: at this price the answer is the one with the least state.
+        price = inner.objective / self.solver.budget_bytes * (1 if self.best is not None else 1e6)
+        dual = self.solver.inner(configuration, Weights(sync=HIDDEN, state=price))
+        if self.best is not None:
+            return self.good_enough(self.pipelined(dual.objective - price * room, configuration))
+        self.closest.append((configuration, dual))
+        return sum(block.states.total for block in dual.priced.blocks) > room
 
     def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """Complete an answer; keep it if it is the best so far."""

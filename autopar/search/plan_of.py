@@ -43,9 +43,7 @@ def plan_of(
         blocks.append(BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops))
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
-        cluster=ClusterRef(
-            gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node
-        ),
+        cluster=ClusterRef(gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node),
         batch=Batch(global_size=captured.batch_size, num_microbatches=pricing.num_microbatches),
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
@@ -116,5 +114,3 @@ def _own(load: Workload, node: fx.Node, leaders: tuple[Assignment, ...]) -> Assi
 
 def _is_heavy(load: Workload, node: fx.Node) -> bool:
     return node in load.folding.block_of and is_contraction(node, rule_for(node))
-
-

@@ -61,9 +61,7 @@ def predict(
         link = cluster.stage_link(pricing.mesh, len(stages))
         sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
     timeline = simulate(schedule, forward, backward, count, p2p_forward_s=sends)
-    ends = [
-        (events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)
-    ]
+    ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
     last = max(range(len(ends)), key=ends.__getitem__)
     return Predicted(
         step_time_s=ends[last],
@@ -110,8 +108,12 @@ def _breakdown(
         parts["rematerialization"] = recomputed
     parts.update(_by_axis(pricing, leaders, stage, count * sum(b.communication.total_s for b in blocks)))
     micro = count * sum(
-        b.forward_s - b.compute.forward_s - b.communication.forward_s
-        + b.backward_s(0) - b.compute.backward_s - b.communication.backward_s
+        b.forward_s
+        - b.compute.forward_s
+        - b.communication.forward_s
+        + b.backward_s(0)
+        - b.compute.backward_s
+        - b.communication.backward_s
         for b in blocks
     )
     if sync_s + micro > 0:
@@ -165,4 +167,3 @@ def tokens_per_step(load: Workload) -> int:
         if not value.is_floating_point() and value.dim() >= 2:
             return int(value.numel())
     return load.captured.batch_size
-

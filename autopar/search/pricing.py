@@ -220,9 +220,7 @@ class Pricing:
         rule = self.workload.rule(node)
         if not any(choice in rule.lowered for choice in assignment):
             return ZERO
-        return self.moves.lowering(
-            node, rule, assignment, self.workload.roles.batch.get(node), self.num_microbatches
-        )
+        return self.moves.lowering(node, rule, assignment, self.workload.roles.batch.get(node), self.num_microbatches)
 
     def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""

@@ -21,7 +21,7 @@ HEAVY = 1e-3
 
 
 def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
-    """"dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
+    """ "dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
     if choice is None or choice.startswith("+"):
         return ""
     if choice == load.roles.batch.get(node):

@@ -52,7 +52,7 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Blocks ``first`` to ``last``: the first ``full`` of them fully, the next ``selective`` selectively rematerialised."""
+    """Blocks ``first`` to ``last``: the first ``full`` fully, the next ``selective`` selectively rematerialised."""
 
     first: int
     last: int
@@ -188,9 +188,7 @@ class _Ranges:
         self.least = _prefix([min(b.saved_bytes) for b in blocks])
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
-        self.recomputed = [
-            _range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in range(3)
-        ]
+        self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in range(3)]
         self._found: dict[tuple[int, float], tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def times(self, live: int, budget: float) -> Floats:
@@ -234,30 +232,56 @@ class _Ranges:
                     continue
                 strongest = 2 if use_full else 1 if use_selective else 0
                 room = budget - fixed - self.recomputed[strongest][begin, ends]
-                m = position[begin : n + 1] if use_full else position[begin : begin + 1]
+                m = position[begin + 1 : n + 1] if use_full else position[begin : begin + 1]
                 if not self.allowed[0]:
                     # Every block is rematerialised: the selective part reaches to the end, or there is none.
                     if not (use_full or use_selective):
                         continue
                     grid_m = np.broadcast_to(m[None, :] if use_selective else ends[:, None], (len(ends), len(m)))
                     grid_k = np.broadcast_to(ends[:, None], grid_m.shape)
-                    self._take(begin, ends, grid_m, grid_k, live, room, best, full, selective)
+                    self._take(
+                        begin, ends, grid_m, grid_k, live, room, best, full, selective, use_selective=use_selective
+                    )
                     continue
                 if not use_selective:
                     grid_m = np.broadcast_to(m[None, :], (len(ends), len(m)))
-                    self._take(begin, ends, grid_m, grid_m, live, room, best, full, selective)
+                    self._take(
+                        begin, ends, grid_m, grid_m, live, room, best, full, selective, use_selective=use_selective
+                    )
                     continue
                 if np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0):
                     # More selective blocks take less memory and more time: the fewest that fit are best.
                     base = self._saved(begin, ends[:, None], m[None, :], m[None, :], live)
                     target = room[:, None] - base + extra_saved[m][None, :]
                     k = np.searchsorted(-extra_saved, -target, side="left")
-                    k = np.clip(k, m[None, :], n)
-                    self._take(begin, ends, np.broadcast_to(m[None, :], k.shape), k, live, room, best, full, selective)
+                    k = np.minimum(np.maximum(k, m[None, :] + 1), n)
+                    self._take(
+                        begin,
+                        ends,
+                        np.broadcast_to(m[None, :], k.shape),
+                        k,
+                        live,
+                        room,
+                        best,
+                        full,
+                        selective,
+                        use_selective=use_selective,
+                    )
                     continue
-                for one_m in m:
-                    k = np.broadcast_to(position[one_m:][None, :], (len(ends), n + 1 - one_m))
-                    self._take(begin, ends, np.full(k.shape, one_m), k, live, room, best, full, selective)
+                for one_m in m[m < n]:
+                    k = np.broadcast_to(position[one_m + 1 :][None, :], (len(ends), n - one_m))
+                    self._take(
+                        begin,
+                        ends,
+                        np.full(k.shape, one_m),
+                        k,
+                        live,
+                        room,
+                        best,
+                        full,
+                        selective,
+                        use_selective=use_selective,
+                    )
         return best, full, selective
 
     def _saved(self, begin: int, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt, live: int) -> Floats:
@@ -277,6 +301,8 @@ class _Ranges:
         best: Floats,
         full: NDArrayInt,
         selective: NDArrayInt,
+        *,
+        use_selective: bool,
     ) -> None:
         """Enter the best of the candidates (m, k)[end, number] where it beats what is there."""
         none, some, everything = self.time
@@ -284,6 +310,8 @@ class _Ranges:
         seconds = everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]
         slack = 1e-9 * np.abs(room[:, None]) + 1e-6
         fits = (k <= end) & (self._saved(begin, end, m, k, live) <= room[:, None] + slack)
+        if use_selective:
+            fits &= k > m
         seconds = np.where(fits, seconds, np.inf)
         number = seconds.argmin(axis=1)
         rows = np.arange(len(ends))

@@ -76,7 +76,9 @@ def tied() -> CapturedModel:
 
 def pricing_of(load: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing:
     cluster = make_cluster("a100-80gb", mesh.size, min(8, mesh.size))
-    return Pricing(ops=OpPrices(load, cluster), moves=MeshPrices(Fabric(cluster, mesh)), num_microbatches=num_microbatches)
+    return Pricing(
+        ops=OpPrices(load, cluster), moves=MeshPrices(Fabric(cluster, mesh)), num_microbatches=num_microbatches
+    )
 
 
 @pytest.mark.parametrize("which", ["small", "tied"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def brute_force(blocks, live, num_microbatches, budget, levels) -> float | None:
     for inner in combinations(range(1, n), len(live) - 1):
         bounds = [0, *inner, n]
         options = []
-        for number, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (a, b) in enumerate(pairwise(bounds)):
             mine = []
             for full in range(b - a + 1):
                 for selective in range(b - a - full + 1):
@@ -49,7 +49,10 @@ def problems(draw: st.DrawFn):
 
     def block() -> BlockCost:
         if draw(st.booleans()):  # rematerialisation takes more time and less memory, as it should
-            times, saved = sorted(draw(st.tuples(number, number, number))), sorted(draw(st.tuples(number, number, number)))
+            times, saved = (
+                sorted(draw(st.tuples(number, number, number))),
+                sorted(draw(st.tuples(number, number, number))),
+            )
             saved = saved[::-1]
         else:
             times, saved = draw(st.tuples(number, number, number)), draw(st.tuples(number, number, number))
