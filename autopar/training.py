@@ -30,6 +30,7 @@ from autopar.model_file import ModelFile, load_model_file
 # Relative difference of the losses above which a comparison in float32 fails.
 TOLERANCE = 1e-4
 _BAD_INPUT = 2
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,9 @@ def main() -> None:
     except AutoparError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            # The launcher ends all ranks once one has left; the first one gets to speak.
+            time.sleep(_LAST_WORDS_S)
         sys.exit(_BAD_INPUT)
     finally:
         if dist.is_initialized():

@@ -107,9 +107,9 @@ def show(plan: opt.PlanFile, report: opt.Report = None) -> None:
     from autopar.report.terminal import print_plan
 
     loaded = Plan.load(plan)
-    print_plan(loaded)
     if report is not None:
         plan_report(loaded, report)
+    print_plan(loaded)
 
 
 @app.command(
