@@ -140,11 +140,14 @@ class MaskReader:
 
 
 def _is_expansion(mask: fx.Node) -> bool:
-    """Whether a mask is only another one of the same rank, repeated."""
-    if mask.target is not aten.expand.default:
+    """Whether broadcasting alone makes a mask of its operand."""
+    if mask.target is aten.expand.default:
+        return True
+    if mask.target not in (aten.unsqueeze.default, aten.reshape.default):
         return False
     assert isinstance(mask.args[0], fx.Node)
-    return len(shape_of(mask)) == len(shape_of(mask.args[0]))
+    before, after = shape_of(mask.args[0]), shape_of(mask)
+    return after == (1,) * (len(after) - len(before)) + before
 
 
 def _is_never(value: object) -> bool:

@@ -90,11 +90,16 @@ def _mean_square(rsqrt: fx.Node) -> tuple[fx.Node, float] | None:
         return None
     if list(dims) not in ([-1], [len(shape_of(square)) - 1]):
         return None
-    squares = (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2) or (
-        square.target is _MUL and square.args[0] is square.args[1]
-    )
     x = square.args[0]
-    return (x, eps) if squares and isinstance(x, fx.Node) else None
+    return (x, eps) if _is_square(square) and isinstance(x, fx.Node) else None
+
+
+def _is_square(node: fx.Node) -> bool:
+    if node.target is aten.square.default:
+        return True
+    if node.target is aten.pow.Tensor_Scalar:
+        return bool(node.args[1] == 2)
+    return node.target is _MUL and node.args[0] is node.args[1]
 
 
 def _replace(graph: fx.Graph, mode: FakeTensorMode, last: fx.Node, x: fx.Node, weight: object, eps: object) -> None:

@@ -1,0 +1,130 @@
+"""The smaller rewrites: the op each one leaves behind, and that the model computes what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.ir import ops
+from autopar.ir.capture import capture
+from autopar.passes.normalise import normalise
+from tests.ir.models import assert_same_training
+
+aten = torch.ops.aten
+
+B, S, H, C = 3, 5, 8, 7
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.weight = nn.Parameter(torch.rand(H))
+        self.matrix = nn.Parameter(torch.randn(H, C))
+        self.bias = nn.Parameter(torch.randn(C))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.body(self, x, y)
+
+
+def remaining(body: Callable[..., Tensor], x: Tensor | None = None) -> list[Any]:
+    """Targets of the ops of the normal form, after checking that it trains like the model."""
+    torch.manual_seed(0)
+    model = Model(body)
+    y = torch.randint(0, C, (B, S))
+    y[0, :2] = -100
+    inputs = (torch.randn(B, S, H) if x is None else x, y)
+    captured = normalise(capture(model, inputs))
+    assert_same_training(captured, model, inputs)
+    return [node.target for node in captured.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda m, x: m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+        lambda m, x: (x * torch.rsqrt((x * x).mean(2, keepdim=True) + 1e-5)) * m.weight,
+        lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * m.weight,
+        lambda m, x: F.rms_norm(x, (H,), m.weight, 1e-5),
+        lambda m, x: (m.weight + 1) * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, True) + 1e-5)).type_as(x),
+    ],
+)
+def test_rms_norm(norm: Callable[..., Tensor]) -> None:
+    left = remaining(lambda m, x, y: norm(m, x * m.weight).sum())
+    assert [t for t in left if t is not aten.add.Tensor] == [aten.mul.Tensor, ops.rms_norm, aten.sum.default]
+
+
+def test_rms_norm_in_half_precision() -> None:
+    def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
+        h = (x * m.weight).to(torch.bfloat16)
+        wide = h.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return m.weight.to(torch.bfloat16) * wide.to(torch.bfloat16)
+
+    captured = normalise(capture(Model(lambda m, x, y: body(m, x, y).sum()), (torch.randn(B, S, H), torch.zeros(B, S))))
+    norm = next(node for node in captured.graph.nodes if node.target is ops.rms_norm)
+    assert norm.meta["val"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, y: F.cross_entropy(logits.view(-1, C), y.view(-1)),
+        lambda logits, y: F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), label_smoothing=0.1),
+        lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y, reduction="sum"),
+        lambda logits, y: F.cross_entropy(logits[..., :-1, :].reshape(-1, C), y[..., 1:].reshape(-1)),
+        lambda logits, y: F.cross_entropy(logits.view(-1, C), y.view(-1), reduction="none").sum(),
+    ],
+)
+def test_cross_entropy(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    left = remaining(lambda m, x, y: loss(x @ m.matrix + m.bias, y))
+    assert left.count(ops.cross_entropy) == 1
+    assert aten.cross_entropy_loss.default not in left
+
+
+def test_weighted_cross_entropy_is_left_alone() -> None:
+    weighted = remaining(lambda m, x, y: F.cross_entropy((x @ m.matrix).view(-1, C), y.view(-1), weight=torch.rand(C)))
+    assert aten.cross_entropy_loss.default in weighted
+
+
+def test_conv1d_of_gpt2_is_a_linear_layer() -> None:
+    left = remaining(lambda m, x, y: torch.addmm(m.bias, x.view(-1, H), m.matrix).view(B, S, C).sum())
+    assert left == [aten.transpose.int, aten.linear.default, aten.sum.default]
+
+
+def test_rowwise_ops_move_above_a_flattening_view() -> None:
+    def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
+        rows = x.view(-1, H)
+        weights, index = F.softmax(F.linear(rows, m.matrix.t(), m.bias), dim=1).topk(2, dim=-1)
+        return (weights / weights.sum(1, keepdim=True) * index).view(B, S, 2)[:, 0].sum()
+
+    left = remaining(body)
+    assert aten.reshape.default not in left and aten.linear.default in left
+
+
+def test_ops_that_mix_rows_stay_below_the_view() -> None:
+    left = remaining(lambda m, x, y: F.softmax(x.view(-1, H) * m.weight, dim=0).square().sum())
+    assert aten.reshape.default in left
+
+
+def test_means_are_scaled_sums() -> None:
+    left = remaining(lambda m, x, y: (x * m.weight).mean(1).square().mean())
+    assert aten.mean.dim not in left and aten.mean.default not in left
+    assert left.count(aten.sum.dim_IntList) == left.count(aten.sum.default) == 1
+
+
+def test_slice_writes_are_concatenations() -> None:
+    def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
+        shifted = x.new_zeros(x.shape)
+        shifted[:, 1:] = (x * m.weight)[:, :-1]
+        shifted[:, 0] = 3.0
+        return shifted.square().sum()
+
+    left = remaining(body)
+    assert not any("scatter" in str(target) for target in left)
+    assert left.count(aten.cat.default) == 2
