@@ -1,0 +1,97 @@
+"""What each strategy sends is counted while it trains, per block and per byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.ir.collective_counter import CollectiveCounter
+from tests.end_to_end.stacks import ROWS, SEQ, WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
+from tests.harness import run_ranks
+
+Counts = dict[tuple[str, str], tuple[int, float]]
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "broadcast")
+ACTIVATION_BYTES = ROWS * SEQ * WIDTH * 4
+
+
+def _train(block: type[nn.Module], depth: int, constraints: dict[str, Any]) -> tuple[Counts, list[int | None]]:
+    model = stack(block, depth)
+    if "sequence" in constraints:
+        constraints = {"plan": tensor_parallel_plan(model, dist.get_world_size(), **constraints)}
+    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=batch(), **constraints)
+    rows = parallel.shard_batch(batch())
+    parallel.step(**rows)
+    with CollectiveCounter() as counter:
+        parallel.step(**rows)
+    counts: Counts = {}
+    for kind in KINDS:
+        for phase in ("forward", "backward"):
+            found = list(counter.select(kind, phase=phase))
+            counts[kind, phase] = (len(found), sum(one.sent_bytes for one in found))
+    return counts, [one.peer for one in counter.select("send")]
+
+
+def _train_both(block: type[nn.Module], constraints: dict[str, Any]) -> list[tuple[Counts, list[int | None]]]:
+    return [_train(block, depth, constraints) for depth in (2, 3)]
+
+
+def per_block(block: type[nn.Module], ranks: int, constraints: dict[str, Any]) -> Counts:
+    """What one block more adds to a step."""
+    (two, _), (three, _) = run_ranks(_train_both, ranks, block, constraints)[0]
+    added = {key: (three[key][0] - two[key][0], three[key][1] - two[key][1]) for key in two}
+    return {key: value for key, value in added.items() if value != (0, 0.0)}
+
+
+@pytest.mark.parametrize("block", [FeedForward, Attention])
+def test_tensor_parallel_block(block: type[nn.Module]) -> None:
+    # The bias after the row-split matmul is added in equal parts, so its gradient joins the sum at the step's end.
+    bias = WIDTH * 4
+    assert per_block(block, 2, {"sequence": False}) == {
+        ("all_reduce", "forward"): (1, ACTIVATION_BYTES),
+        ("all_reduce", "backward"): (1, ACTIVATION_BYTES + bias),
+    }
+
+
+@pytest.mark.parametrize("block", [FeedForward, Attention])
+def test_sequence_parallel_block_sends_the_same_volume(block: type[nn.Module]) -> None:
+    counts = per_block(block, 2, {"sequence": True})
+    # Gradients of what is replicated between the sharded ops (norms, biases) are summed once a step.
+    replicated = counts.pop(("all_reduce", "backward"), (0, 0.0))
+    assert replicated[1] <= 4 * WIDTH * 4
+    half = ACTIVATION_BYTES / 2
+    assert counts == {
+        ("all_gather", "forward"): (1, half),
+        ("reduce_scatter", "forward"): (1, half),
+        ("all_gather", "backward"): (1, half),
+        ("reduce_scatter", "backward"): (1, half),
+    }
+
+
+def _gradient_bytes() -> int:
+    return sum(4 * p.numel() for p in stack().parameters())
+
+
+def test_data_parallelism_sends_each_gradient_once() -> None:
+    counts, _ = run_ranks(_train, 4, FeedForward, 2, {"dp": 4, "zero": 0})[0]
+    sent = sum(counts["all_reduce", phase][1] for phase in ("forward", "backward"))
+    expected = 2 * 3 / 4 * _gradient_bytes()
+    assert expected <= sent <= expected + 64  # the loss and the count of its targets
+
+
+def test_fully_sharded_sends_half_as_much_again() -> None:
+    counts, _ = run_ranks(_train, 4, FeedForward, 2, {"dp": 4, "zero": 3})[0]
+    sent = sum(counts[kind, phase][1] for kind in ("all_gather", "reduce_scatter") for phase in ("forward", "backward"))
+    # FSDP2 keeps the parameters of its root gathered between forward and backward.
+    assert 1.2 <= sent / (2 * 3 / 4 * _gradient_bytes()) <= 1.55
+
+
+def test_stages_send_to_neighbours_only() -> None:
+    constraints = {"pp": 4, "num_microbatches": 4, "schedule": "1f1b"}
+    for rank, (counts, peers) in enumerate(run_ranks(_train, 4, FeedForward, 4, constraints)):
+        assert {abs(peer - rank) for peer in peers if peer is not None} <= {1}
+        sends = sum(counts["send", phase][0] for phase in ("forward", "backward"))
+        assert sends == 4 * (2 if 0 < rank < 3 else 1)
