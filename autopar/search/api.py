@@ -81,8 +81,8 @@ def estimate_captured(
         dp = constraints.dp or max(1, cluster.num_gpus // ranks)
         if dp * ranks != cluster.num_gpus:
             raise InfeasiblePlan(
-                f"dp={dp} * pp={pp} * tp={tp} * cp={cp} * ep={ep} make {dp * ranks} ranks; there are {cluster.num_gpus}.\n"
-                f"  try: --dp {max(1, cluster.num_gpus // ranks)}"
+                f"dp={dp} * pp={pp} * tp={tp} * cp={cp} * ep={ep} make {dp * ranks} ranks; there are "
+                f"{cluster.num_gpus}.\n  try: --dp {max(1, cluster.num_gpus // ranks)}"
             )
         constraints = replace(constraints, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
     return search_captured(captured, cluster, constraints, workload=workload)

@@ -24,7 +24,7 @@ from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment, Choice
 from autopar.search.instance import Flow, Instance, Ints, User
-from autopar.search.pricing import Pricing
+from autopar.search.pricing import FlowShape, Pricing
 from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
 
 _Item = TypeVar("_Item", bound=Hashable)
@@ -120,8 +120,8 @@ class _Builder:
             self._add_op(node, repeats, kept)
         for group in self.load.parameters:
             self._add_parameter(group)
-        for transfer in self.load.transfers:
-            self._add_transfer(transfer)
+        for number, transfer in enumerate(self.load.transfers):
+            self._add_transfer(number, transfer)
         return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
 
     def _add_op(self, node: fx.Node, repeats: int, kept: Mapping[fx.Node, list[Saved]]) -> None:
@@ -182,38 +182,45 @@ class _Builder:
         rule = self.load.rule(node)
         return [rule.operand_layout(position, assignment) for assignment in self.members[node]]
 
-    def _sources(self, tensor: Tensor) -> tuple[int, list[Layout]]:
-        """Unit that decides how a tensor is produced, and its layout under each option."""
+    def _producer(self, tensor: Tensor) -> int:
+        """Unit that decides how a tensor is produced."""
+        return self.load.cluster_of(tensor.node).index
+
+    def _sources(self, tensor: Tensor) -> list[Layout]:
+        """Layout of a tensor under each option of its producer."""
         node = tensor.node
         if node in self.members:
             rule = self.load.rule(node)
-            unit = self.load.cluster_of(node).index
-            return unit, [rule.result_layout(tensor.result, assignment) for assignment in self.members[node]]
-        inputs = self.load.clusters.inputs
+            return [rule.result_layout(tensor.result, assignment) for assignment in self.members[node]]
+        own = self.options[self.load.clusters.inputs.index]
         if node in self.load.clusters.input_dims:
             place = self.load.clusters.input_placement
-            return inputs.index, [
-                tuple(place(node, choice) for choice in joint) for joint in self.options[inputs.index]
-            ]
-        return inputs.index, [replicated(self.pricing.mesh)] * len(self.options[inputs.index])
+            return [tuple(place(node, choice) for choice in joint) for joint in own]
+        return [replicated(self.pricing.mesh)] * len(own)
 
-    def _add_transfer(self, transfer: Transfer) -> None:
-        producer, layouts = self._sources(transfer.tensor)
-        sources, source_of = _index(layouts)
+    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+        """A flow for a transfer. Its shape depends on the mesh and on the options of its units only: kept."""
+        units = [self._producer(transfer.tensor), *(self.load.cluster_of(node).index for node, _ in transfer.uses)]
+        key = (number, *(self.options[unit] for unit in units))
+        shape = self.pricing.moves.shapes.get(key)
+        if shape is None:
+            shape = self.pricing.moves.shapes[key] = self._shape(transfer, units)
+        if not shape.moves:
+            return
+        factor = self.count * len(transfer.blocks)
+        cost = factor * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
+        self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
+
+    def _shape(self, transfer: Transfer, units: list[int]) -> FlowShape:
+        sources, source_of = _index(self._sources(transfer.tensor))
         needs = [self._needs(node, position) for node, position in transfer.uses]
         wanted, need_of = _index([need for own in needs for need in own])
-        factor = self.count * len(transfer.blocks)
-        tensor = transfer.tensor
-        fixed, per_byte = self.pricing.moves.table(tuple(sources), tuple(wanted), tensor.differentiable)
-        if not fixed.any() and not per_byte.any():
-            return
-        cost = factor * (fixed + per_byte * tensor.bytes_of_microbatch(self.count))
+        fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable)
         users, begin = [], 0
-        for (node, _), own in zip(transfer.uses, needs, strict=True):
-            unit = self.load.cluster_of(node).index
+        for unit, own in zip(units[1:], needs, strict=True):
             users.append(User(unit=unit, needs=need_of[begin : begin + len(own)]))
             begin += len(own)
-        self.flows.append(Flow(producer=producer, sources=source_of, users=tuple(users), cost=cost))
+        return FlowShape(sources=source_of, users=tuple(users), fixed=fixed, per_byte=per_byte)
 
 
 def _index(items: Sequence[_Item]) -> tuple[list[_Item], Ints]:

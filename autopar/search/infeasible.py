@@ -21,7 +21,8 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
         return InfeasiblePlan(
             f"no configuration of {cluster.num_gpus} GPUs satisfies the constraints: {_stated(constraints)}.\n"
             f"  the model has {load.num_blocks} blocks, which bounds pp, and a global batch of "
-            f"{load.captured.batch_size}, which dp times the number of microbatches has to divide\n  try: fewer constraints"
+            f"{load.captured.batch_size}, which dp times the number of microbatches has to divide.\n"
+            "  try: fewer constraints"
         )
     need, configuration, inner = min(
         ((_least_budget(solver, c, i), c, i) for c, i in _promising(solver, tried)), key=lambda found: found[0]

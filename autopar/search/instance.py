@@ -74,8 +74,12 @@ def brute_force(instance: Instance) -> tuple[float, tuple[int, ...]]:
 def restrict(instance: Instance, kept: Sequence[Ints]) -> Instance:
     """The instance with only the options ``kept[u]`` of each unit; states that nobody uses any more vanish."""
     costs = tuple(cost[keep] for cost, keep in zip(instance.costs, kept, strict=True))
+    smaller = {unit for unit, keep in enumerate(kept) if len(keep) < len(instance.costs[unit])}
     flows = []
     for flow in instance.flows:
+        if flow.producer not in smaller and not any(user.unit in smaller for user in flow.users):
+            flows.append(flow)
+            continue
         sources, from_source = np.unique(flow.sources[kept[flow.producer]], return_inverse=True)
         needs = [user.needs[kept[user.unit]] for user in flow.users]
         used = np.unique(np.concatenate(needs))

@@ -37,6 +37,9 @@ TOLERANCE = 0.005
 # Work (variables of inner problems) after which the search settles for what it has; about 20 s on one core.
 MAX_WORK = 600_000
 
+# Part of it that the baselines may take.
+SEED_SHARE = 0.7
+
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
@@ -60,16 +63,9 @@ class Outer:
 
     def run(self) -> Candidate | None:
         """The best plan; ``bound`` is what no plan of the space can beat."""
-        for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
-            if self.solver.work >= self.max_work / 2 and self.best is not None:
-                break
-            if self.good_enough(self.floor(root.num_stages, root.num_microbatches)):
-                self.num_skipped += 1
-                continue
-            for configuration in self._named_zero(root):
-                self.expand(configuration)
-            if self.solver.least_state_bytes > self.solver.budget_bytes and self.closest:
-                return None
+        self.seed()
+        if self.best is None and self.closest and self.solver.least_state_bytes > self.solver.budget_bytes:
+            return None
         heap: list[tuple[float, int, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
             for num in self.microbatches(self.constraints, mesh):
@@ -206,18 +202,38 @@ class Outer:
                             constraints=named,
                         )
 
-    def _named_zero(self, root: Configuration) -> Iterator[Configuration]:
-        """One level of ZeRO after the other until one fits; levels only cost time."""
+    def seed(self) -> None:
+        """A good plan to begin with: every baseline at its leanest, then the neighbours of the best few."""
+        tried: set[Configuration] = set()
+        found: list[tuple[float, int, Configuration]] = []
+
+        def attempt(configuration: Configuration) -> None:
+            if configuration in tried or (self.solver.work >= self.max_work * SEED_SHARE and self.best is not None):
+                return
+            tried.add(configuration)
+            if self.good_enough(self.floor(configuration.num_stages, configuration.num_microbatches)):
+                self.num_skipped += 1
+                return
+            seconds = self.expand(configuration)
+            if seconds is not None:
+                found.append((seconds, len(tried), configuration))
+
+        for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
+            attempt(self._with_zero(root)[-1])
+        for _, _, best in sorted(found)[:4]:
+            options = self.microbatches(best.constraints, best.mesh)
+            near = options.index(best.num_microbatches)
+            for num in options[max(0, near - 1) : near + 2]:
+                for configuration in self._with_zero(replace(best, num_microbatches=num, zero=0, data_axes=())):
+                    attempt(configuration)
+
+    def _with_zero(self, root: Configuration) -> list[Configuration]:
+        """A baseline at every level of ZeRO, the one with the least memory last."""
         data = tuple(axis for axis, name in enumerate(root.mesh.names) if name == "dp")
         pinned = root.constraints.zero
         if not data or pinned == 0:
-            yield root
-            return
-        for level in (1, 2, 3) if pinned is None else (pinned,):
-            before = self.best
-            yield replace(root, zero=level, data_axes=data)
-            if self.best is not before:
-                return
+            return [replace(root, zero=pinned or 0)]
+        return [replace(root, zero=level, data_axes=data) for level in ((1, 2, 3) if pinned is None else (pinned,))]
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
         """Numbers of microbatches worth trying first: around eight for each stage, and the most there can be."""
@@ -241,24 +257,26 @@ class Outer:
         bubble = self.solver.floor.microbatch_s(configuration.mesh.size, num) * (stages - 1) / stages
         return max(stage_s / stages + bubble, self.floor(stages, num))
 
-    def expand(self, configuration: Configuration) -> None:
-        """Try a leaf: first with memory for free, then at rising prices."""
+    def expand(self, configuration: Configuration) -> float | None:
+        """Try a leaf: first with memory for free, then at rising prices. Returns the seconds of its best plan."""
         solver = self.solver
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
         lower = self.pipelined(inner.objective, configuration)
         if self.good_enough(lower):
             self.num_skipped += 1
-            return
+            return None
         first = self.consider(configuration, inner)
         if first is not None and first.predicted.step_time_s > lower * (1 + TOLERANCE):
             exposed = solver.inner(configuration, Weights(sync=1.0))
             if exposed.leaders != inner.leaders:
-                self.consider(configuration, exposed)
+                other = self.consider(configuration, exposed)
+                if other is not None and other.predicted.step_time_s < first.predicted.step_time_s:
+                    first = other
         if first is not None and not any(stage.full or stage.selective for stage in first.stages):
-            return
+            return first.predicted.step_time_s
         if first is None and self.too_large(configuration, inner):
             self.num_skipped += 1
-            return
+            return None
         last, before = inner.leaders, first
         for price in PRICES:
             priced = solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
@@ -269,9 +287,11 @@ class Outer:
             found = self.consider(configuration, answer)
             if found is not None:
                 slower = before is not None and found.predicted.step_time_s >= before.predicted.step_time_s
+                if not slower:
+                    before = found
                 if slower or not any(stage.full or stage.selective for stage in found.stages):
-                    return
-                before = found
+                    break
+        return None if before is None else before.predicted.step_time_s
 
     def too_large(self, configuration: Configuration, inner: Inner) -> bool:
         """Whether the model state alone excludes a leaf, or makes it too slow.

@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
 from autopar.ir.rule import Assignment, FactorRule
-from autopar.search.instance import Floats
+from autopar.search.instance import Floats, Ints, User
 from autopar.search.workload import Tensor, Workload
 
 # Bytes at which affine costs are sampled.
@@ -102,13 +102,28 @@ class OpPrices:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlowShape:
+    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Flow``."""
+
+    sources: Ints
+    users: tuple[User, ...]
+    fixed: Floats
+    per_byte: Floats
+
+    @property
+    def moves(self) -> bool:
+        """Whether any redistribution costs anything."""
+        return bool(self.fixed.any() or self.per_byte.any())
+
+
 @dataclass(slots=True)
 class MeshPrices:
-    """Seconds of communication on one mesh, affine in the bytes."""
+    """Seconds of communication on one mesh, affine in the bytes. ``shapes``: flows of its inner problems so far."""
 
     fabric: Fabric
     _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
-    _tables: dict[tuple[object, ...], tuple[Floats, Floats]] = field(default_factory=dict)
+    shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
@@ -125,18 +140,14 @@ class MeshPrices:
         return found
 
     def table(
-        self, sources: tuple[Layout, ...], needs: tuple[tuple[Layout, Layout], ...], differentiable: bool
+        self, sources: Sequence[Layout], needs: Sequence[tuple[Layout, Layout]], differentiable: bool
     ) -> tuple[Floats, Floats]:
         """Fixed seconds and seconds per byte, both directions together, of every (source, need)."""
-        key = (sources, needs, differentiable)
-        found = self._tables.get(key)
-        if found is None:
-            moves = [[self.move(s, *need, differentiable) for need in needs] for s in sources]
-            found = self._tables[key] = (
-                np.array([[m.forward_fixed + m.backward_fixed for m in row] for row in moves]),
-                np.array([[m.forward_per_byte + m.backward_per_byte for m in row] for row in moves]),
-            )
-        return found
+        moves = [[self.move(s, *need, differentiable) for need in needs] for s in sources]
+        return (
+            np.array([[m.forward_fixed + m.backward_fixed for m in row] for row in moves]),
+            np.array([[m.forward_per_byte + m.backward_per_byte for m in row] for row in moves]),
+        )
 
     def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
         steps = redistribute(source, value, grad)
