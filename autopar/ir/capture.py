@@ -8,7 +8,6 @@ No parameter is copied and nothing is computed: a 70B model is captured on a lap
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
+from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
@@ -27,8 +27,6 @@ from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED
 from autopar.ir.standins import fake_like, fake_model
-
-LossFunction = Callable[..., Any]
 
 # What a forward, and torch.export on its way through it, may raise.
 _FAILURES = (
@@ -47,7 +45,7 @@ def capture(
     model: nn.Module,
     example_inputs: Any,
     *,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
 ) -> CapturedModel:
@@ -63,7 +61,7 @@ def capture(
     Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
     """
     title = name or type(model).__name__
-    call = _Call.of(model, example_inputs, loss_fn, example_target)
+    call = Call.of(model, example_inputs, loss_fn, example_target)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _Flat(fake_model(model, mode), call, loss_fn)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
@@ -75,70 +73,6 @@ def capture(
         raise explain(title, error) from error
     refuse_unknown_sizes(title, program.graph)
     return _assemble(model, title, call, twin, program, mode)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """Example inputs, flattened. leaves: of (args, kwargs), then of the target; tensors where tensors were."""
-
-    leaves: tuple[Any, ...]
-    keys: tuple[str, ...]
-    in_spec: pytree.TreeSpec
-    target_spec: pytree.TreeSpec | None
-    extra: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, target: Any) -> _Call:
-        args, kwargs = split_example(example_inputs)
-        if loss_fn is not None and target is None:
-            if "target" not in kwargs:
-                raise CaptureError(
-                    "loss_fn needs an example target.\n  try: example_target=..., or a 'target' in example_inputs"
-                )
-            kwargs = dict(kwargs)
-            target = kwargs.pop("target")
-        entries, in_spec = pytree.tree_flatten_with_path((args, kwargs))
-        keys = [
-            ("args" if path[0] == pytree.SequenceKey(0) else "kwargs") + pytree.keystr(path[1:]) for path, _ in entries
-        ]
-        leaves = [leaf for _, leaf in entries]
-        target_spec = None
-        if loss_fn is not None:
-            targets, target_spec = pytree.tree_flatten_with_path(target)
-            keys += ["target" + pytree.keystr(path) for path, _ in targets]
-            leaves += [leaf for _, leaf in targets]
-        if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            raise CaptureError(f"example_inputs hold no tensor: {type(example_inputs).__name__}")
-        accepted = inspect.signature(model.forward).parameters
-        # A key/value cache is state of generation; a training step has no use for it.
-        extra = {"use_cache": False} if "use_cache" in accepted and "use_cache" not in kwargs else {}
-        return cls(leaves=tuple(leaves), keys=tuple(keys), in_spec=in_spec, target_spec=target_spec, extra=extra)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def tensor_keys(self) -> list[str]:
-        return [key for key, leaf in zip(self.keys, self.leaves, strict=True) if isinstance(leaf, Tensor)]
-
-    def rebuilt(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any]:
-        """(args, kwargs, target) with ``tensors`` in place of the examples."""
-        supply = iter(tensors)
-        leaves = [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves[: self.in_spec.num_leaves], self.in_spec)
-        target = None
-        if self.target_spec is not None:
-            target = pytree.tree_unflatten(leaves[self.in_spec.num_leaves :], self.target_spec)
-        return args, {**kwargs, **self.extra}, target
-
-
-def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of example inputs: a tensor, a sequence of arguments or a dict of keyword arguments."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 @dataclass(slots=True)
@@ -154,7 +88,7 @@ class _Output:
 class _Flat(nn.Module):
     """The model from a flat list of tensors to a flat list of tensors, the loss first if there is one."""
 
-    def __init__(self, model: nn.Module, call: _Call, loss_fn: LossFunction | None) -> None:
+    def __init__(self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model = model
         self._call = call
@@ -193,7 +127,7 @@ def _described(value: Any) -> str:
 def _assemble(
     model: nn.Module,
     title: str,
-    call: _Call,
+    call: Call,
     twin: _Flat,
     program: torch.export.ExportedProgram,
     mode: FakeTensorMode,

@@ -206,12 +206,16 @@ class Functionaliser:
 
     def _inline(self, node: fx.Node) -> None:
         name = node.target.name()  # type: ignore[union-attr]
+        regions = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
         if name == "wrap_with_set_grad_enabled":
             enabled, region, *operands = node.args
         elif name == "wrap_with_autocast" and not node.args[2]:
             enabled, region, operands = True, node.args[4], list(node.args[5:])
+        elif name == "wrap_with_autocast":
+            inside = _first_op(self.values[regions[0]].graph)
+            raise _refused(inside, "switches autocast on", "without it: the plan's precision takes its place")
         else:
-            raise _refused(node, f"uses {name}, which is not supported inside a model")
+            raise _refused(node, f"uses {name}", "plain tensor ops")
         assert isinstance(region, fx.Node)
         body = self.values[region]
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -249,9 +253,16 @@ def _functional_twin(node: fx.Node) -> torch._ops.OpOverload:
     return overload
 
 
-def _refused(node: fx.Node, what: str) -> CaptureError:
+def _first_op(graph: fx.Graph) -> fx.Node:
+    first = next(node for node in graph.nodes if node.op == "call_function")
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def _refused(node: fx.Node, what: str, remedy: str = "an out-of-place version") -> CaptureError:
     path, source = origin_of(node)
-    return CaptureError(f"the model {what}\n  at {source} (module {path or 'itself'})\n  try: an out-of-place version")
+    where = f"{source} (in {path})" if path else source
+    return CaptureError(f"the model cannot be captured: it {what}.\n  at {where}\n  try: {remedy}")
 
 
 _Inverse = Callable[[fx.Node, fx.Node, Any], tuple[Any, tuple[Any, ...]]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir.capture import split_example
+from autopar.ir.calls import split_example
 from autopar.ir.graph import CapturedModel
 
 

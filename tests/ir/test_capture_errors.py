@@ -56,6 +56,32 @@ def test_the_message_names_the_users_line_and_what_to_change(
     assert "test_capture_errors.py" in message and line in message and remedy in message
 
 
+class Autocasting(Mistaken):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.up(x)  # type: ignore[no-any-return]
+
+
+class WritingThroughChunks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.unfold(0, 2, 1).add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "remedy"),
+    [
+        (Autocasting, "return self.up(x)", "precision"),
+        (WritingThroughChunks, "y.unfold(0, 2, 1).add_(1)", "out-of-place"),
+    ],
+)
+def test_what_a_functional_graph_cannot_say_is_refused(make: Callable[[], nn.Module], line: str, remedy: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(make(), torch.randn(5, 3))
+    assert line in str(caught.value) and remedy in str(caught.value)
+
+
 def test_a_call_that_does_not_fit_the_signature() -> None:
     with pytest.raises(CaptureError, match="do not fit the signature"):
         capture(Mistaken(), {"x": torch.randn(4, 3), "y": torch.randn(4, 3)})
