@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import LossFunction, capture
+from autopar.ir.capture import capture
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, search_captured
@@ -37,7 +37,7 @@ def find_plan(
     *,
     constraints: Constraints | None = None,
     pin_degrees: bool = False,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
     progress: Callable[[str], None] = lambda doing: None,
