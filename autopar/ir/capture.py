@@ -28,6 +28,9 @@ from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED
 from autopar.ir.standins import fake_like, fake_model
 
+# ``loss_fn(output, target)``.
+LossFunction = Callable[..., Any]
+
 # What a forward, and torch.export on its way through it, may raise.
 _FAILURES = (
     ArithmeticError,
