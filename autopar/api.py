@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import LossFunction, capture
+from autopar.ir.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -43,7 +43,7 @@ def parallelize(
     *,
     example_inputs: Any = None,
     example_target: Any = None,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     plan: Plan | str | Path | None = None,
     **constraints: Any,
 ) -> ParallelModule:
@@ -83,7 +83,7 @@ def search(
     *,
     example_inputs: Any = None,
     example_target: Any = None,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., Any] | None = None,
     **constraints: Any,
 ) -> Plan:
     """The fastest plan for training ``model`` on ``cluster``; needs neither its devices nor the model's weights.
@@ -121,7 +121,7 @@ class _Request:
 
     model: nn.Module
     mesh: DeviceMesh | Cluster | int
-    loss_fn: LossFunction | None
+    loss_fn: Callable[..., Any] | None
     plan: Plan | str | Path | None
     constraints: Mapping[str, Any]
 
