@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
@@ -27,8 +28,9 @@ from autopar.search.workload import Workload
 # Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
 HIDDEN = OVERLAP_SLOWDOWN
 
-# Building an inner problem counts as solving this many variables.
+# Building an inner problem counts as solving this many variables, and so does cutting and simulating stages.
 _FIXED_WORK = 1000
+_CUT_WORK = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +63,22 @@ class Candidate:
     predicted: Predicted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Inner:
-    """The answer to the inner problem under some weights. objective: its value, seconds a step on one stage mesh."""
+    """The answer to the inner problem under some weights.
+
+    objective: its value, seconds a step on one stage mesh. shared_once: see ``evaluate``.
+    """
 
     pricing: Pricing
     leaders: tuple[Assignment, ...]
-    priced: Priced
     objective: float
+    shared_once: bool
+
+    @cached_property
+    def priced(self) -> Priced:
+        """Block by block; answers that only serve as bounds never need it."""
+        return evaluate(self.pricing, self.leaders, shared_once=self.shared_once)
 
 
 @dataclass(slots=True)
@@ -136,8 +146,8 @@ class Solver:
             found = self._inner[key] = Inner(
                 pricing=pricing,
                 leaders=leaders,
-                priced=evaluate(pricing, leaders, shared_once=configuration.num_stages == 1),
                 objective=solution.objective,
+                shared_once=configuration.num_stages == 1,
             )
         return found
 
@@ -156,6 +166,7 @@ class Solver:
 
     def complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """Cut the stages for an answer to the inner problem and predict; None if it does not fit."""
+        self.work += _CUT_WORK
         stages = self.cuts(configuration, inner, self.budget_bytes)
         if stages is None:
             return None

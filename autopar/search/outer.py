@@ -34,8 +34,8 @@ PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
 
-# Work (variables of inner problems) after which the search settles for what it has; about 20 s on one core.
-MAX_WORK = 600_000
+# Work (see ``leaf.Solver``) after which the search settles for what it has; about 20 s on one core.
+MAX_WORK = 450_000
 
 # Part of it that the baselines may take.
 SEED_SHARE = 0.7
@@ -236,7 +236,7 @@ class Outer:
         return [replace(root, zero=level, data_axes=data) for level in ((1, 2, 3) if pinned is None else (pinned,))]
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-        """Numbers of microbatches worth trying first: around eight for each stage, and the most there can be."""
+        """Numbers of microbatches worth trying first: around eight for each stage, and four times that."""
         if num_stages == 1:
             return options[:4]
         wanted = (8 * num_stages, 32 * num_stages)

@@ -183,6 +183,7 @@ class _Ranges:
             if blocks[b] == blocks[b + 1]:
                 self.run_end[b] = self.run_end[b + 1]
         self.allowed = [level in levels for level in LEVELS]
+        self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
         self.time = [_prefix([b.time_s[level] for b in blocks]) for level in range(3)]
         self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in range(3)]
         self.least = _prefix([min(b.saved_bytes) for b in blocks])
@@ -226,10 +227,15 @@ class _Ranges:
             ends = ends[least >= -1e-6]
             if not len(ends):
                 continue
-            fixed = self.static[ends] - self.static[begin] + self.workspace[begin, ends]
             for use_full, use_selective in ((False, False), (False, True), (True, False), (True, True)):
                 if (use_full and not self.allowed[2]) or (use_selective and not self.allowed[1]):
                     continue
+                if self.costly and (use_full or use_selective):
+                    # What fits without rematerialisation is best without it.
+                    ends = ends[~np.isfinite(best[begin, ends]) | (full[begin, ends] + selective[begin, ends] > 0)]
+                    if not len(ends):
+                        break
+                fixed = self.static[ends] - self.static[begin] + self.workspace[begin, ends]
                 strongest = 2 if use_full else 1 if use_selective else 0
                 room = budget - fixed - self.recomputed[strongest][begin, ends]
                 m = position[begin + 1 : n + 1] if use_full else position[begin : begin + 1]
