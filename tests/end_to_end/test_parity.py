@@ -1,0 +1,29 @@
+"""Every model once, under a plan of every kind, against one process; ``make parity`` runs the whole table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CELLS = [
+    ("gpt2", "tp2 pp2"),
+    ("llama", "dp2 tp2"),
+    ("llama", "zero3"),
+    ("bert", "dp2 pp2"),
+    ("t5", "pp4 1f1b"),
+    ("vit", "tp4"),
+    ("resnet", "dp4"),
+    ("mixtral", "zero2"),
+    ("mlp", "free"),
+]
+
+
+def test_models_and_plans() -> None:
+    cells = [f"{model}:{plan}" for model, plan in CELLS]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "parity.py"), "--cells", ",".join(cells)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    assert "cannot be" not in result.stdout, result.stdout
+    assert f"{len(CELLS)} of {len(CELLS)} cells" in result.stdout
