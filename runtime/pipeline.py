@@ -44,10 +44,12 @@ class _Stage(PipelineStage):
         assert backward_type == "full", backward_type
         self._before_backward(last_backward)
         grads = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
-        return grads, None
+        return tuple(None if grad is None else grad.contiguous() for grad in grads), None
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return self.submod(*args, **{name.removeprefix(_PREFIX): value for name, value in kwargs.items()})
+        outputs = self.submod(*args, **{name.removeprefix(_PREFIX): value for name, value in kwargs.items()})
+        # What is sent has to be contiguous; a transposed view is not.
+        return tuple(output.contiguous() for output in outputs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engines reduced during the last backward."""
