@@ -88,7 +88,7 @@ def _spread(led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.N
         own = led.assignment(member, choice)
         rule = rule_for(member)
         if not rule.allows(own, mesh):
-            sizes = {f: rule.sizes[f] for f in own if f in rule.sizes}
+            sizes = {f: rule.sizes[f] for f in own if f is not None and f in rule.sizes}
             raise InvalidPlan(
                 f"plan: {what} does not divide on mesh {mesh}: {member.format_node() or member.name} has factor sizes "
                 f"{sizes}, sharded as {dict(zip(mesh.names, own, strict=True))}.\n  expected sizes that are multiples "

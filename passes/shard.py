@@ -232,7 +232,7 @@ class _Sweep:
     def lower(self, node: fx.Node, new: fx.Node, rule: FactorRule) -> None:
         """Replace the op by its lowering where a lowered factor is sharded over the mesh."""
         assignment = self.assignments[node]
-        names = {rule.lowered[choice] for choice in assignment if choice in rule.lowered}
+        names = {rule.lowered[choice] for choice in assignment if choice is not None and choice in rule.lowered}
         names |= {name for factor, name in rule.lowered.items() if factor == "*"}
         if not names:
             return

@@ -162,7 +162,8 @@ class _Cut:
 
     def shared(self, stage: int) -> tuple[list[str], list[str]]:
         """Dotted names of the parameters and of the buffers that several blocks of ``stage`` read."""
-        parameters, buffers = [], []
+        parameters: list[str] = []
+        buffers: list[str] = []
         for node in self.sharded.graph.nodes:
             if node.op != "placeholder" or node.name not in self.names:
                 continue

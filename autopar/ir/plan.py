@@ -134,8 +134,8 @@ class Plan(_Model):
         for number, stage in enumerate(self.stages):
             if stage.first != expected or stage.last < stage.first:
                 raise ValueError(
-                    f"stages.{number}: blocks {stage.first} to {stage.last}, expected a range that starts at {expected}; "
-                    "stages cover the blocks in order, without gaps"
+                    f"stages.{number}: blocks {stage.first} to {stage.last}, expected a range that starts at "
+                    f"{expected}; stages cover the blocks in order, without gaps"
                 )
             expected = stage.last + 1
         blocks = sum(block.repeats for block in self.blocks)
@@ -146,13 +146,14 @@ class Plan(_Model):
                 for axis in axes:
                     if axis not in self.mesh:
                         raise ValueError(
-                            f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; the mesh has {list(self.mesh)}"
+                            f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; "
+                            f"the mesh has {list(self.mesh)}"
                         )
         rows = self.batch.num_microbatches * self.data_parallel_size
         if self.batch.global_size % rows:
             raise ValueError(
-                f"batch: {self.batch.global_size} samples do not divide into {self.batch.num_microbatches} microbatches "
-                f"on {self.data_parallel_size} data-parallel ranks"
+                f"batch: {self.batch.global_size} samples do not divide into {self.batch.num_microbatches} "
+                f"microbatches on {self.data_parallel_size} data-parallel ranks"
             )
         return self
 

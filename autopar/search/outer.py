@@ -142,7 +142,7 @@ class Outer:
             able = [
                 axis
                 for axis, name in enumerate(mesh.names)
-                if constraints.may(name, "dp") or role_of_axis(name) == "cp" or constraints.may(name, "cp")
+                if role_of_axis(name) != "tp" and (constraints.may(name, "dp") or constraints.may(name, "cp"))
             ]
             for size in range(len(able), 0, -1):
                 for axes in combinations(able, size):

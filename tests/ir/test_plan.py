@@ -54,7 +54,7 @@ def test_round_trip(tmp_path: Path) -> None:
     ],
 )
 def test_bad_field_is_named(text: str, message: str) -> None:
-    with pytest.raises(InvalidPlan, match="mine.yaml") as error:
+    with pytest.raises(InvalidPlan, match=r"mine\.yaml") as error:
         Plan.from_yaml(text, source="mine.yaml")
     assert message in str(error.value)
 
