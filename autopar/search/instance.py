@@ -119,8 +119,9 @@ def absorb(instance: Instance) -> Instance:
                 needed = {int(u.needs[option if u.unit == unit else 0]) for u in distinct.values()}
                 costs[unit][option] += sum(flow.cost[state, need] for need in needed)
             continue
-        key = (flow.producer, flow.sources.tobytes(), tuple(sorted(distinct)))
-        if key in flows and flows[key].cost.shape == flow.cost.shape:
+        # States that nobody is ever in may make the prices of two equal flows differ in shape.
+        key = (flow.producer, flow.sources.tobytes(), tuple(sorted(distinct)), flow.cost.shape)
+        if key in flows:
             flow = Flow(
                 producer=flow.producer, sources=flow.sources, users=flows[key].users, cost=flows[key].cost + flow.cost
             )
