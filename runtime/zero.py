@@ -75,7 +75,9 @@ def apply_zero(
     modules: list[FSDPModule] = []
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):
-        fully_shard(module, mesh=mesh, reshard_after_forward=level >= 3, mp_policy=policy, ignored_params=ignored)
+        # Backward begins with the last block, and what the stage itself owns is used until then.
+        reshard = level >= 3 and module is not stage and module is not blocks[-1]
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
         assert isinstance(module, FSDPModule)
         # Sums instead of averages, without a scaling pass.
         module.set_gradient_divide_factor(1.0)
