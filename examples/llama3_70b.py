@@ -1,6 +1,6 @@
 """Llama 3 70B at its true size, from Hugging Face's own model code; needs no weights and no network.
 
-    autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096
+autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama 3 8B at its true size, from Hugging Face's own model code; needs no weights and no network.
 
-    autopar search examples/llama3_8b.py --gpus 8 --gpu h100-sxm --global-batch 64 --seq 8192
+autopar search examples/llama3_8b.py --gpus 8 --gpu h100-sxm --global-batch 64 --seq 8192
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.collectives import bind_groups
+from autopar.ir.lowered.random import is_random
 from autopar.ir.program import BlockProgram, Remat
 
 # What selective rematerialization keeps: results that are dear to compute or to communicate.
@@ -147,7 +147,7 @@ def rematerialized(function: fx.GraphModule, remat: Remat) -> Callable[..., Any]
     call = function.forward
     if remat == "none":
         return call
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _is_random(function.graph)}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": any(map(is_random, function.graph.nodes))}
     if remat == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
 
@@ -162,16 +162,3 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     namespace = getattr(op, "namespace", "")
     dear = namespace in _KEPT_NAMESPACES or name in _KEPT_NAMES or any(part in name for part in _KEPT_NAMES[6:])
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_random(graph: fx.Graph) -> bool:
-    """Whether a graph draws random numbers, so that recomputing it has to restore the generator."""
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                return True
-        elif node.kwargs.get("dropout_p") or "dropout" in getattr(node.target, "__name__", ""):
-            return True
-    return False

@@ -23,6 +23,7 @@ from autopar.runtime.launch import this_device
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.outputs import Outputs, scale_outputs
 from autopar.runtime.parameters import materialize, tensor_axes
+from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored
 from autopar.runtime.zero import ZeroEngine, apply_zero, is_managed
@@ -49,7 +50,7 @@ class Engine:
         """programs: of every stage; for a model without a loss, those of the plain forward.
 
         forward_program: makes the program of the plain forward, if there is no pipeline; called when needed.
-        seed: for parameters that have no values yet.
+        seed: the same on all ranks; of parameters that have no values yet and of the model's random ops.
         """
         self.captured, self.plan = captured, plan
         self.device = this_device()
@@ -81,6 +82,7 @@ class Engine:
         self.zero = self._apply_zero()
         self.stored = {name: Stored(layout, self._zero_axes(layout)) for name, layout in self.layouts.items()}
         self.reducer = self._make_reducer()
+        self.randomness = Randomness(seed, self.stage, self.device)
         self.pipeline: Pipeline | None = None
         if program.num_stages > 1:
             # Importing it imports torch.export, which takes seconds.
@@ -94,6 +96,7 @@ class Engine:
                 device=self.device,
                 batch_dims={name: captured.inputs[name].batch_dim for name in program.inputs},
                 before_backward=self._before_backward,
+                randomness=self.randomness,
             )
 
     def _layouts(self) -> dict[str, ParameterLayout]:
@@ -166,6 +169,7 @@ class Engine:
         self.stage.select(_STEP)
         own = {name: inputs[name] for name in self._inputs[_STEP]}
         self.reducer.begin()
+        self.randomness.next_call()
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
             self.reducer.finish()
@@ -174,7 +178,8 @@ class Engine:
         total: torch.Tensor | None = None
         summed: dist.Work | None = None
         for number, microbatch in enumerate(self._microbatches(own)):
-            (loss,) = self.stage(**microbatch)
+            with self.randomness.of(number):
+                (loss,) = self.stage(**microbatch)
             value = loss.detach()
             total = value.clone() if total is None else total.add_(value)
             last = number == chunks - 1
@@ -223,7 +228,12 @@ class Engine:
         outputs = self._forward_variant()
         self.stage.select(_FORWARD)
         own = {name: inputs[name] for name in self._inputs[_FORWARD]}
-        results = outputs.merge([self.stage(**microbatch) for microbatch in self._microbatches(own)])
+        self.randomness.next_call()
+        parts = []
+        for number, microbatch in enumerate(self._microbatches(own)):
+            with self.randomness.of(number):
+                parts.append(self.stage(**microbatch))
+        results = outputs.merge(parts)
         if torch.is_grad_enabled():
             results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)
         return pytree.tree_unflatten(outputs.with_constants(results), self.captured.out_spec)

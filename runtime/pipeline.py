@@ -17,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from autopar.ir.program import StageProgram, TensorSpec
+from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 
 BeforeBackward = Callable[[bool], None]
@@ -32,11 +33,14 @@ class _Stage(PipelineStage):
     The base class would let FSDP reduce everything after the last backward; told in time, it overlaps.
     """
 
-    def __init__(self, *args: Any, live: int, before_backward: BeforeBackward, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, live: int, before_backward: BeforeBackward, randomness: Randomness, **kwargs: Any
+    ) -> None:
         """live: the most microbatches whose forward runs before their backward. Their buffers are reused."""
         super().__init__(*args, **kwargs)
         self._live = live
         self._before_backward = before_backward
+        self._randomness = randomness
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -45,6 +49,10 @@ class _Stage(PipelineStage):
         self._before_backward(last_backward)
         grads = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
         return tuple(None if grad is None else grad.contiguous() for grad in grads), None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._randomness.of(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.submod(*args, **{name.removeprefix(_PREFIX): value for name, value in kwargs.items()})
@@ -80,6 +88,7 @@ class Pipeline:
         device: torch.device,
         batch_dims: Mapping[str, int | None],
         before_backward: BeforeBackward,
+        randomness: Randomness,
     ) -> None:
         """batch_dims: of each step input that this stage takes."""
         chunks = program.num_microbatches
@@ -96,6 +105,7 @@ class Pipeline:
             group=group,
             live=program.num_stages - program.stage if one_forward_one_backward else chunks,
             before_backward=before_backward,
+            randomness=randomness,
         )
         specs: dict[str, Any] = {
             _PREFIX + name: _Replicate if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()

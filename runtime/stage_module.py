@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.lowered.random import is_random
 from autopar.ir.program import StageProgram
 from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
 
@@ -53,6 +54,8 @@ class StageModule(nn.Module):
         self._owner: dict[str, nn.Module] = {}
         self._variants: dict[str, _Variant] = {}
         self._selected = ""
+        self.is_random = False
+        """Whether any block draws random numbers."""
         for block in program.blocks:
             module = self._block(block.name)
             for name in (*block.parameters, *block.buffers):
@@ -89,6 +92,7 @@ class StageModule(nn.Module):
             module = self._block(block.name)
             function, state, inputs = self._library.function(block, self._owner)
             module.add_variant(variant, function, [self.slot(name) for name in state], block.remat)
+            self.is_random |= any(map(is_random, block.graph.nodes))
             dead = tuple(name for name, last in last_use.items() if last == number)
             calls.append(_Call(module, inputs, block.outputs, dead))
         self._variants[variant] = _Variant(

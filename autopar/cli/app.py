@@ -150,5 +150,3 @@ def run() -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
         sys.exit(2)
-
-

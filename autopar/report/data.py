@@ -145,9 +145,7 @@ def _timeline(plan: Plan, planned: Planned | None) -> Timeline | None:
     prediction = plan.prediction
     if prediction is None or len(prediction.stage_forward_s) != plan.num_stages:
         return None
-    return simulate(
-        plan.schedule, prediction.stage_forward_s, prediction.stage_backward_s, plan.batch.num_microbatches
-    )
+    return simulate(plan.schedule, prediction.stage_forward_s, prediction.stage_backward_s, plan.batch.num_microbatches)
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Json]:

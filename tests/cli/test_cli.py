@@ -99,9 +99,7 @@ def test_show_reads_a_plan_and_writes_a_report(
 
 
 @pytest.mark.parametrize("command", ["search", "estimate", "show", "train"])
-def test_help_shows_examples(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_examples(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert autopar(monkeypatch, command, "--help") == 0
     assert f"autopar {command} " in capsys.readouterr().out.partition("Examples:")[2]
 

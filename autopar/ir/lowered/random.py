@@ -90,6 +90,13 @@ def seeded(op: torch._ops.OpOverload, *args: Any, groups: Groups, **kwargs: Any)
         return op(*args, **kwargs)
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, so that running it again gives another result."""
+    if node.target is seeded or "random_groups" in node.kwargs:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
     """The call that replaces a random op, sharded or not."""
     return seeded, (node.target, *node.args), {**node.kwargs, "groups": axes_sharded(rule, assignment, mesh)}

@@ -1,0 +1,33 @@
+"""The random numbers of training: one seed and the place of a forward in the run decide them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from autopar.ir.lowered.random import shared_randomness
+from autopar.runtime.stage_module import StageModule
+
+
+class Randomness:
+    """Gives each forward of a stage its random state: equal on all ranks of the stage, different in every call.
+
+    From this state every random op derives the numbers of its shard, so that copies of an activation are dropped
+    alike and shards of it independently. ``calls`` is the number of steps and plain forwards so far.
+    """
+
+    def __init__(self, seed: int, stage: StageModule, device: torch.device) -> None:
+        self.calls = 0
+        self._seed, self._stage, self._device = seed, stage, device
+
+    def next_call(self) -> None:
+        """A step or a plain forward begins."""
+        self.calls += 1
+
+    def of(self, microbatch: int) -> AbstractContextManager[None]:
+        """The random state for the forward of ``microbatch`` in this call. Outside, generators go on as before."""
+        if not self._stage.is_random:
+            return nullcontext()
+        place = (self.calls, self._stage.program.stage, microbatch)
+        return shared_randomness(self._seed, *place, devices=[self._device])
