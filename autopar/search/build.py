@@ -37,13 +37,16 @@ Allowed = Callable[[Cluster, int], tuple[Choice, ...]]
 class Weights:
     """What the inner objective adds to seconds of compute and redistribution.
 
-    sync: share of the gradient communication that is not hidden behind compute. state, activations: seconds
-    per byte held for parameters, and for what backward needs.
+    sync: share of the gradient communication that is not hidden behind compute. masters: share that counts of the
+    work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte held for
+    parameters, for what backward needs, and for the gradients of the op that has the most of them.
     """
 
     sync: float = 1.0
+    masters: float = 1.0
     state: float = 0.0
     activations: float = 0.0
+    working: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,6 +119,8 @@ class _Builder:
 
     def run(self) -> Built:
         kept = self._kept() if self.weights.activations else {}
+        if self.weights.working:
+            self._add_working()
         for node, repeats in self.load.repeats.items():
             self._add_op(node, repeats, kept)
         for group in self.load.parameters:
@@ -135,6 +140,18 @@ class _Builder:
             for option, assignment in enumerate(self.members[node]):
                 cost[option] += price * tensor.local_bytes(assignment, self.pricing.mesh, self.count)
 
+    def _add_working(self) -> None:
+        """The peak while gradients are made, taken to be that of the op with the largest tensors."""
+        largest = max(
+            (tensors for activations in self.load.activations for tensors in activations.working if tensors),
+            key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
+            default=(),
+        )
+        for tensor in largest:
+            cost = self.costs[self.load.cluster_of(tensor.node).index]
+            for option, assignment in enumerate(self.members[tensor.node]):
+                cost[option] += self.weights.working * tensor.local_bytes(assignment, self.pricing.mesh, self.count)
+
     def _kept(self) -> dict[fx.Node, list[Saved]]:
         """Saved tensors by the first op that keeps them."""
         found: dict[fx.Node, list[Saved]] = {}
@@ -149,10 +166,10 @@ class _Builder:
     def _parameter_price(self, group: ParameterGroup, uses: list[tuple[Layout, Layout]]) -> float:
         price = self.pricing.parameter(group.numel, group.requires_grad, uses)
         sync = self.pricing.sync(price)
-        seconds = self.count * price.micro.total_s + self.weights.sync * sync.total_s(self.count)
-        return (seconds + self.pricing.optimiser_s(price) + self.weights.state * self.pricing.state(price).total) * len(
-            group.names
-        )
+        masters = self.count * price.cast_s + self.pricing.optimiser_s(price)
+        seconds = self.count * (price.micro.total_s - price.cast_s) + self.weights.masters * masters
+        seconds += self.weights.sync * sync.total_s(self.count)
+        return (seconds + self.weights.state * self.pricing.state(price).total) * len(group.names)
 
     def _add_parameter(self, group: ParameterGroup) -> None:
         needs = [self._needs(node, position) for node, position in group.uses]

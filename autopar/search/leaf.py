@@ -202,4 +202,4 @@ class Solver:
     def memory_weights(self, configuration: Configuration, price: float) -> Weights:
         """Weights with memory at ``price`` seconds a byte."""
         live = max(self.live(configuration)) if "none" in self.levels else 0
-        return Weights(sync=HIDDEN, state=price, activations=price * live)
+        return Weights(sync=HIDDEN, state=price, activations=price * live, working=price)

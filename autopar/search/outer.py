@@ -6,7 +6,7 @@ the number of microbatches M; a *leaf* adds ZeRO (level and axes). Lower bounds 
     mesh    min over M of the pace's bound                    floor(n, M): every op perfectly divided
     pace    floor(n, M) (1 + (M - 1) / P)
     leaf    T / P + floor(n, M) (P - 1) / P                   T: optimum of the inner problem of the pace without
-                                                              gradient sums, for a step on one stage mesh
+                                                              gradient sums, optimiser and casts, on one mesh
 
 since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P), and M sum t_i
 is at least T. A leaf's own inner problem, with gradient sums at the slow-down they cause at least, sharpens T.
@@ -58,6 +58,7 @@ class Outer:
     best: Candidate | None = None
     bound: float = 0.0
     num_skipped: int = 0
+    unproved: float = float("inf")
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
 
@@ -79,7 +80,8 @@ class Outer:
                     constraints=self.constraints,
                 )
                 heapq.heappush(heap, (self.floor(num_stages, num), next(self._order), _Pace(root)))
-        self.bound = float("inf")
+        # The bounds of the baselines are no better than those of the leaves that contain them.
+        self.bound = self.unproved = float("inf")
         while heap:
             lower, _, item = heapq.heappop(heap)
             spent = self.solver.work / (1 if self.best is not None else 3)
@@ -90,12 +92,12 @@ class Outer:
             if isinstance(item, Configuration):
                 self.expand(item)
                 continue
-            inner = self.solver.inner(item.root, Weights(sync=0.0))
+            inner = self.solver.inner(item.root, Weights(sync=0.0, masters=0.0))
             lower = max(lower, self.pipelined(inner.objective, item.root))
             for leaf in self.variants(item.root):
                 heapq.heappush(heap, (lower, next(self._order), leaf))
         if self.best is not None:
-            self.bound = min(self.bound, self.best.predicted.step_time_s)
+            self.bound = min(self.bound, self.unproved, self.best.predicted.step_time_s)
         return self.best
 
     def good_enough(self, lower: float) -> bool:
@@ -264,6 +266,7 @@ class Outer:
         lower = self.pipelined(inner.objective, configuration)
         if self.good_enough(lower):
             self.num_skipped += 1
+            self.unproved = min(self.unproved, lower)
             return None
         first = self.consider(configuration, inner)
         if first is not None and first.predicted.step_time_s > lower * (1 + TOLERANCE):
@@ -272,11 +275,12 @@ class Outer:
                 other = self.consider(configuration, exposed)
                 if other is not None and other.predicted.step_time_s < first.predicted.step_time_s:
                     first = other
-        if first is not None and not any(stage.full or stage.selective for stage in first.stages):
-            return first.predicted.step_time_s
         if first is None and self.too_large(configuration, inner):
             self.num_skipped += 1
             return None
+        self.unproved = min(self.unproved, lower)
+        if first is not None and not any(stage.full or stage.selective for stage in first.stages):
+            return first.predicted.step_time_s
         last, before = inner.leaders, first
         for price in PRICES:
             priced = solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
@@ -304,7 +308,11 @@ class Outer:
         price = inner.objective / self.solver.budget_bytes * (1 if self.best is not None else 1e6)
         dual = self.solver.inner(configuration, Weights(sync=HIDDEN, state=price))
         if self.best is not None:
-            return self.good_enough(self.pipelined(dual.objective - price * room, configuration))
+            lower = self.pipelined(dual.objective - price * room, configuration)
+            if self.good_enough(lower):
+                self.unproved = min(self.unproved, lower)
+                return True
+            return False
         self.closest.append((configuration, dual))
         return sum(block.states.total for block in dual.priced.blocks) > room
 

@@ -57,7 +57,7 @@ class ParameterPrice:
 
     numel: elements that a rank has of it before ZeRO. sync_axes: gradients are summed over these, once a step;
     zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts, redistributions of
-    later uses).
+    later uses), cast_s of it for casts.
     """
 
     numel: float
@@ -65,6 +65,7 @@ class ParameterPrice:
     sync_axes: tuple[int, ...]
     zero_axes: tuple[int, ...]
     micro: OpTime
+    cast_s: float
 
 
 @dataclass(slots=True)
@@ -271,16 +272,18 @@ class Pricing:
                 Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
             )
             micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
+        cast = ZERO
         if compute != _MASTER:
             # The float32 master is cast for compute, and the gradient back; ZeRO casts its shard.
-            cast = self.ops.cluster.device.memory_seconds(local / self.zero_degree * (_MASTER + compute))
-            micro += OpTime(cast, cast if requires_grad else 0.0)
+            seconds = self.ops.cluster.device.memory_seconds(local / self.zero_degree * (_MASTER + compute))
+            cast = OpTime(seconds, seconds if requires_grad else 0.0)
         return ParameterPrice(
             numel=local,
             requires_grad=requires_grad,
             sync_axes=tuple(sorted(partial - set(zero_axes))),
             zero_axes=zero_axes if requires_grad else (),
-            micro=micro,
+            micro=micro + cast,
+            cast_s=cast.total_s,
         )
 
     def sync(self, price: ParameterPrice) -> SyncTime:

@@ -1,0 +1,102 @@
+"""The outer search against its twin: every configuration, and in it every assignment of every op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.capture import capture
+from autopar.passes.normalise import normalise
+from autopar.search.build import Weights, build
+from autopar.search.constraints import Constraints
+from autopar.search.leaf import Configuration, Inner, Solver
+from autopar.search.outer import TOLERANCE, Outer
+from autopar.search.workload import Workload
+
+
+class Chain(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.relu(layer(x))
+        return F.mse_loss(last(x), target)
+
+
+def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: int) -> Outer:
+    """room: memory of a GPU, as a share of the model state and activations of the whole model."""
+    with torch.device("meta"):
+        inputs = torch.zeros(batch, seq, widths[0]), torch.zeros(batch, seq, widths[-1])
+        captured = normalise(capture(Chain(widths), inputs))
+    state = 16 * sum(parameter.numel for parameter in captured.parameters.values())
+    budget = room * (state + 4 * batch * seq * sum(widths))
+    solver = Solver(
+        load=Workload.of(captured, "fp32"), cluster=make_cluster("a100-80gb", gpus, gpus), budget_bytes=budget
+    )
+    return Outer(solver=solver, constraints=Constraints())
+
+
+def every_leaf(outer: Outer) -> Iterator[Configuration]:
+    for num_stages, mesh in outer.nodes(outer.constraints):
+        for num in outer.microbatches(outer.constraints, mesh):
+            root = Configuration(
+                num_stages=num_stages, mesh=mesh, num_microbatches=num, zero=0, data_axes=(),
+                schedule=outer.schedule(), constraints=outer.constraints,
+            )  # fmt: skip
+            yield from outer.variants(root)
+
+
+def brute_force(outer: Outer) -> float | None:
+    """Seconds of a step of the best plan that fits, None if none does; the cuts are exact for each assignment."""
+    solver = outer.solver
+    best: float | None = None
+    for leaf in every_leaf(outer):
+        pricing = solver.pricing(leaf)
+        for leaders in product(*build(pricing, solver.rules(leaf), Weights()).options):
+            inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
+            found = solver.complete(leaf, inner)
+            if found is not None and (best is None or found.predicted.step_time_s < best):
+                best = found.predicted.step_time_s
+    return best
+
+
+WIDTHS = st.sampled_from((64, 1024, 8192))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    widths=st.tuples(WIDTHS, WIDTHS, WIDTHS),
+    batch=st.sampled_from((2, 4)),
+    seq=st.sampled_from((8, 4096)),
+    room=st.floats(0.2, 2.0),
+)
+def test_search_finds_what_trying_everything_finds(widths: tuple[int, ...], batch: int, seq: int, room: float) -> None:
+    outer = outer_of(widths, batch, seq, room, gpus=2)
+    found, best = outer.run(), brute_force(outer)
+    if best is None or found is None:
+        assert best is None and found is None
+        return
+    # Where memory binds, the answers come from prices of memory, and some trade-offs are the answer to no price.
+    assert best <= found.predicted.step_time_s <= 1.15 * best
+    assert outer.bound <= best, "no plan may beat what is said to be unbeatable"
+
+
+@pytest.mark.parametrize("seq", [8, 4096])
+def test_with_room_for_all_the_search_is_exact(seq: int) -> None:
+    outer = outer_of((1024, 8192, 1024), 4, seq, room=2.0, gpus=2)
+    found, best = outer.run(), brute_force(outer)
+    assert found is not None
+    assert found.predicted.step_time_s == pytest.approx(best, rel=TOLERANCE)
