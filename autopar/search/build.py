@@ -38,8 +38,8 @@ class Weights:
     """What the inner objective adds to seconds of compute and redistribution.
 
     sync: share of the gradient communication that is not hidden behind compute. masters: share that counts of the
-    work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte held for
-    parameters, for what backward needs, and for the gradients of the op that has the most of them.
+    work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte
+    held for parameters, for what backward needs, and for the gradients of the op that has the most of them.
     """
 
     sync: float = 1.0
