@@ -5,6 +5,7 @@ A person can read, edit and commit it. Loading validates it and names the path o
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -178,6 +179,11 @@ class Plan(_Model):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_yaml())
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as a page of HTML that needs nothing else."""
+        # The report stands above the plan: found by name when asked for, so that imports go one way.
+        import_module("autopar.report.page").plan_report(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

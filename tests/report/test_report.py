@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from autopar.report.data import block_names, microbatch_size, remat_level, report_data
-from autopar.report.page import plan_report, render
+from autopar.report.page import render
 from autopar.report.terminal import print_plan
 from autopar.report.units import gib, plural, seconds
 from tests.report.sample import sample_plan
@@ -46,7 +46,7 @@ def test_a_plan_without_prediction_has_a_report_too() -> None:
 
 
 def test_page_is_self_contained_small_and_escaped(tmp_path: Path) -> None:
-    plan_report(sample_plan(), tmp_path / "plan.html")
+    sample_plan().report(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert len(page.encode()) < 6_000_000
     assert "llama &lt;70b&gt;" in page and "llama <70b>" not in page
