@@ -50,7 +50,10 @@ class _Pace:
 
 @dataclass(slots=True)
 class Outer:
-    """State of one outer search."""
+    """State of one outer search.
+
+    unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
+    """
 
     solver: Solver
     constraints: Constraints
