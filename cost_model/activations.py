@@ -24,7 +24,7 @@ from torch import fx
 from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view, op_name
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.saved import saved_for_backward
 
@@ -57,13 +57,13 @@ class Saved:
 
     def cuts(self, assignment: Assignment) -> tuple[bool, ...]:
         """Which mesh axes cut the tensor."""
-        return tuple(choice in self.factors for choice in assignment)
+        return tuple(not self.factors.isdisjoint(factors_of_choice(choice)) for choice in assignment)
 
     def local_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
         """What one rank holds of it for one microbatch."""
         local = self.num_bytes / (num_microbatches if self.carries_batch else 1)
-        for choice, axis in zip(assignment, mesh.axes, strict=True):
-            if choice in self.factors:
+        for cut, axis in zip(self.cuts(assignment), mesh.axes, strict=True):
+            if cut:
                 local /= axis.size
         return local
 

@@ -17,7 +17,7 @@ from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.redistribution import Collective
-from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 
 _FLOAT32 = 4
 _SILENT = frozenset({"embedding", "attention"})
@@ -42,7 +42,7 @@ def lowering_time(
         names = {factor for dim in tensor for factor in dim}
         left = float(_FLOAT32 * numel)
         for other, axis in zip(assignment, fabric.mesh.axes, strict=True):
-            if other in names:
+            if not names.isdisjoint(factors_of_choice(other)):
                 left /= axis.size
         return left / num_microbatches if batch_factor in names else left
 

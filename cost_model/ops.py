@@ -26,7 +26,7 @@ from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 
 # Fused attention recomputes the scores in its backward: five products for the forward's two.
 _ATTENTION_BACKWARD = 2.5
@@ -217,8 +217,9 @@ class OpCost:
         degrees: dict[str, int] = {}
         work = num_microbatches if self.carries_batch else 1
         for choice, axis in zip(assignment, mesh.axes, strict=True):
+            for factor in factors_of_choice(choice):
+                degrees[factor] = degrees.get(factor, 1) * axis.size
             if choice is not None and choice[0] != "+":
-                degrees[choice] = degrees.get(choice, 1) * axis.size
                 work *= axis.size
         peak = self.rate.peak_flops * self.efficiency
         if self.matrix:

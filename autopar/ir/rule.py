@@ -24,8 +24,9 @@ from autopar.ir.redistribution import grad_of_use
 DimFactors = tuple[str, ...]
 TensorFactors = tuple[DimFactors, ...]
 
-# Choice of an op along one mesh axis: a factor name, None (every rank repeats the op), or "+k": the
-# operands in ``rule.linear[k]`` are partial sums and so are the results.
+# Choice of an op along one mesh axis: a factor name, None (every rank repeats the op), several factors on the
+# same axis ("s&t", see ``FactorRule.joint``), or "+k": the operands in ``rule.linear[k]`` are partial sums and so
+# are the results.
 Choice = str | None
 # The choices of one op, one per mesh axis.
 Assignment = tuple[Choice, ...]
@@ -43,6 +44,9 @@ class FactorRule:
         cross entropy, batch of a batch norm): factor -> name of the lowering. A result that lacks such a
         factor is Replicate unless the factor is in ``summed`` too.
     blocked: factors that are never sharded.
+    joint: choices that put one axis on several factors at once, joined by "&", each with a lowering: queries and
+        keys of an attention ("s&t": a ring), tokens and experts of a mixture ("d0&experts": an exchange). Their
+        work is divided once. A factor may be in a joint choice though it is blocked by itself.
     linear: each entry is a set of operand positions in which, together, the op is linear: if these are
         Partial and the others Replicate, the results are Partial.
     flops: floating point operations of one forward execution, all ranks together.
@@ -59,11 +63,13 @@ class FactorRule:
     linear: tuple[frozenset[int], ...] = ()
     flops: float = 0.0
     couples: frozenset[str] = frozenset()
+    joint: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named = {f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim}
         missing = named - set(self.sizes)
         assert not missing, f"factors without a size: {sorted(missing)}"
+        assert all(choice in self.lowered for choice in self.joint), f"joint choices without a lowering: {self.joint}"
 
     def shardable(self) -> tuple[str, ...]:
         """Factors that a mesh axis may be put on, in a fixed order.
@@ -97,18 +103,17 @@ class FactorRule:
 
     def choices(self) -> tuple[Choice, ...]:
         """Every choice along one mesh axis, the replicated one first."""
-        return (None, *self.shardable(), *(f"+{k}" for k in range(len(self.linear))))
+        return (None, *self.shardable(), *self.joint, *(f"+{k}" for k in range(len(self.linear))))
 
     def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every factor divides by the axes put on it."""
         left: dict[str, int] = {}
         for choice, axis in zip(assignment, mesh.axes, strict=True):
-            if choice is None or choice.startswith("+"):
-                continue
-            size = left.get(choice, self.sizes[choice])
-            if size % axis.size:
-                return False
-            left[choice] = size // axis.size
+            for factor in factors_of_choice(choice):
+                size = left.get(factor, self.sizes[factor])
+                if size % axis.size:
+                    return False
+                left[factor] = size // axis.size
         return True
 
     def operand(self, position: int, choice: Choice) -> tuple[Placement, Placement]:
@@ -141,9 +146,17 @@ class FactorRule:
         return prod(axis.size for c, axis in zip(assignment, mesh.axes, strict=True) if c and not c.startswith("+"))
 
 
+def factors_of_choice(choice: Choice) -> tuple[str, ...]:
+    """The factors that a choice puts the axis on: one, several if joint, none if replicated or a partial sum."""
+    if choice is None or choice[0] == "+":
+        return ()
+    return tuple(choice.split("&")) if "&" in choice else (choice,)
+
+
 def _placement_of(tensor: TensorFactors, choice: Choice) -> Placement:
+    factors = factors_of_choice(choice)
     for number, dim in enumerate(tensor):
-        if choice is not None and choice in dim:
+        if any(factor in dim for factor in factors):
             return Shard(number)
     return Replicate()
 

@@ -22,7 +22,7 @@ from torch import fx
 from autopar.cost_model.activations import Saved
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.placement import Layout, replicated
-from autopar.ir.rule import Assignment, Choice
+from autopar.ir.rule import Assignment, Choice, factors_of_choice
 from autopar.search.instance import Flow, Instance, Ints, User
 from autopar.search.pricing import FlowShape, Pricing
 from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
@@ -80,17 +80,15 @@ def _divides(pricing: Pricing, group: Cluster, joint: Assignment) -> bool:
         rule, batch = load.rule(member), load.roles.batch.get(member)
         left: dict[str, int] = {}
         for choice, axis in zip(joint, mesh.axes, strict=True):
-            own = group.follow[choice][member]
-            if own is None or own[0] == "+":
-                continue
-            size = left.get(own)
-            if size is None:
-                size = rule.sizes[own]
-                if own == batch:
-                    size //= pricing.num_microbatches
-            if size % axis.size:
-                return False
-            left[own] = size // axis.size
+            for factor in factors_of_choice(group.follow[choice][member]):
+                size = left.get(factor)
+                if size is None:
+                    size = rule.sizes[factor]
+                    if factor == batch:
+                        size //= pricing.num_microbatches
+                if size % axis.size:
+                    return False
+                left[factor] = size // axis.size
     if group.leader is None:
         rows = load.captured.batch_size // pricing.num_microbatches
         for choice, axis in zip(joint, mesh.axes, strict=True):

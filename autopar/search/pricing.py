@@ -22,7 +22,7 @@ from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
-from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.rule import Assignment, Choice, FactorRule, factors_of_choice
 from autopar.search.instance import Floats, Ints, User
 from autopar.search.workload import Tensor, Workload
 
@@ -92,9 +92,9 @@ class OpPrices:
         return found
 
     def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:
-        degrees: dict[str, int] = {}
+        degrees: dict[Choice, int] = {}
         for choice, axis in zip(assignment, mesh.axes, strict=True):
-            if choice is not None and choice[0] != "+":
+            if factors_of_choice(choice):
                 degrees[choice] = degrees.get(choice, 1) * axis.size
         key = (node, num_microbatches, *sorted(degrees.items()))
         found = self._times.get(key)

@@ -10,7 +10,7 @@ from autopar.cost_model.ops import is_attention
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Choice
+from autopar.ir.rule import Choice, factors_of_choice
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.workload import Workload
 
@@ -22,13 +22,14 @@ HEAVY = 1e-3
 
 def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
     """ "dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
-    if choice is None or choice.startswith("+"):
+    factors = factors_of_choice(choice)
+    if not factors:
         return ""
-    if choice == load.roles.batch.get(node):
+    if EXPERTS in factors:
+        return "ep"
+    if load.roles.batch.get(node) in factors:
         return "dp"
-    if choice in load.roles.sequence.get(node, ()):
-        return "cp"
-    return "ep" if choice == EXPERTS else "tp"
+    return "cp" if any(f in load.roles.sequence.get(node, ()) for f in factors) else "tp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.ir.communicate import group_rank, group_size
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Assignment, FactorRule, TensorFactors
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.call import REQUIRED, parameters
 
 Groups = tuple[str, ...]
@@ -30,7 +30,11 @@ def shard_index(groups: Groups) -> int:
 
 def axes_with(factors: frozenset[str] | set[str], assignment: Assignment, mesh: Mesh) -> Groups:
     """Mesh axes, major first, that shard one of ``factors``."""
-    return tuple(axis.name for axis, choice in zip(mesh.axes, assignment, strict=True) if choice in factors)
+    return tuple(
+        axis.name
+        for axis, choice in zip(mesh.axes, assignment, strict=True)
+        if choice in factors or not factors.isdisjoint(factors_of_choice(choice))
+    )
 
 
 def axes_lowered(name: str, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> Groups:
