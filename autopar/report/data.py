@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.ir.plan import BlockPlan, Plan, StagePlan
+from autopar.ir.schedule import Pipelining
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
@@ -145,7 +146,8 @@ def _timeline(plan: Plan, planned: Planned | None) -> Timeline | None:
     prediction = plan.prediction
     if prediction is None or len(prediction.stage_forward_s) != plan.num_stages:
         return None
-    return simulate(plan.schedule, prediction.stage_forward_s, prediction.stage_backward_s, plan.batch.num_microbatches)
+    shape = Pipelining(plan.schedule, plan.num_stages, plan.batch.num_microbatches)
+    return simulate(shape, prediction.stage_forward_s, prediction.stage_backward_s)
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Json]:
@@ -153,10 +155,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Json]:
         "step_time_s": timeline.step_time_s,
         "bubble_fraction": timeline.bubble_fraction,
         "peak_live": list(timeline.peak_live),
-        "events": [
-            [[event.action.direction, event.action.microbatch, event.start_s, event.end_s] for event in stage]
-            for stage in timeline.events
-        ],
+        "events": [[[*event.action, event.start_s, event.end_s] for event in rank] for rank in timeline.events],
     }
 
 

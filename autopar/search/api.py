@@ -120,7 +120,7 @@ def predict_plan(
         for s in plan.stages
     ]
     priced = evaluate(pricing, leaders, shared_once=plan.num_stages == 1)
-    return predict(pricing, leaders, priced, stages, plan.schedule)
+    return predict(pricing, leaders, priced, stages, configuration.pipelining)
 
 
 def leaders_of(load: Workload, plan: Plan) -> tuple[Assignment, ...]:

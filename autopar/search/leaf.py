@@ -9,11 +9,11 @@ from functools import cached_property
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.memory import state_memory
-from autopar.cost_model.simulator import live_microbatches
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Schedule
 from autopar.ir.rule import Assignment
+from autopar.ir.schedule import Pipelining
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import Priced, evaluate
@@ -45,6 +45,10 @@ class Configuration:
     schedule: Schedule
     constraints: Constraints
     batch_axes: tuple[int, ...] | None = None
+
+    @property
+    def pipelining(self) -> Pipelining:
+        return Pipelining(self.schedule, self.num_stages, self.num_microbatches)
 
     def __str__(self) -> str:
         zero = f", zero {self.zero}" if self.zero else ""
@@ -170,7 +174,7 @@ class Solver:
         stages = self.cuts(configuration, inner, self.budget_bytes)
         if stages is None:
             return None
-        predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.schedule)
+        predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.pipelining)
         return Candidate(
             configuration=configuration,
             pricing=inner.pricing,
@@ -193,11 +197,7 @@ class Solver:
 
     def live(self, configuration: Configuration) -> Sequence[int]:
         """Microbatches in flight on each stage."""
-        count = configuration.num_stages
-        return [
-            live_microbatches(configuration.schedule, stage, count, configuration.num_microbatches)
-            for stage in range(count)
-        ]
+        return configuration.pipelining.live()
 
     def memory_weights(self, configuration: Configuration, price: float) -> Weights:
         """Weights with memory at ``price`` seconds a byte."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
-from autopar.cost_model.simulator import Timeline, live_microbatches, simulate
+from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.step import exposed_time
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
+from autopar.ir.schedule import Pipelining
 from autopar.search.evaluate import Priced, layout_of, spread
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
@@ -41,10 +42,10 @@ class Predicted:
 
 
 def predict(
-    pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], schedule: str
+    pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
 ) -> Predicted:
-    """Simulate a step of ``schedule`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
-    count, blocks = pricing.num_microbatches, priced.blocks
+    """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
+    blocks = priced.blocks
     cluster = pricing.ops.cluster
     forward, backward, tails, sync = [], [], [], []
     for stage in stages:
@@ -60,7 +61,7 @@ def predict(
     if len(stages) > 1:
         link = cluster.stage_link(pricing.mesh, len(stages))
         sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
-    timeline = simulate(schedule, forward, backward, count, p2p_forward_s=sends)
+    timeline = simulate(shape, forward, backward, p2p_forward_s=sends)
     ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
     last = max(range(len(ends)), key=ends.__getitem__)
     return Predicted(
@@ -68,8 +69,7 @@ def predict(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         memory=tuple(
-            stage_parts(pricing, priced, stage, live_microbatches(schedule, number, len(stages), count))
-            for number, stage in enumerate(stages)
+            stage_parts(pricing, priced, stage, live) for stage, live in zip(stages, shape.live(), strict=True)
         ),
         breakdown_s=_breakdown(pricing, leaders, priced, stages[last], ends[last], sync[last], tails[last]),
         timeline=timeline,

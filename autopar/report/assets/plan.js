@@ -63,22 +63,30 @@
     bar.after(legend);
   }
 
-  // One horizontal bar per pass of a microbatch through a stage. Two traces in all, so that thousands of passes
-  // stay quick to draw.
+  // One horizontal bar per pass of a microbatch through a stage. One trace per kind of pass, so that thousands of
+  // passes stay quick to draw.
   function drawTimeline() {
     const place = document.getElementById("timeline");
     if (!place) return;
-    const kinds = { F: { name: "forward", tone: "#2563eb" }, B: { name: "backward", tone: "#f59e0b" } };
+    const kinds = {
+      F: { name: "forward", tone: "#2563eb" },
+      B: { name: "backward", tone: "#f59e0b" },
+      I: { name: "backward, inputs", tone: "#f97316" },
+      W: { name: "backward, weights", tone: "#10b981" },
+    };
     const total = data.timeline.step_time_s || 1;
+    const row = data.timeline.events.length < data.num_stages ? "rank" : "stage";
     const labels = data.num_stages <= 16 && data.batch.num_microbatches <= 16;
-    const traces = Object.entries(kinds).map(([kind, { name, tone }]) => {
+    const used = new Set(data.timeline.events.flat().map((event) => event[1]));
+    const shown = Object.entries(kinds).filter(([kind]) => used.has(kind));
+    const traces = shown.map(([kind, { name, tone }]) => {
       const trace = { x: [], base: [], y: [], text: [], customdata: [] };
-      data.timeline.events.forEach((events, stage) => {
-        for (const [direction, microbatch, start, end] of events) {
-          if (direction !== kind) continue;
+      data.timeline.events.forEach((events, rank) => {
+        for (const [stage, own, microbatch, start, end] of events) {
+          if (own !== kind) continue;
           trace.x.push(end - start);
           trace.base.push(start);
-          trace.y.push(`stage ${stage}`);
+          trace.y.push(`${row} ${rank}`);
           trace.text.push(labels ? String(microbatch) : "");
           trace.customdata.push(`${stage}${kind}${microbatch}: ${seconds(start)} to ${seconds(end)}`);
         }
@@ -102,7 +110,7 @@
       layout({
         barmode: "overlay",
         bargap: 0.15,
-        height: 90 + Math.min(data.num_stages, 32) * 34,
+        height: 90 + Math.min(data.timeline.events.length, 32) * 34,
         xaxis: { title: { text: "seconds" }, range: [0, total], ...grid() },
         yaxis: { autorange: "reversed", fixedrange: true, ...grid() },
         legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },

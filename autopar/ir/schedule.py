@@ -1,0 +1,313 @@
+"""Pipeline schedules: which rank holds which stage, and what every rank does in which order.
+
+An action is one pass of one microbatch through one stage, spelt as in ``torch.distributed.pipelining``:
+
+    2F0   stage 2, forward, microbatch 0
+    2B0   its whole backward
+    2I0   its backward to the stage's inputs alone, so that the stage before can go on;  2W0  the rest: weights
+
+    schedule      virtual stages  placement  backward   microbatches
+    naive         1               loop       B          any; one at a time crosses all stages and comes back
+    gpipe         1               loop       B          any
+    1f1b          1               loop       B          any
+    interleaved   2 or more       loop       B          a multiple of the rounds max(1, M // P)
+    zb-h1         1 or more       loop       I, W       as interleaved, if there are virtual stages
+    zb-v          2               v          I, W       any
+    dualpipe-v    2               v          B, I, W    at least 2 P
+
+Of P ranks, a loop places stage s on rank s mod P. A v turns at the last rank: stages 0 to P - 1 on ranks 0 to P - 1,
+the rest back from P - 1 to 0. Stages next to each other on one rank pass tensors without sending.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from autopar.ir.errors import InvalidPlan
+
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Kind = Literal["F", "B", "I", "W"]
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_IN_A_V = ("zb-v", "dualpipe-v")
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one stage. A tuple, because a simulation makes many thousands."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that ``str`` printed. Raises InvalidPlan."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise InvalidPlan(f"{text!r} is not a pipeline action; expected stage, F, B, I or W, microbatch: '2F0'")
+        return cls(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]  # the pattern admits kinds only
+
+
+Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelining:
+    """A schedule for ``num_ranks`` ranks (of one place in each stage), with ``virtual_stages`` stages on each."""
+
+    schedule: Schedule
+    num_ranks: int
+    num_microbatches: int
+    virtual_stages: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.virtual_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward passes leave the weights for later."""
+        return splits_backward(self.schedule)
+
+    def obstacle(self) -> str | None:
+        """Why there is no such schedule, with what to try; None if there is."""
+        ranks, count, virtual = self.num_ranks, self.num_microbatches, self.virtual_stages
+        if self.schedule not in SCHEDULES:
+            return f"unknown schedule {self.schedule!r}; known: {', '.join(SCHEDULES)}"
+        least, most = virtual_stages_of(self.schedule)
+        if virtual < least or (most is not None and virtual > most):
+            wanted = f"{least}" if most == least else f"at least {least}"
+            return f"{self.schedule} has {wanted} virtual stages a rank, not {virtual}.\n  try: virtual_stages={least}"
+        if virtual == 1:
+            return None
+        if ranks == 1:
+            return f"{virtual} virtual stages need a pipeline of 2 ranks or more.\n  try: virtual_stages=1"
+        if self.schedule == "dualpipe-v" and count < 2 * ranks:
+            return (
+                f"dualpipe-v on {ranks} ranks needs {2 * ranks} microbatches or more, not {count}.\n"
+                f"  try: num_microbatches={2 * ranks}, or zb-v"
+            )
+        rounds = max(1, count // ranks)
+        if self.schedule not in _IN_A_V and count % rounds:
+            return (
+                f"{self.schedule} with {virtual} virtual stages runs {count} microbatches on {ranks} ranks in {rounds} "
+                f"rounds, which do not divide them.\n  try: num_microbatches={count // ranks * ranks}"
+            )
+        return None
+
+    def check(self) -> None:
+        """Raise InvalidPlan if there is no such schedule."""
+        obstacle = self.obstacle()
+        if obstacle is not None:
+            raise InvalidPlan(f"schedule: {obstacle}")
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``."""
+        lap, place = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - place if self.schedule in _IN_A_V and lap % 2 else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of ``rank``, in order."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    def orders(self) -> tuple[Order, ...]:
+        """What every rank does, in order. Raises InvalidPlan if there is no such schedule."""
+        return _orders(self)
+
+    def live(self) -> tuple[int, ...]:
+        """Per stage, the most microbatches between their forward and the end of their backward."""
+        return _live(self)
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether ``schedule`` has backward passes that leave the weights for later."""
+    return schedule in ("zb-h1", *_IN_A_V)
+
+
+def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
+    """Least and most stages a rank (None: no limit) of ``schedule``."""
+    if schedule in _IN_A_V:
+        return 2, 2
+    return {"interleaved": (2, None), "zb-h1": (1, None)}.get(schedule, (1, 1))
+
+
+@lru_cache(maxsize=256)
+def _orders(shape: Pipelining) -> tuple[Order, ...]:
+    shape.check()
+    make = {"zb-v": _zb_v, "dualpipe-v": _dualpipe_v, "interleaved": _looped, "zb-h1": _looped}.get(
+        shape.schedule, _plain
+    )
+    return tuple(tuple(make(shape, rank)) for rank in range(shape.num_ranks))
+
+
+@lru_cache(maxsize=256)
+def _live(shape: Pipelining) -> tuple[int, ...]:
+    live, peak = [0] * shape.num_stages, [0] * shape.num_stages
+    for order in shape.orders():
+        for stage, kind, _ in order:
+            if kind == "F":
+                live[stage] += 1
+                peak[stage] = max(peak[stage], live[stage])
+            elif kind != "I":
+                live[stage] -= 1
+    return tuple(peak)
+
+
+def _plain(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """Some forwards to fill the pipeline, then a backward and a forward in turn, then the rest.
+
+    naive fills with one, gpipe with all; 1f1b with as many as there are stages from this one on.
+    """
+    count = shape.num_microbatches
+    ahead = {"naive": 1, "gpipe": count, "1f1b": min(count, shape.num_ranks - rank)}[shape.schedule]
+    for microbatch in range(ahead):
+        yield Action(rank, "F", microbatch)
+    for microbatch in range(count):
+        yield Action(rank, "B", microbatch)
+        if ahead + microbatch < count:
+            yield Action(rank, "F", ahead + microbatch)
+
+
+def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """Rounds of microbatches through one chunk after another: interleaved 1F1B, and ZB-H1 (ZB1P).
+
+    Narayanan et al., arXiv:2104.04473, and Qi et al., arXiv:2401.10241; the order is that of torch's
+    ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble, of which ZB-H1 is the case of one stage a rank.
+    Weight gradients of ZB-H1 lag ``rank`` backwards behind, which keeps as many microbatches alive on every rank.
+    """
+    ranks, count, virtual = shape.num_ranks, shape.num_microbatches, shape.virtual_stages
+    split = shape.splits_backward
+    a_round = count // max(1, count // ranks) if virtual > 1 else count
+
+    def chunks(backward: bool) -> list[tuple[int, int]]:
+        seen = [0] * virtual
+        found = []
+        for step in range(virtual * count):
+            chunk = step // a_round % virtual
+            chunk = virtual - 1 - chunk if backward else chunk
+            found.append((chunk * ranks + rank, seen[chunk]))
+            seen[chunk] += 1
+        return found
+
+    forwards, backwards = chunks(False), chunks(True)
+    total = len(forwards)
+    ahead = min((virtual - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
+    for stage, microbatch in forwards[:ahead]:
+        yield Action(stage, "F", microbatch)
+    for step, (stage, microbatch) in enumerate(backwards):
+        if ahead + step < total:
+            yield Action(forwards[ahead + step][0], "F", forwards[ahead + step][1])
+        yield Action(stage, "I" if split else "B", microbatch)
+        if split and step >= rank:
+            yield Action(backwards[step - rank][0], "W", backwards[step - rank][1])
+    if split:
+        for stage, microbatch in backwards[max(0, total - rank) :]:
+            yield Action(stage, "W", microbatch)
+
+
+class _Counter:
+    """Actions of two stages in order of microbatch; those beyond the last microbatch are left out."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.done: dict[tuple[int, Kind], int] = {}
+
+    def next(self, stage: int, *kinds: Kind) -> Iterator[Action]:
+        for kind in kinds:
+            microbatch = self.done.get((stage, kind), 0)
+            self.done[stage, kind] = microbatch + 1
+            if microbatch < self.count:
+                yield Action(stage, kind, microbatch)
+
+
+def _zb_v(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """ZB-V of Qi et al., arXiv:2405.15362, in the order of torch's ScheduleZBVZeroBubble."""
+    ranks = shape.num_ranks
+    down, up = rank, 2 * ranks - 1 - rank
+    # The order is that of a full pipeline; microbatches that there are not drop out of it.
+    full = max(2 * ranks - 1, shape.num_microbatches)
+    counter = _Counter(shape.num_microbatches)
+    take, done = counter.next, counter.done
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from take(down, "F")
+    for _ in range(rank):
+        yield from take(up, "F")
+        yield from take(down, "F")
+    for _ in range(ranks - rank):
+        yield from take(up, "F", "I", "W")
+    while done[up, "F"] < done[down, "F"] or done[down, "F"] < full:
+        if done[down, "F"] < full:
+            yield from take(down, "F")
+        yield from take(down, "I", "W")
+        yield from take(up, "F", "I", "W")
+    for _ in range(rank):
+        yield from take(down, "I")
+        yield from take(up, "I")
+    for _ in range(ranks - rank):
+        yield from take(down, "I", "W")
+    for stage in (up, down):
+        while done.get((stage, "W"), 0) < full:
+            yield from take(stage, "W")
+
+
+def _dualpipe_v(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """DualPipeV of DeepSeek-AI, arXiv:2412.19437, in the order of torch's ScheduleDualPipeV.
+
+    Where torch has an overlapped pair, here the forward comes first and the backward after it.
+    """
+    ranks, count = shape.num_ranks, shape.num_microbatches
+    down, up = rank, 2 * ranks - 1 - rank
+    forwards, backwards = {down: 0, up: 0}, {down: 0, up: 0}
+    waiting: list[tuple[int, int]] = []
+
+    def forward(stage: int) -> Action:
+        forwards[stage] += 1
+        return Action(stage, "F", forwards[stage] - 1)
+
+    def backward(stage: int, *, split: bool = False) -> Action:
+        backwards[stage] += 1
+        if split:
+            waiting.append((stage, backwards[stage] - 1))
+        return Action(stage, "I" if split else "B", backwards[stage] - 1)
+
+    def weights() -> Iterator[Action]:
+        if waiting:
+            stage, microbatch = waiting.pop(0)
+            yield Action(stage, "W", microbatch)
+
+    for _ in range(2 * (ranks - 1 - rank)):
+        yield forward(down)
+    for _ in range(rank + 1):
+        yield forward(down)
+        yield forward(up)
+    for _ in range(ranks - 1 - rank):
+        yield backward(up, split=True)
+        yield from weights()
+        yield forward(up)
+    for _ in range(count - 2 * ranks + rank + 1):
+        yield forward(down)
+        yield backward(up)
+        yield forward(up)
+        yield backward(down)
+    for _ in range(ranks - 1 - rank):
+        yield backward(up)
+        yield forward(up)
+        yield backward(down)
+    # The second half of the last backwards leaves the weights for the time when the pipeline drains.
+    half = (rank + 1) // 2
+    for step in range(rank + 1):
+        yield backward(up, split=step > half or (step == half and rank % 2 == 1))
+        yield backward(down, split=step >= half)
+    for _ in range(ranks - 1 - rank):
+        yield from weights()
+        yield backward(down, split=True)
+    for _ in range(rank + 1):
+        yield from weights()
