@@ -79,7 +79,7 @@ def parallelize(
 
 def search(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: Cluster | int,
     *,
     example_inputs: Any = None,
     example_target: Any = None,
@@ -88,7 +88,8 @@ def search(
 ) -> Plan:
     """The fastest plan for training ``model`` on ``cluster``; needs neither its devices nor the model's weights.
 
-    The arguments are those of ``parallelize``. Raises CaptureError or InfeasiblePlan.
+    cluster: or a number of devices like that of this machine. The other arguments are those of ``parallelize``.
+    Raises CaptureError or InfeasiblePlan.
     """
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
@@ -97,6 +98,8 @@ def search(
             f"{type(model).__name__} has no dummy_inputs.\n  try: example_inputs=..., one global batch of any values"
         )
     limits = constraints_of(constraints)
+    if isinstance(cluster, int):
+        cluster = local_cluster(cluster, this_device())
     captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target))
     return search_captured(captured, cluster, limits).plan
 

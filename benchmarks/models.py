@@ -129,6 +129,184 @@ def resnet() -> nn.Module:
     )  # fmt: skip
 
 
+# Sizes that most decoders share.
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+}
+
+
+def gpt_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=32, use_cache=False, hidden_dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def gemma() -> nn.Module:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM(GemmaConfig(**_DECODER, head_dim=8))
+
+
+def gemma2() -> nn.Module:
+    """Score and logit caps, sliding windows in every second layer, norms around each part."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**_DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8))
+
+
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**_DECODER, sliding_window=4))
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**_DECODER, tie_word_embeddings=True))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_DECODER, head_dim=8))
+
+
+def olmo2() -> nn.Module:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**_DECODER))
+
+
+def phi3() -> nn.Module:
+    """Fused query-key-value and fused gate-up projections."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(
+        Phi3Config(**_DECODER, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
+    )
+
+
+def falcon() -> nn.Module:
+    """Parallel attention and MLP, one key/value head for all queries."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, multi_query=True,
+            parallel_attn=True, use_cache=False, max_position_embeddings=32, hidden_dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, ffn_dim=64,
+            word_embed_proj_dim=32, max_position_embeddings=32, use_cache=False, dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def bloom() -> nn.Module:
+    """Attention biased by distance (ALiBi)."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(
+        BloomConfig(
+            vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, use_cache=False, hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def distilbert() -> nn.Module:
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    return DistilBertForMaskedLM(
+        DistilBertConfig(
+            vocab_size=VOCAB, dim=32, n_layers=4, n_heads=4, hidden_dim=64, max_position_embeddings=32, dropout=0.0,
+            attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32,
+            use_cache=False, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16,
+            max_source_positions=SEQ, max_target_positions=32, use_cache=False, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, decoder_start_token_id=1, suppress_tokens=[], begin_suppress_tokens=[],
+        )
+    )  # fmt: skip
+
+
+def clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 32, "projection_dim": 16, "eos_token_id": VOCAB - 1,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 32, "patch_size": 8, "projection_dim": 16,
+    }  # fmt: skip
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+
+
+def convnext() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    return ConvNextForImageClassification(
+        ConvNextConfig(
+            hidden_sizes=[8, 16, 32], depths=[1, 2, 1], num_stages=3, num_labels=8, patch_size=4, image_size=32,
+            drop_path_rate=0.0, out_features=["stage3"],
+        )
+    )  # fmt: skip
+
+
+def swin() -> nn.Module:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    return SwinForImageClassification(
+        SwinConfig(
+            image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=8,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, drop_path_rate=0.0,
+        )
+    )  # fmt: skip
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)
@@ -150,6 +328,17 @@ def _vit_batch(step: int) -> dict[str, Any]:
     return {"pixel_values": _images(step), "labels": _classes(step)}
 
 
+def _whisper_batch(step: int) -> dict[str, Any]:
+    features = torch.randn(BATCH, 16, 2 * SEQ, generator=torch.Generator().manual_seed(5000 + step))
+    return {"input_features": features, "labels": _tokens(step)}
+
+
+def _clip_batch(step: int) -> dict[str, Any]:
+    tokens = _tokens(step)
+    tokens[:, -1] = VOCAB - 1  # the end of the text, whose state stands for all of it
+    return {"input_ids": tokens, "pixel_values": _images(step), "return_loss": True}
+
+
 def _mlp_batch(step: int) -> dict[str, Any]:
     x = torch.randn(BATCH, 24, generator=torch.Generator().manual_seed(4000 + step))
     return {"input": x, "target": _classes(step)}
@@ -165,6 +354,23 @@ CASES: dict[str, Case] = {
         Case(name="vit", build=vit, batch=_vit_batch),
         Case(name="resnet", build=resnet, batch=_vit_batch),
         Case(name="mixtral", build=mixtral, batch=_language),
+        Case(name="gpt_neox", build=gpt_neox, batch=_language),
+        Case(name="gemma", build=gemma, batch=_language),
+        Case(name="gemma2", build=gemma2, batch=_language),
+        Case(name="mistral", build=mistral, batch=_language),
+        Case(name="qwen2", build=qwen2, batch=_language),
+        Case(name="qwen3", build=qwen3, batch=_language),
+        Case(name="olmo2", build=olmo2, batch=_language),
+        Case(name="phi3", build=phi3, batch=_language),
+        Case(name="falcon", build=falcon, batch=_language),
+        Case(name="opt", build=opt, batch=_language),
+        Case(name="bloom", build=bloom, batch=_language),
+        Case(name="distilbert", build=distilbert, batch=_bert_batch),
+        Case(name="bart", build=bart, batch=_t5_batch),
+        Case(name="whisper", build=whisper, batch=_whisper_batch),
+        Case(name="clip", build=clip, batch=_clip_batch),
+        Case(name="convnext", build=convnext, batch=_vit_batch),
+        Case(name="swin", build=swin, batch=_vit_batch),
         Case(name="mlp", build=mlp, batch=_mlp_batch, loss_fn=nn.functional.cross_entropy),
     )
 }

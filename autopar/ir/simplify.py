@@ -7,6 +7,7 @@ name no device but the CPU (the runtime puts its own in).
     contiguous(transpose(x)), view        reshape(transpose(x))
     detach(x)       x needs no gradient   x
     mul(x, 1.0), dropout(x, 0.0, True)    x
+    cat([x, an empty tensor])             x
     cos(f), cos(f)                        one cos(f)
 """
 
@@ -129,15 +130,27 @@ def _canonical(node: fx.Node) -> None:
         node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), {"dtype": value.dtype}
     elif node.target is aten.expand_as.default:
         node.target, node.args = aten.expand.default, (node.args[0], list(value.shape))
+    elif node.target is aten.cat.default:
+        parts, *dim = node.args
+        assert isinstance(parts, (list, tuple))
+        node.args = ([part for part in parts if not _adds_nothing(part, value)] or list(parts), *dim)
     elif any(key in node.kwargs for key in _FOLDABLE_KWARGS):
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _FOLDABLE_KWARGS}
     if node.target is aten.expand.default:
         node.args, node.kwargs = (node.args[0], list(value.shape)), {}
 
 
+def _adds_nothing(part: Any, whole: torch.Tensor) -> bool:
+    """Whether a concatenation is the same without ``part``: it is empty and of no wider dtype."""
+    value = part.meta["val"]
+    return not value.numel() and value.dtype == whole.dtype
+
+
 def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
     """The operand that an op returns unchanged, if it does."""
     source = node.args[0] if node.args else None
+    if node.target is aten.cat.default and isinstance(source, (list, tuple)) and len(source) == 1:
+        source = source[0]
     if not isinstance(source, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
         return None
     if not isinstance(source.meta.get("val"), torch.Tensor):
@@ -146,7 +159,7 @@ def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
     if before.shape != after.shape or before.dtype != after.dtype:
         return None
     target = node.target
-    if target in _COPIES or target in _RESHAPES or target in _CASTS or target in _VIEWS:
+    if target is aten.cat.default or target in _COPIES or target in _RESHAPES or target in _CASTS or target in _VIEWS:
         return source
     if target in _IDENTITY_SCALARS:
         return source if _is_number(node.args[1], _IDENTITY_SCALARS[target]) and not node.kwargs else None

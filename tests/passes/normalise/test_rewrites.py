@@ -128,3 +128,8 @@ def test_slice_writes_are_concatenations() -> None:
     left = remaining(body)
     assert not any("scatter" in str(target) for target in left)
     assert left.count(aten.cat.default) == 2
+
+
+def test_concatenation_with_nothing() -> None:
+    left = remaining(lambda m, x, y: torch.cat([x[..., :H] * m.weight, x[..., H:]], -1).sum())
+    assert aten.cat.default not in left
