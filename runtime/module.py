@@ -12,7 +12,7 @@ from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
-from autopar.runtime.state import clip_grad_norm, gather_full, load_full
+from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
 
 # Makes the engine from the first call's args, kwargs and target.
 Builder = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Engine]
@@ -22,7 +22,8 @@ class ParallelModule(nn.Module):
     """A model that trains as its plan says, on this rank's part of every tensor.
 
     Parameters, buffers and state dict have the names of the original model; parameters are DTensors where they
-    are sharded. Only those of this rank's pipeline stage are here. An optimiser takes ``parameters()`` as it
+    are sharded. A parameter that fuses several (query, key and value) is kept as its pieces, each named with its
+    place in the whole: ``attn.c_attn.weight[:, 0:768]``. Whole state dicts have it in one piece. Only those of this rank's pipeline stage are here. An optimiser takes ``parameters()`` as it
     would those of the model.
     """
 
@@ -154,9 +155,14 @@ class ParallelModule(nn.Module):
         """
         engine = self.engine
         aliases = {alias: p.name for p in engine.captured.parameters.values() for alias in p.names}
-        known = {*aliases, *(buffer.name for buffer in engine.captured.buffers.values()), *engine.state_order}
+        wholes = {name for p in engine.captured.parameters.values() for name in p.whole_names}
+        known = {*aliases, *wholes, *(buffer.name for buffer in engine.captured.buffers.values()), *engine.state_order}
         unknown = [name for name in state_dict if name not in known]
         given = {aliases.get(name, name): value for name, value in state_dict.items() if name in known}
+        for parameter in engine.captured.parameters.values():
+            for name in parameter.whole_names:
+                if parameter.part is not None and name in state_dict:
+                    given[parameter.name] = piece_of(state_dict[name], parameter, name)
         own = dict(self.named_parameters()) | {
             name: value for name, value in self.named_buffers() if name in engine.state_order
         }
@@ -177,7 +183,8 @@ class ParallelModule(nn.Module):
         engine.reshard()
         parameters = list(engine.captured.parameters.values())
         full = gather_full(parameters, self._sources(), self._here, engine.mesh, engine.device)
-        found = {alias: full[p.name] for p in parameters for alias in p.names}
+        whole = join_pieces(parameters, full)
+        found = {alias: whole[p.whole_names[0]] for p in parameters for alias in p.whole_names}
         nodes = {node.name: node.meta["val"] for node in engine.captured.graph.nodes if node.op == "placeholder"}
         buffers = [
             Parameter(names=(b.name,), shape=tuple(nodes[n].shape), dtype=nodes[n].dtype, requires_grad=False)
@@ -191,7 +198,8 @@ class ParallelModule(nn.Module):
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""
         engine = self.engine
         parameters = [p for p in engine.captured.parameters.values() if p.requires_grad]
-        return gather_full(parameters, self._sources(), self._gradient_here, engine.mesh, engine.device)
+        full = gather_full(parameters, self._sources(), self._gradient_here, engine.mesh, engine.device)
+        return join_pieces(parameters, full)
 
     def _sources(self) -> dict[str, int]:
         """The stage that has each parameter and buffer; the first one has those that no stage reads."""
@@ -207,5 +215,10 @@ class ParallelModule(nn.Module):
 
     def _ordered(self, found: Mapping[str, Any]) -> list[str]:
         """Names in the order of the original model's state dict."""
-        known = [name for name in self.engine.state_order if name in found]
+        pieces: dict[str, list[str]] = {}
+        for parameter in self.engine.captured.parameters.values():
+            for whole, name in zip(parameter.whole_names, parameter.names, strict=True):
+                pieces.setdefault(whole, []).append(name)
+        order = [n for whole in self.engine.state_order for n in dict.fromkeys((whole, *pieces.get(whole, ())))]
+        known = [name for name in order if name in found]
         return known + [name for name in found if name not in set(known)]

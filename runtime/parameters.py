@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def local_shard(full: torch.Tensor, layout: Layout, mesh: JobMesh) -> torch.Tens
 def materialize(
     model: nn.Module,
     layouts: Mapping[str, ParameterLayout],
-    buffers: Iterable[str],
+    buffers: Sequence[str],
     axes: Sequence[int],
     mesh: JobMesh,
     device: torch.device,
@@ -48,11 +48,18 @@ def materialize(
     """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     submesh = mesh.submesh(axes)
-    wanted = [*layouts, *buffers]
     state: dict[str, torch.Tensor] = {}
+    # Name in the model -> what is stored of it: itself, or pieces.
+    wanted: dict[str, list[str]] = {name: [name] for name in buffers}
+    for name, layout in layouts.items():
+        wanted.setdefault(layout.parameter.whole_names[0], []).append(name)
 
-    def keep(name: str, full: torch.Tensor) -> None:
-        layout = layouts.get(name)
+    def keep(whole_name: str, whole: torch.Tensor) -> None:
+        for name in wanted[whole_name]:
+            layout = layouts.get(name)
+            keep_one(name, whole if layout is None else layout.parameter.of(whole), layout)
+
+    def keep_one(name: str, full: torch.Tensor, layout: ParameterLayout | None) -> None:
         source = full.detach()
         piece = source if layout is None else local_shard(source, layout.layout, mesh)
         piece = piece.to(device).contiguous()
@@ -75,7 +82,7 @@ def materialize(
             keep(name, named[name])
     if missing:
         initialize(model, missing, keep, seed)
-    return {name: state[name] for name in wanted}
+    return {name: state[name] for name in (*layouts, *buffers)}
 
 
 def initialize(model: nn.Module, names: Sequence[str], keep: Callable[[str, torch.Tensor], None], seed: int) -> None:

@@ -72,6 +72,31 @@ def gather_full(
     return full
 
 
+def join_pieces(parameters: Iterable[Parameter], full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's tensors, by first name, out of whole tensors of its captured parameters: pieces put together."""
+    joined: dict[str, torch.Tensor] = {}
+    for parameter in parameters:
+        value, name = full[parameter.name], parameter.whole_names[0]
+        if parameter.part is None:
+            joined[name] = value
+        else:
+            if name not in joined:
+                joined[name] = value.new_zeros(parameter.part.shape)
+            parameter.part.of(joined[name]).copy_(value)
+    return joined
+
+
+def piece_of(whole: torch.Tensor, parameter: Parameter, name: str) -> torch.Tensor:
+    """What ``parameter`` is of the tensor ``name`` of a whole state dict."""
+    assert parameter.part is not None, "a piece"
+    if tuple(whole.shape) != parameter.part.shape:
+        raise InvalidInput(
+            f"state dict: {name} has shape {tuple(whole.shape)}, expected {parameter.part.shape}.\n"
+            "  try: the state dict of the model that the plan was made for"
+        )
+    return parameter.of(whole)
+
+
 def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: Stored | None, mesh: JobMesh) -> None:
     """Copy a whole tensor, or one stored as the parameter is, into a parameter or buffer. No communication."""
     if isinstance(value, DTensor):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,59 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Which piece of a parameter of the model a captured parameter is: ``start`` to ``stop`` along ``dim``.
+
+    names, shape: of the whole.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of the piece."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter. ``names[0]`` is its name in the model's state dict, the others are tied aliases."""
+    """A parameter. ``names[0]`` is its name in the model's state dict, the others are tied aliases.
+
+    part: what it is a piece of, if the model fuses several parameters into one that are better placed apart
+        (query, key and value). Its names then end in the piece: ``attn.c_attn.weight[:, 0:768]``.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
+    part: Part | None = None
+
+    def piece(self, dim: int, start: int, stop: int) -> Parameter:
+        """The piece from ``start`` to ``stop`` along ``dim``."""
+        assert self.part is None, f"{self.name} is a piece already"
+        part = Part(names=self.names, shape=self.shape, dim=dim, start=start, stop=stop)
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        return replace(self, names=tuple(f"{name}{part}" for name in self.names), shape=shape, part=part)
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def whole_names(self) -> tuple[str, ...]:
+        """Names in the model of the parameter that this is, or is a piece of."""
+        return self.names if self.part is None else self.part.names
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This parameter, as a view of the model's tensor."""
+        return whole if self.part is None else self.part.of(whole)
 
     @property
     def numel(self) -> int:

@@ -14,6 +14,7 @@ from autopar.passes.normalise.clean_up import CleanUp
 from autopar.passes.normalise.creations import DetachCreations
 from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
 from autopar.passes.normalise.eager_attention import FuseEagerAttention
+from autopar.passes.normalise.fused import SplitFusedLinear
 from autopar.passes.normalise.identity_index import IdentityIndexToView
 from autopar.passes.normalise.linear import RecogniseLinear
 from autopar.passes.normalise.means import SplitMeans
@@ -33,6 +34,7 @@ def normal_form() -> tuple[Pass, ...]:
         RecogniseLinear(),
         Unflatten(),
         CleanUp(),
+        SplitFusedLinear(),
         RecogniseRmsNorm(),
         FuseEagerAttention(),
         RecogniseAttention(),

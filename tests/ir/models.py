@@ -18,7 +18,7 @@ def run_captured(captured: CapturedModel, model: nn.Module, example_inputs: Any,
     """Interpret the graph on the model's own parameters: the flat outputs."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    values: dict[str, Any] = {name: parameters[p.name] for name, p in captured.parameters.items()}
+    values: dict[str, Any] = {name: p.of(parameters[p.whole_names[0]]) for name, p in captured.parameters.items()}
     values |= {name: buffers[b.name].clone() for name, b in captured.buffers.items()} | captured.constants
     args, kwargs = split_example(example_inputs)
     kwargs = {key: value for key, value in kwargs.items() if key != "target" or target is None}

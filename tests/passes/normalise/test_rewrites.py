@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.weight = nn.Parameter(torch.rand(H))
         self.matrix = nn.Parameter(torch.randn(H, C))
         self.bias = nn.Parameter(torch.randn(C))
+        self.other = nn.Parameter(torch.randn(C, H))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.body(self, x, y)
@@ -133,3 +134,30 @@ def test_slice_writes_are_concatenations() -> None:
 def test_concatenation_with_nothing() -> None:
     left = remaining(lambda m, x, y: torch.cat([x[..., :H] * m.weight, x[..., H:]], -1).sum())
     assert aten.cat.default not in left
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda y: y.split([2, 4, 1], -1),
+        lambda y: y.split(3, 2),
+        lambda y: y.chunk(2, dim=-1),
+        lambda y: (y[..., :3], y[..., -4:]),
+    ],
+)
+def test_a_fused_layer_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    left = remaining(lambda m, x, y: sum(t.exp().sum() for t in cut(F.linear(x, m.other, m.bias))))
+    assert left.count(aten.linear.default) == len(cut(torch.zeros(B, S, C)))
+    assert not {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor} & set(left)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x, y: F.linear(x, m.other)[..., :3].sum(),  # part of the result is not used
+        lambda m, x, y: sum(t.sum() for t in F.linear(x, m.other).split(3, -1)) + m.other.sum(),  # used elsewhere too
+        lambda m, x, y: F.linear(x, m.other)[..., ::2].sum() + F.linear(x, m.other)[..., 1::2].sum(),
+    ],
+)
+def test_a_layer_that_is_not_fused_stays(body: Callable[..., Tensor]) -> None:
+    assert remaining(body).count(aten.linear.default) == 1
