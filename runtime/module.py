@@ -23,8 +23,8 @@ class ParallelModule(nn.Module):
 
     Parameters, buffers and state dict have the names of the original model; parameters are DTensors where they
     are sharded. A parameter that fuses several (query, key and value) is kept as its pieces, each named with its
-    place in the whole: ``attn.c_attn.weight[:, 0:768]``. Whole state dicts have it in one piece. Only those of this rank's pipeline stage are here. An optimiser takes ``parameters()`` as it
-    would those of the model.
+    place in the whole: ``attn.c_attn.weight[:, 0:768]``. Whole state dicts have it in one piece. Only those of this
+    rank's pipeline stage are here. An optimiser takes ``parameters()`` as it would those of the model.
     """
 
     def __init__(self, engine: Engine | Builder) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -37,8 +38,7 @@ class SplitFusedLinear(Pass):
         for node in list(call_nodes(captured.graph)):
             found = _match(node, captured) if node.target is aten.linear.default else None
             if found is not None:
-                for whole, own in _rewrite(captured, mode, node, found).items():
-                    pieces[whole] = own
+                pieces.update(_rewrite(captured, mode, node, found))
         parameters: dict[str, Parameter] = {}
         for name, parameter in captured.parameters.items():
             if name not in pieces:
@@ -99,7 +99,7 @@ def _pieces(node: fx.Node) -> dict[fx.Node, tuple[int, int]] | None:
             return None
     spans = sorted(set(uses.values()))
     whole = spans and spans[0][0] == 0 and spans[-1][1] == size
-    adjoin = all(before[1] == after[0] for before, after in zip(spans, spans[1:]))
+    adjoin = all(before[1] == after[0] for before, after in pairwise(spans))
     return uses if len(spans) > 1 and whole and adjoin else None
 
 
