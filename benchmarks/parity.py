@@ -54,8 +54,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "free": (4, {}),
 }
-# Models whose samples depend on each other (batch statistics): one microbatch is the whole batch.
-COUPLED = frozenset({"resnet"})
+# Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
+COUPLED = frozenset({"clip", "resnet"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class Trace:
     zeros: list[set[str]] = field(default_factory=list)
 
 
-def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(name: str, case: Case, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=case.learning_rate, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
@@ -115,7 +115,7 @@ def loss_of(case: Case, model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 def train_alone(case: Case, optimizer_name: str) -> Trace:
     model = build(case)
-    optimizer = optimizer_of(optimizer_name, list(model.parameters()))
+    optimizer = optimizer_of(optimizer_name, case, list(model.parameters()))
     trace = Trace()
     for step in range(STEPS):
         if optimizer_name == "sgd":
@@ -146,7 +146,7 @@ def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], optimize
     example = case.batch(0)
     extra: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
     parallel = autopar.parallelize(build(case), ranks, example_inputs=example, **extra, **constraints)
-    optimizer = optimizer_of(optimizer_name, list(parallel.parameters()))
+    optimizer = optimizer_of(optimizer_name, case, list(parallel.parameters()))
     names = {name for name, _ in build(case).named_parameters()}
     trace = Trace()
     for step in range(STEPS):

@@ -19,6 +19,7 @@ from autopar.passes.normalise.identity_index import IdentityIndexToView
 from autopar.passes.normalise.linear import RecogniseLinear
 from autopar.passes.normalise.means import SplitMeans
 from autopar.passes.normalise.moe import RecogniseMoe
+from autopar.passes.normalise.picks import PicksToGather
 from autopar.passes.normalise.rms_norm import RecogniseRmsNorm
 from autopar.passes.normalise.scatters import ScattersToCat
 from autopar.passes.normalise.unflatten import Unflatten
@@ -31,6 +32,7 @@ def normal_form() -> tuple[Pass, ...]:
         ScattersToCat(),
         DetachCreations(),
         IdentityIndexToView(),
+        PicksToGather(),
         RecogniseLinear(),
         Unflatten(),
         CleanUp(),

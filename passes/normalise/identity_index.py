@@ -65,7 +65,7 @@ def _order(node: fx.Node) -> list[int] | None:
     tensor, indices = node.args
     assert isinstance(tensor, fx.Node) and isinstance(indices, (list, tuple))
     shape = shape_of(tensor)
-    counting = [index for index in indices if isinstance(index, fx.Node) and _counts(index)]
+    counting = [index for index in indices if isinstance(index, fx.Node) and counts(index)]
     if len(counting) != len(indices):
         return None
     rank = max(len(shape_of(index)) for index in counting)
@@ -84,7 +84,7 @@ def _order(node: fx.Node) -> list[int] | None:
     return order + list(range(len(indices), len(shape)))
 
 
-def _counts(index: fx.Node) -> bool:
+def counts(index: fx.Node) -> bool:
     """Whether ``index`` holds 0, 1, 2, ... along its only dimension of size above 1."""
     while index.target in _KEEPS_ORDER:
         inner = index.args[0]

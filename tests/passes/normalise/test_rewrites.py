@@ -161,3 +161,9 @@ def test_a_fused_layer_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]]
 )
 def test_a_layer_that_is_not_fused_stays(body: Callable[..., Tensor]) -> None:
     assert remaining(body).count(aten.linear.default) == 1
+
+
+def test_the_entry_of_each_row_is_gathered() -> None:
+    left = remaining(lambda m, x, y: (x * m.weight)[torch.arange(B), y.argmax(-1) - 2].sum())
+    assert aten.gather.default in left and aten.index.Tensor not in left
+    assert aten.index.Tensor in remaining(lambda m, x, y: (x * m.weight)[y[:, 0].abs() % B, y[:, 1].abs() % S].sum())
