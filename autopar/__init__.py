@@ -2,6 +2,7 @@
 
     pm = autopar.parallelize(model, 8, example_inputs=batch)     # an nn.Module, spread over 8 ranks
     loss = pm.step(*rows)                                        # forward, backward and gradient sync
+    autopar.save(pm, optimizer, path)                            # and load, under this plan or another
 
     plan = autopar.search(model, cluster, example_inputs=batch)  # the plan alone; needs no GPU
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from autopar.cost_model.cluster import Cluster as Cluster
     from autopar.ir.errors import AutoparError as AutoparError
     from autopar.ir.plan import Plan as Plan
+    from autopar.runtime.checkpoint.loading import load as load
+    from autopar.runtime.checkpoint.saving import save as save
 
 __version__ = "0.1.0"
 
@@ -30,7 +33,9 @@ _PUBLIC = {
     "Cluster": "autopar.cost_model.cluster",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
+    "load": "autopar.runtime.checkpoint.loading",
     "parallelize": "autopar.api",
+    "save": "autopar.runtime.checkpoint.saving",
 }
 
 __all__ = [
@@ -39,7 +44,9 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "__version__",
+    "load",
     "parallelize",
+    "save",
     "search",
 ]
 

@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
+from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
@@ -83,6 +84,7 @@ class Engine:
         self.stored = {name: Stored(layout, self._zero_axes(layout)) for name, layout in self.layouts.items()}
         self.reducer = self._make_reducer()
         self.randomness = Randomness(seed, self.stage, self.device)
+        self.background = Background()
         self.pipeline: Pipeline | None = None
         if program.num_stages > 1:
             # Importing it imports torch.export, which takes seconds.

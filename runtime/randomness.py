@@ -25,6 +25,13 @@ class Randomness:
         """A step or a plain forward begins."""
         self.calls += 1
 
+    def state(self) -> dict[str, int]:
+        """What ``restore`` needs to go on from here."""
+        return {"seed": self._seed, "calls": self.calls}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._seed, self.calls = state["seed"], state["calls"]
+
     def of(self, microbatch: int) -> AbstractContextManager[None]:
         """The random state for the forward of ``microbatch`` in this call. Outside, generators go on as before."""
         if not self._stage.is_random:

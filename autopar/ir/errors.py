@@ -8,7 +8,8 @@ AutoparError
 ├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
 ├── InvalidCluster        an unknown GPU or a malformed cluster description
 ├── InvalidModelFile      the MODEL of the command line does not say what to train
-└── InvalidInput          a call's arguments do not fit the captured program
+├── InvalidInput          a call's arguments do not fit the captured program
+└── CheckpointError       a checkpoint is broken, of another model, or cannot be written
 
 A message says what, where, expected and got, and what to try.
 """
@@ -48,3 +49,7 @@ class InvalidModelFile(AutoparError):
 
 class InvalidInput(AutoparError):
     """The arguments of a call do not fit the captured program."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint is broken, of another model, or cannot be written."""

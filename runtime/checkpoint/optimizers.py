@@ -1,0 +1,156 @@
+"""The state of optimisers by parameter name, so that it does not depend on how a plan spreads parameters.
+
+    tensors     layers.3.up.weight -> {"step": (), "exp_avg": a DTensor placed as the parameter is, ...}
+    values      layers.3.up.weight -> whatever else the optimiser keeps (a step counter that is a number)
+    settings    layers.3.up.weight -> the hyperparameters of its group: {"lr": 0.001, "betas": (0.9, 0.95), ...}
+
+A rank has the parameters of its pipeline stage; together the ranks have all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.ir.errors import CheckpointError, InvalidInput
+
+ByName = dict[str, dict[str, Any]]
+
+# How an optimiser computes, not what: these stay as the optimiser at hand has them.
+_IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+class OptimizerState:
+    """The state of one or several optimisers over parameters that have names."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises InvalidInput if an optimiser has a parameter that is not among ``parameters``, or two share one."""
+        self._optimizers = optimizers
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise InvalidInput(
+                "LBFGS keeps one history of all parameters together, which cannot be spread over ranks.\n"
+                "  try: an optimiser that works parameter by parameter"
+            )
+        known = {id(parameter): name for name, parameter in parameters.items()}
+        self._place: dict[str, tuple[Optimizer, dict[str, Any], nn.Parameter]] = {}
+        for optimizer, group, parameter in self._members():
+            name = known.get(id(parameter))
+            if name is None or name in self._place:
+                raise InvalidInput(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that "
+                    f"{'is not one of the parallel module' if name is None else f'another optimiser has too: {name}'}."
+                    "\n  try: an optimiser over pm.parameters()"
+                )
+            self._place[name] = (optimizer, group, parameter)
+
+    def _members(self) -> Iterator[tuple[Optimizer, dict[str, Any], nn.Parameter]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield optimizer, group, parameter
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._place)
+
+    def tensors(self) -> ByName:
+        return self._state(tensors=True)
+
+    def values(self) -> ByName:
+        return self._state(tensors=False)
+
+    def _state(self, *, tensors: bool) -> ByName:
+        found: ByName = {}
+        for name, (optimizer, _, parameter) in self._place.items():
+            state = optimizer.state.get(parameter, {})
+            kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) == tensors}
+            if kept:
+                found[name] = kept
+        return found
+
+    def settings(self) -> ByName:
+        return {
+            name: {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key not in _IMPLEMENTATION
+            }
+            for name, (_, group, _) in self._place.items()
+        }
+
+    def load_settings(self, settings: ByName) -> None:
+        """Give each group the hyperparameters that its parameters had. Raises CheckpointError if they differ."""
+        missing = [name for name in self._place if name not in settings]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has no optimiser state of {_some(missing)}.\n"
+                "  try: an optimiser over the same parameters, or load(pm, None, path) for the parameters alone"
+            )
+        by_group: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for name, (_, group, _) in self._place.items():
+            by_group.setdefault(id(group), (group, []))[1].append(name)
+        for group, names in by_group.values():
+            saved = settings[names[0]]
+            other = next((name for name in names if settings[name] != saved), None)
+            if other is not None:
+                keys = [key for key in saved if settings[other].get(key) != saved[key]]
+                raise CheckpointError(
+                    f"{names[0]} and {other} are in one parameter group, but had different {', '.join(keys)} when "
+                    "they were saved.\n  try: parameter groups as they were when saving"
+                )
+            for key, value in saved.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def create(self) -> None:
+        """Make the state that a first step makes. The gradients stay; parameters may change, so load them later."""
+        gradients = {}
+        rates = []
+        for _, _, parameter in self._place.values():
+            gradients[parameter] = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                rates.append((group, rate))
+                if rate is not None:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            optimizer.step()
+        for group, rate in rates:
+            if rate is not None:
+                group["lr"] = rate
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def adopt(self, tensors: Mapping[str, set[str]], values: ByName) -> dict[str, dict[str, torch.Tensor]]:
+        """Keep the created state that the checkpoint has, and take ``values``; returns the tensors to fill.
+
+        tensors: names of the saved tensors of each parameter. Raises CheckpointError if they are others than those
+        that the optimiser keeps.
+        """
+        wanted: dict[str, dict[str, torch.Tensor]] = {}
+        for name, (optimizer, _, parameter) in self._place.items():
+            saved = tensors.get(name, set()) | set(values.get(name, {}))
+            state = optimizer.state.get(parameter, {})
+            if not saved:
+                # It had had no gradient yet.
+                optimizer.state.pop(parameter, None)
+                continue
+            if saved != set(state):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {sorted(state) or 'nothing'} of {name}; the checkpoint has "
+                    f"{sorted(saved)}.\n  try: the kind of optimiser that was saved"
+                )
+            state.update(values.get(name, {}))
+            wanted[name] = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        return wanted
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,133 @@
+"""Saving: each rank writes its own parts, once for all copies; a crash leaves the checkpoint before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.optim import Optimizer
+
+from autopar.runtime.agreement import agree, from_first
+from autopar.runtime.checkpoint.background import Saving, write_failed
+from autopar.runtime.checkpoint.folder import AtomicWriter, new_name, state_bytes
+from autopar.runtime.checkpoint.optimizers import ByName, OptimizerState
+from autopar.runtime.module import ParallelModule
+
+FORMAT = 1
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, a loss scaler: something with a state dict."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(
+    pm: ParallelModule,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    path: str | os.PathLike[str],
+    *,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
+    scaler: Stateful | None = None,
+    step: int = 0,
+    data: Any = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Write a checkpoint to the folder ``path``, replacing the one in it once the new one is complete.
+
+    All ranks call together, on a file system that they share. Saved are parameters, buffers, optimiser and
+    generators of random numbers of all ranks, and of rank 0 ``scheduler``, ``scaler``, ``step`` and ``data``: where
+    the data stands, as plain values or tensors. ``load`` reads it under any plan for the same model.
+
+    asynchronous: return once everything is copied to the CPU, and write it beside training. ``wait()`` for the
+    result; the next ``save`` does so too, and the program must before it ends the process group.
+    Raises InvalidInput or CheckpointError, on every rank.
+    """
+    background, folder = pm.engine.background, Path(path)
+    background.finish()
+    optimizers = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
+    tensors = tensors_of(pm) | flat(optimizers.tensors()) | random_tensors()
+    state = _state(pm, optimizers, scheduler, scaler, step, data)
+    name = from_first(lambda: new_name(step))
+    writer = AtomicWriter(folder, name, state)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if asynchronous:
+        future = dcp.async_save(tensors, storage_writer=writer, planner=planner, process_group=background.group())
+        background.saving = Saving(str(path), future)  # type: ignore[arg-type]  # a stager of its own gives a future
+        return background.saving
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=background.group())
+    except Exception as error:
+        raise write_failed(str(path), error) from error
+    return Saving(str(path), None)
+
+
+def _state(
+    pm: ParallelModule,
+    optimizers: OptimizerState,
+    scheduler: Stateful | Sequence[Stateful] | None,
+    scaler: Stateful | None,
+    step: int,
+    data: Any,
+) -> bytes:
+    """Everything else, on rank 0; nothing on the others."""
+    engine = pm.engine
+    own: tuple[ByName, ByName] = (optimizers.settings(), optimizers.values())
+    # Ranks at one place of each stage have all parameters between them.
+    parts: list[Any] = [None] * engine.mesh.num_stages
+    dist.all_gather_object(parts, own, group=engine.mesh.pipeline_group())
+    settings: ByName = {}
+    values: ByName = {}
+    for some_settings, some_values in parts:
+        settings.update(some_settings)
+        values.update(some_values)
+    content = {
+        "format": FORMAT,
+        "model": engine.captured.name,
+        "fingerprint": engine.captured.fingerprint,
+        "plan": engine.plan.to_yaml(),
+        "step": step,
+        "data": data,
+        "scheduler": [one.state_dict() for one in as_list(scheduler)],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "settings": settings or None,
+        "values": values,
+        "random": engine.randomness.state(),
+    }
+    return agree(lambda: state_bytes(content) if dist.get_rank() == 0 else b"")
+
+
+def tensors_of(pm: ParallelModule) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of this rank."""
+    persistent = set(pm.engine.state_order)
+    buffers = {name: value for name, value in pm.named_buffers() if name in persistent}
+    return {f"model/{name}": value.detach() for name, value in (*pm.named_parameters(), *buffers.items())}
+
+
+def flat(by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors of an optimiser under one key each."""
+    return {
+        f"optimizer/{name}/{key}": value.detach() for name, state in by_name.items() for key, value in state.items()
+    }
+
+
+def random_tensors() -> dict[str, torch.Tensor]:
+    """The states of torch's own generators on this rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {f"random/{dist.get_rank()}/{device}": state for device, state in states.items()}
+
+
+def as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
