@@ -12,9 +12,11 @@ from math import prod
 
 from torch import fx
 
+from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, replicated
+from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
@@ -67,13 +69,16 @@ def find_uses(captured: CapturedModel, assignments: Mapping[fx.Node, Assignment]
 
 
 def store(
-    captured: CapturedModel, uses: Mapping[str, list[Use]], mesh: Mesh, *, zero: int
-) -> tuple[dict[str, Storage], tuple[int, ...]]:
-    """Storage of every parameter (by placeholder name), and the data axes of the mesh.
+    captured: CapturedModel, uses: Mapping[str, list[Use]], plan: Plan
+) -> tuple[dict[str, Storage], tuple[int, ...], tuple[int, ...]]:
+    """Storage of every parameter (by placeholder name), the data axes of the mesh, and those that ZeRO shards over.
 
-    A data axis is one on which every parameter is replicated and at least one gradient is a summand. With ZeRO
-    all parameters are made partial there, as the engine sums all of them.
+    A data axis is one on which every parameter is replicated and at least one gradient is a summand, or that the
+    plan shards over. With ZeRO all parameters are made partial there, as the engine sums all of them.
+    Raises PlanMismatch if the plan shards over an axis on which a parameter is sharded already.
     """
+    mesh = plan.stage_mesh
+    asked = () if plan.shard_axes is None else tuple(sorted(mesh.index(name) for name in set(plan.shard_axes)))
     layouts: dict[str, Layout] = {}
     partial: dict[str, set[int]] = {}
     for name in captured.parameters:
@@ -90,15 +95,24 @@ def store(
     data_axes = tuple(
         axis
         for axis in range(len(mesh))
-        if all(layouts[name][axis].is_replicate() for name in used) and any(axis in partial[name] for name in used)
+        if all(layouts[name][axis].is_replicate() for name in used)
+        and (axis in asked or any(axis in partial[name] for name in used))
     )
-    if zero:
+    for axis in asked:
+        if axis not in data_axes:
+            name = next(name for name in used if not layouts[name][axis].is_replicate())
+            raise PlanMismatch(
+                f"shard_axes: ZeRO cannot shard over mesh axis {mesh.names[axis]!r}, on which parameter "
+                f"{captured.parameters[name].name} is {layouts[name][axis]} already.\n"
+                f"  expected: axes on which every parameter is whole; there are {[mesh.names[a] for a in data_axes]}"
+            )
+    if plan.zero:
         for name in used:
             partial[name].update(data_axes)
     storage = {
         name: Storage(layout=layouts[name], partial_axes=tuple(sorted(partial[name]))) for name in captured.parameters
     }
-    return storage, data_axes
+    return storage, data_axes, (asked or data_axes) if plan.zero else ()
 
 
 def local_numel(captured: CapturedModel, name: str, storage: Storage, mesh: Mesh) -> int:

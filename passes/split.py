@@ -29,6 +29,7 @@ def split_stages(
     sharded: ShardedProgram,
     storage: Mapping[str, Storage],
     data_axes: tuple[int, ...],
+    shard_axes: tuple[int, ...],
     plan: Plan,
     *,
     outputs: str,
@@ -87,6 +88,7 @@ def split_stages(
                 loss_partial_axes=tuple(axis for axis, p in enumerate(partial) if p.is_partial()) if loss else (),
                 num_microbatches=plan.batch.num_microbatches,
                 data_axes=data_axes,
+                shard_axes=shard_axes,
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
             )
         )

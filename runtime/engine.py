@@ -81,7 +81,7 @@ class Engine:
         self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(program.inputs)}
 
         self.zero = self._apply_zero()
-        self.stored = {name: Stored(layout, self._zero_axes(layout)) for name, layout in self.layouts.items()}
+        self.stored = {name: self._stored(layout) for name, layout in self.layouts.items()}
         self.reducer = self._make_reducer()
         self.randomness = Randomness(seed, self.stage, self.device)
         self.background = Background()
@@ -124,18 +124,22 @@ class Engine:
             for module in self.zero.modules:
                 module.reshard()
 
-    def _zero_axes(self, layout: ParameterLayout) -> tuple[int, ...]:
+    def _stored(self, layout: ParameterLayout) -> Stored:
         managed = self.zero is not None and is_managed(layout, self.program.data_axes)
-        return tuple(a for a in self.program.data_axes if self.mesh.stage_mesh.sizes[a] > 1) if managed else ()
+        return Stored(
+            layout,
+            summed_axes=self.program.data_axes if managed else (),
+            zero_axes=self.program.shard_axes if managed else (),
+        )
 
     def _apply_zero(self) -> ZeroEngine | None:
-        flat = self.mesh.flat(self.program.data_axes)
-        if not self.plan.zero or flat is None:
+        mesh = self.mesh.sharded(self.program.data_axes, self.program.shard_axes)
+        if mesh is None:
             return None
         return apply_zero(
             self.stage,
             self.program,
-            flat,
+            mesh,
             level=self.plan.zero,
             precision=self.plan.precision,
             find=self.tensor,
@@ -147,7 +151,7 @@ class Engine:
             parameter = self.tensor(name)
             if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
-            axes = tuple(axis for axis in stored.layout.partial_axes if axis not in stored.zero_axes)
+            axes = tuple(axis for axis in stored.layout.partial_axes if axis not in stored.summed_axes)
             stages = stored.layout.stages
             over_stages = self.mesh.group_over_stages(stages) if len(stages) > 1 else None
             reducer.add(parameter, self.mesh.group(axes), over_stages)

@@ -19,9 +19,13 @@ from autopar.runtime.parameters import local_shard
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How this rank stores one parameter. zero_axes: mesh axes over which FSDP cuts it further."""
+    """How this rank stores one parameter.
+
+    summed_axes: mesh axes over which FSDP sums its gradient. zero_axes: those of them over which FSDP cuts it further.
+    """
 
     layout: ParameterLayout
+    summed_axes: tuple[int, ...]
     zero_axes: tuple[int, ...]
 
     def local_part(self, full: torch.Tensor, mesh: JobMesh) -> torch.Tensor:

@@ -7,6 +7,9 @@
 
 Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
 averaged: the captured loss already is a mean over the global batch.
+
+Hybrid sharding (HSDP) shards over some data axes, within a node say, and replicates the shards over the others:
+what is reduce-scattered inside is all-reduced across, once a step at every level.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class ZeroEngine:
         self.root.set_is_last_backward(last)
         for module in self.modules:
             module.set_requires_gradient_sync(last or self.level >= 2, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or self.level >= 3, recurse=False)
 
 
@@ -60,7 +64,10 @@ def apply_zero(
     precision: Precision,
     find: Callable[[str], torch.Tensor],
 ) -> ZeroEngine:
-    """Shard the parameters of ``stage`` over the data axes' flat ``mesh``; ``find`` gives a parameter by name."""
+    """Shard the parameters of ``stage`` over the last dimension of ``mesh`` and replicate them over the one before.
+
+    find: gives a parameter by name.
+    """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)

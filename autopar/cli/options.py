@@ -73,6 +73,10 @@ Sp = Annotated[
 Zero = Annotated[
     int | None, typer.Option("--zero", min=0, max=3, help="ZeRO level over data axes", rich_help_panel=_PIN)
 ]
+Shard = Annotated[
+    int | None,
+    typer.Option("--shard", min=1, help="data ranks ZeRO shards over; the others replicate", rich_help_panel=_PIN),
+]
 Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
 VirtualStages = Annotated[
     int, typer.Option("--virtual-stages", min=1, max=1, help="model chunks a pipeline rank", rich_help_panel=_PIN)

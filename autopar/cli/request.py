@@ -41,6 +41,7 @@ class Request:
     ep: int | None = None
     sp: Switch | None = None
     zero: int | None = None
+    shard: int | None = None
     schedule: ScheduleName | None = None
     microbatch: int | None = None
     num_microbatches: int | None = None
@@ -77,6 +78,7 @@ class Request:
             ep=self.ep,
             sequence_parallel=None if self.sp is None else self.sp is Switch.on,
             zero=self.zero,
+            shard=self.shard,
             schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
             microbatch_size=self.microbatch,
             num_microbatches=self.num_microbatches,

@@ -90,6 +90,8 @@ class Plan(_Model):
 
     mesh: axis name -> size, outermost first; the axes of every stage. The pipeline is ``stages``.
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
+    zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
+        it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
     params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
         dimension.
     """
@@ -102,6 +104,7 @@ class Plan(_Model):
     inputs: list[str] = []
     schedule: Schedule = "1f1b"
     zero: Annotated[int, Field(ge=0, le=3)] = 0
+    shard_axes: list[str] | None = None
     precision: Precision = "fp32"
     blocks: list[BlockPlan]
     stages: list[StagePlan]
@@ -131,6 +134,7 @@ class Plan(_Model):
         for name in self.inputs:
             if name not in self.mesh:
                 raise ValueError(f"inputs: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
+        self._check_zero()
         expected = 0
         for number, stage in enumerate(self.stages):
             if stage.first != expected or stage.last < stage.first:
@@ -157,6 +161,17 @@ class Plan(_Model):
                 f"microbatches on {self.data_parallel_size} data-parallel ranks"
             )
         return self
+
+    def _check_zero(self) -> None:
+        if self.shard_axes is None:
+            return
+        if not self.zero:
+            raise ValueError("shard_axes: there is nothing to shard at zero 0; leave shard_axes out, or set zero: 1")
+        if not self.shard_axes:
+            raise ValueError("shard_axes: none; leave shard_axes out for all data axes, or set zero: 0")
+        for name in self.shard_axes:
+            if name not in self.mesh:
+                raise ValueError(f"shard_axes: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
 
     def to_yaml(self) -> str:
         """The text that ``Plan.from_yaml`` reads back to an equal plan."""

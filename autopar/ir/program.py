@@ -77,8 +77,8 @@ class StageProgram:
         that is computed on another stage.
     loss: name of this microbatch's loss, on the last stage. It is Partial on ``loss_partial_axes``, and the
         losses of all microbatches add up to the loss of the step.
-    data_axes: mesh axes on which every parameter of the model is Replicate with partial gradients; ZeRO works
-        over these.
+    data_axes: mesh axes on which every parameter of the model is Replicate with partial gradients. shard_axes: those
+        of them that ZeRO shards over, none without ZeRO; the others replicate the shards.
     input_layouts: placeholder name -> layout in which the step input arrives (its batch over the data-parallel
         ranks).
     buffer_updates: buffer name -> value to copy into it after each microbatch.
@@ -103,4 +103,5 @@ class StageProgram:
     loss_partial_axes: tuple[int, ...]
     num_microbatches: int
     data_axes: tuple[int, ...]
+    shard_axes: tuple[int, ...]
     input_layouts: dict[str, Layout]

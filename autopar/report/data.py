@@ -37,6 +37,7 @@ def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
         "num_ranks": plan.num_ranks,
         "schedule": plan.schedule,
         "zero": plan.zero,
+        "shard_axes": plan.shard_axes,
         "precision": plan.precision,
         "remat": remat_level(plan),
         "prediction": None if plan.prediction is None else plan.prediction.model_dump(),

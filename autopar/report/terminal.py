@@ -41,10 +41,14 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
         f" × {plural(plan.data_parallel_size, 'data-parallel rank')} × {plural(microbatch_size(plan), 'sample')}"
     )
     flags = Text(
-        f"{plan.precision}   zero {plan.zero}   remat {remat_level(plan)}"
+        f"{plan.precision}   {_zero(plan)}   remat {remat_level(plan)}"
         + (f"   schedule {plan.schedule}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
     )
     return Group(title, mesh, flags)
+
+
+def _zero(plan: Plan) -> str:
+    return f"zero {plan.zero}" + (f" over {' × '.join(plan.shard_axes)}" if plan.shard_axes else "")
 
 
 def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:

@@ -12,7 +12,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.constraints import Constraints
-from autopar.search.evaluate import evaluate
+from autopar.search.evaluate import data_axes_of, evaluate
 from autopar.search.infeasible import explain
 from autopar.search.leaf import Configuration, Solver
 from autopar.search.outer import Outer
@@ -106,13 +106,9 @@ def predict_plan(
     )
     plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)
     if plan.zero:
-        # As the passes define them: axes on which every parameter is whole and some gradient is a partial sum.
-        data_axes = tuple(
-            axis
-            for axis in range(len(plan.stage_mesh))
-            if all(layout[axis].is_replicate() for layout in plain.layouts.values())
-            and any(axis in price.sync_axes for price in plain.parameters.values())
-        )
+        data_axes = data_axes_of(plain)
+        if plan.shard_axes is not None:
+            data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)
     pricing = solver.pricing(configuration)
     stages = [

@@ -8,12 +8,15 @@ A pinned degree becomes a mesh axis of its own, on which every op may only do wh
     ep      experts; the batch for ops without experts
     other   every factor that belongs to no pinned degree
 
-A degree pinned to 1 has no axis, but forbids its use on free axes too.
+A degree pinned to 1 has no axis, but forbids its use on free axes too. Hybrid sharding divides the dp axis into
+``dp_replicate``, over which ZeRO never shards, and ``dp_shard``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Literal
 
@@ -30,7 +33,8 @@ class Constraints:
     """None leaves a question to the search.
 
     pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
-    zero: level 0 to 3. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    zero: level 0 to 3. shard: data ranks that ZeRO shards over, the others replicate.
+    num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
     """
@@ -42,6 +46,7 @@ class Constraints:
     ep: int | None = None
     sequence_parallel: bool | None = None
     zero: int | None = None
+    shard: int | None = None
     schedule: Schedule | None = None
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -76,12 +81,13 @@ class Constraints:
 
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
-        for name in ("pp", *ROLES, "num_microbatches", "microbatch_size"):
+        for name in ("pp", *ROLES, "shard", "num_microbatches", "microbatch_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
         if self.zero is not None and not 0 <= self.zero <= 3:
             raise InfeasiblePlan(f"zero is {self.zero}; expected 0, 1, 2 or 3")
+        self._check_shard(num_gpus)
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
         if self.num_microbatches is not None and self.microbatch_size is not None:
@@ -126,6 +132,15 @@ class Constraints:
                 f"{text} = {ranks}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
             )
 
+    def _check_shard(self, num_gpus: int) -> None:
+        if self.shard is None:
+            return
+        if self.zero == 0:
+            raise InfeasiblePlan(f"shard is {self.shard}, but there is nothing to shard at zero 0.\n  try: --zero 1")
+        ranks = num_gpus // (self.pp or 1)
+        if ranks % self.shard:
+            raise InfeasiblePlan(f"shard is {self.shard}, which does not divide the {ranks} ranks of a stage")
+
     def may(self, axis: str, role: str) -> bool:
         """Whether an op may play ``role`` ("dp", "cp", "ep", "tp") on an axis of this name."""
         kind = role_of_axis(axis)
@@ -142,10 +157,11 @@ class Constraints:
             return allowed and self.sequence_parallel is not False
         return not self.pins(role)
 
-    def meshes(self, size: int, max_free: int = 2) -> tuple[Mesh, ...]:
+    def meshes(self, size: int, gpus_per_node: int | None = None, max_free: int = 2) -> tuple[Mesh, ...]:
         """Stage meshes of ``size`` ranks to consider: pinned axes, and up to ``max_free`` free ones between them.
 
-        Free axes are called ``free0``, ``free1``; they come after dp and before the pinned inner axes.
+        Free axes are called ``free0``, ``free1``; they come after dp and before the pinned inner axes. gpus_per_node:
+        if given, a pinned dp is also divided into the part inside a node and the part across.
         """
         if self.axes is not None:
             mesh = Mesh(tuple(axis for axis in self.axes if axis.size > 1))
@@ -154,14 +170,42 @@ class Constraints:
         rest, remainder = divmod(size, prod(axis.size for axis in pinned))
         if remainder or (rest > 1 and all(self.pins(role) for role in ROLES)):
             return ()
-        outer = tuple(axis for axis in pinned if axis.name == "dp")
         inner = tuple(axis for axis in pinned if axis.name != "dp")
         free = max(1, max_free - len(pinned))
         found = []
-        for sizes in factorisations(rest, free):
-            axes = tuple(MeshAxis(f"free{number}", n) for number, n in enumerate(sizes))
-            found.append(Mesh((*outer, *axes, *inner)))
+        for outer in self._data_axes(gpus_per_node):
+            for sizes in factorisations(rest, free):
+                axes = tuple(MeshAxis(f"free{number}", n) for number, n in enumerate(sizes))
+                found.append(Mesh((*outer, *axes, *inner)))
         return tuple(found)
+
+    def _data_axes(self, gpus_per_node: int | None) -> list[tuple[MeshAxis, ...]]:
+        """A pinned dp as one axis, and divided for hybrid sharding."""
+        dp = self.dp or 1
+        if dp == 1:
+            return [()]
+        whole = (MeshAxis("dp", dp),)
+        inside = self.shard
+        if inside is None and gpus_per_node is not None:
+            inside = gpus_per_node // prod(axis.size for axis in self.pinned_axes() if axis.name != "dp")
+        if self.zero == 0 or inside is None or not 1 < inside < dp or dp % inside:
+            return [whole]
+        divided = (MeshAxis("dp_replicate", dp // inside), MeshAxis("dp_shard", inside))
+        return [divided] if self.shard is not None else [whole, divided]
+
+    def shard_axes(self, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+        """Sets of mesh axes that ZeRO may shard over, those of the most axes first."""
+        able = [
+            axis
+            for axis, name in enumerate(mesh.names)
+            if role_of_axis(name) != "tp"
+            and not name.startswith("dp_replicate")
+            and (self.may(name, "dp") or self.may(name, "cp"))
+        ]
+        for count in range(len(able), 0, -1):
+            for axes in combinations(able, count):
+                if self.shard in (None, prod(mesh.axes[axis].size for axis in axes)):
+                    yield axes
 
 
 def role_of_axis(name: str) -> str:

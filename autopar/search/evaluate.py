@@ -127,6 +127,14 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
 
 
+def data_axes_of(priced: Priced) -> tuple[int, ...]:
+    """Data axes as the passes define them: every parameter is whole there and some gradient is a partial sum."""
+    summed = {axis for price in priced.parameters.values() for axis in (*price.sync_axes, *price.zero_axes)}
+    return tuple(
+        axis for axis in sorted(summed) if all(layout[axis].is_replicate() for layout in priced.layouts.values())
+    )
+
+
 def spread(load: Workload, leaders: tuple[Assignment, ...]) -> dict[fx.Node, Assignment]:
     """Assignment of every representative op."""
     return {

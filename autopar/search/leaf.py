@@ -35,7 +35,11 @@ _CUT_WORK = 1500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What the outer search decides. constraints: what ops may do on the axes of ``mesh``."""
+    """What the outer search decides.
+
+    data_axes: those that ZeRO shards over; on others, gradients of what is sharded are all-reduced.
+    constraints: what ops may do on the axes of ``mesh``.
+    """
 
     num_stages: int
     mesh: Mesh

@@ -144,17 +144,13 @@ class Outer:
         for batch_axes in self.batch_axes(root):
             base = replace(root, batch_axes=batch_axes)
             levels = (1, 2, 3) if constraints.zero is None else (constraints.zero,)
-            able = [
-                axis
-                for axis, name in enumerate(mesh.names)
-                if role_of_axis(name) != "tp" and (constraints.may(name, "dp") or constraints.may(name, "cp"))
-            ]
-            for size in range(len(able), 0, -1):
-                for axes in combinations(able, size):
-                    for level in levels:
-                        if level and not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
-                            yield replace(base, zero=level, data_axes=axes)
-            if constraints.zero in (None, 0) or not able:
+            sharded = False
+            for axes in constraints.shard_axes(mesh):
+                sharded = True
+                for level in levels:
+                    if level and not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
+                        yield replace(base, zero=level, data_axes=axes)
+            if constraints.shard in (None, 1) and (constraints.zero in (None, 0) or not sharded):
                 yield base
 
     def batch_axes(self, root: Configuration) -> list[tuple[int, ...] | None]:
@@ -195,7 +191,7 @@ class Outer:
                 if (given.cp or 1) > 1 or (given.ep or 1) > 1:
                     continue
                 named = replace(given, pp=num_stages, dp=size // tensor, tp=tensor, cp=1, ep=1)
-                for mesh in named.meshes(size):
+                for mesh in named.meshes(size, node if given.dp is None else None):
                     for num in self._few(self.microbatches(named, mesh), num_stages):
                         yield Configuration(
                             num_stages=num_stages,
@@ -224,7 +220,8 @@ class Outer:
                 found.append((seconds, len(tried), configuration))
 
         for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
-            attempt(self._with_zero(root)[-1])
+            for leanest in self._with_zero(root)[-1:]:
+                attempt(leanest)
         for _, _, best in sorted(found)[:4]:
             options = self.microbatches(best.constraints, best.mesh)
             near = options.index(best.num_microbatches)
@@ -234,10 +231,10 @@ class Outer:
 
     def _with_zero(self, root: Configuration) -> list[Configuration]:
         """A baseline at every level of ZeRO, the one with the least memory last."""
-        data = tuple(axis for axis, name in enumerate(root.mesh.names) if name == "dp")
+        data = next(root.constraints.shard_axes(root.mesh), ())
         pinned = root.constraints.zero
         if not data or pinned == 0:
-            return [replace(root, zero=pinned or 0)]
+            return [replace(root, zero=pinned or 0)] if root.constraints.shard in (None, 1) else []
         return [replace(root, zero=level, data_axes=data) for level in ((1, 2, 3) if pinned is None else (pinned,))]
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:

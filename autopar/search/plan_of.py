@@ -49,6 +49,7 @@ def plan_of(
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=schedule,
         zero=pricing.zero,
+        shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
         precision="bf16" if load.precision == "bf16" else "fp32",
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],

@@ -190,6 +190,9 @@ def data_parallel_programs(
                 loss_partial_axes=tuple(range(len(mesh))) if last else (),
                 num_microbatches=plan.batch.num_microbatches,
                 data_axes=tuple(range(len(mesh))),
+                shard_axes=tuple(map(mesh.index, mesh.names if plan.shard_axes is None else plan.shard_axes))
+                if plan.zero
+                else (),
                 input_layouts={n: (Shard(0),) * len(mesh) for n in captured.inputs},
             )
         )

@@ -85,6 +85,13 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         f"dp2 pp2 zero{zero}": ({"mesh": {"dp": 2}, "stages": 2, "chunks": 4, "zero": zero}, {"clip": 0.05})
         for zero in range(4)
     },
+    **{
+        f"hybrid zero{zero} x{chunks} shards {axis}": (
+            {"mesh": {"outer": 2, "inner": 2}, "zero": zero, "chunks": chunks, "shard_axes": [axis]},
+            {"clip": 0.05},
+        )
+        for zero, chunks, axis in ((1, 2, "inner"), (2, 2, "inner"), (3, 1, "inner"), (3, 2, "inner"), (3, 2, "outer"))
+    },
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 

@@ -1,0 +1,87 @@
+"""Which data-parallel engine the search takes, left free, as memory and links change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.capture import capture
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.passes.normalise import normalise
+from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.constraints import Constraints
+
+WIDTH, DEPTH = 4096, 24
+NUMEL = WIDTH * WIDTH * DEPTH
+DATA_ONLY = Constraints(pp=1, tp=1, cp=1, ep=1)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return F.mse_loss(x, target)
+
+
+@cache
+def captured() -> CapturedModel:
+    with torch.device("meta"):
+        inputs = torch.zeros(64, 256, WIDTH), torch.zeros(64, 256, WIDTH)
+        return normalise(capture(Chain(), inputs))
+
+
+def cluster(bytes_a_parameter: float, num_gpus: int = 8, network: float = 1.0) -> Cluster:
+    """Nodes of 8; ``network``: share of the usual bandwidth between them."""
+    usual = make_cluster("a100-80gb", num_gpus, 8).with_memory(int(bytes_a_parameter * NUMEL))
+    return replace(usual, inter_node=replace(usual.inter_node, bandwidth=usual.inter_node.bandwidth * network))
+
+
+def found(cluster: Cluster, constraints: Constraints = DATA_ONLY) -> Plan:
+    plan = search_captured(captured(), cluster, constraints).plan
+    assert plan.prediction is not None
+    again = predict_plan(captured(), cluster, plan)
+    assert again.step_time_s == pytest.approx(plan.prediction.step_time_s, rel=1e-9)
+    assert int(again.peak_bytes) == plan.prediction.peak_memory_bytes
+    return plan
+
+
+def test_optimiser_state_that_does_not_fit_is_sharded() -> None:
+    # Whole, 16 bytes a parameter of state and 2 of activations; at level 2, 4 + 12 / 8 and 2.
+    assert found(cluster(15)).zero
+    assert found(cluster(6)).zero == 3
+
+
+def test_slow_network_shards_inside_nodes() -> None:
+    plan = found(cluster(7, num_gpus=32, network=0.1))
+    assert plan.zero and plan.shard_axes is not None
+    assert [plan.mesh[name] for name in plan.shard_axes] == [8]
+    assert plan.data_parallel_size == 32
+    pinned = found(cluster(7, num_gpus=32, network=0.1), replace(DATA_ONLY, zero=plan.zero, shard=32))
+    assert plan.prediction is not None and pinned.prediction is not None
+    assert plan.prediction.step_time_s < 0.8 * pinned.prediction.step_time_s
+
+
+def test_the_number_of_shards_can_be_pinned() -> None:
+    constraints = replace(DATA_ONLY, dp=32, zero=3, shard=4)
+    plan = estimate_captured(captured(), cluster(80, num_gpus=32), constraints).plan
+    assert dict(plan.mesh) == {"dp_replicate": 8, "dp_shard": 4}
+    assert plan.shard_axes == ["dp_shard"] and set(plan.inputs) == {"dp_replicate", "dp_shard"}
+
+
+@pytest.mark.parametrize("wrong", [{"shard": 3}, {"shard": 8, "zero": 0}, {"shard": 0}])
+def test_a_wrong_number_of_shards_is_an_error(wrong: dict[str, int]) -> None:
+    with pytest.raises(InfeasiblePlan, match="shard is"):
+        search_captured(captured(), cluster(80), Constraints(**wrong))  # type: ignore[arg-type]
