@@ -52,6 +52,11 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 tp2": (4, {"dp": 2, "tp": 2}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
+    "ep2": (2, {"ep": 2}),
+    "ep2 rows": (2, {"ep": 2, "microbatch": 4}),
+    "ep2 dp2": (4, {"ep": 2, "dp": 2, "microbatch": 2}),
+    "ep2 tp2": (4, {"ep": 2, "tp": 2, "microbatch": 4}),
+    "ep2 zero3": (4, {"ep": 2, "dp": 2, "zero": 3, "microbatch": 2}),
     "free": (4, {}),
 }
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.

@@ -132,13 +132,13 @@ class BlockActivations:
             uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
             counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
             results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
-            operand_positions, result_positions, extra_bytes = saved_for_backward(node, differentiable)
+            operand_positions, result_positions, extra_bytes, extra_factors = saved_for_backward(node, differentiable)
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
             if extra_bytes:
                 # A loss has no dimensions left; what it keeps is cut as its first operand is.
                 shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]
-                extra.append(_saved(node, (node, -1), extra_bytes, shaped, batches.get(node)))
+                extra.append(_saved(node, (node, -1), extra_bytes, (*shaped, (extra_factors,)), batches.get(node)))
             if is_contraction(node, rule):
                 kept += results
             inputs += [use for use in uses if use in counted and use.storage[0] not in inside]

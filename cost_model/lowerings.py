@@ -6,20 +6,27 @@ own and no redistribution shows them.
     cross_entropy, classes    three all_reduces of one float32 a token forward: maximum, sum, target's logit
     cross_entropy, tokens     one all_reduce of the number of counted targets forward
     batch_norm                all_reduce of two float32 statistics a channel forward, and of two backward
+    moe, exchange             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
+                              experts forward, with a local reordering each; two all_to_alls backward
+    moe, experts alone        none: each rank keeps the rows of its own
     embedding, attention      none: the result is a partial sum; the shard needs its offset only
 """
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import fx
 
 from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.ops import compute_itemsize
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 
 _FLOAT32 = 4
+_INT64 = 8
 _SILENT = frozenset({"embedding", "attention"})
 
 
@@ -29,10 +36,11 @@ def lowering_time(
     assignment: Assignment,
     fabric: Fabric,
     *,
+    precision: str = "fp32",
     batch_factor: str | None = None,
     num_microbatches: int = 1,
 ) -> OpTime:
-    """Seconds of the collectives inside ``node`` for one microbatch.
+    """Seconds of the collectives inside ``node`` for one microbatch. precision: of compute. Routing is balanced.
 
     An unknown lowering costs an all_reduce of its results each way.
     """
@@ -59,6 +67,13 @@ def lowering_time(
             else:
                 payload = local(tokens, operands[1].meta["val"].numel())
                 total += 3 * OpTime(fabric.time(Collective.ALL_REDUCE, payload, number))
+        elif name == "moe":
+            if choice in rule.joint:
+                rows = local(rule.operands[1], operands[1].meta["val"].numel()) / _FLOAT32
+                x, num_experts = operands[0].meta["val"], rule.sizes["experts"]
+                rows /= _degree("experts", assignment, fabric)
+                payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
+                total += _exchange_time(payload, num_experts, number, fabric)
         elif name == "batch_norm":
             channels = operands[0].meta["val"].shape[1]
             seconds = fabric.time(Collective.ALL_REDUCE, 2 * _FLOAT32 * channels, number)
@@ -68,3 +83,17 @@ def lowering_time(
             seconds = fabric.time(Collective.ALL_REDUCE, payload, number)
             total += OpTime(seconds, seconds)
     return total
+
+
+def _degree(choice: str, assignment: Assignment, fabric: Fabric) -> int:
+    """Number of ranks along the axes with exactly this choice."""
+    return prod(axis.size for own, axis in zip(assignment, fabric.mesh.axes, strict=True) if own == choice)
+
+
+def _exchange_time(payload_bytes: float, num_experts: int, axis: int, fabric: Fabric) -> OpTime:
+    """Rows of ``payload_bytes`` to their experts and back along one axis: two all_to_alls and two reorderings a way."""
+    device = fabric.cluster.device
+    counts = fabric.time(Collective.ALL_GATHER, _INT64 * num_experts * fabric.mesh.axes[axis].size, axis)
+    reorder = device.kernel_launch_s + device.memory_seconds(2 * payload_bytes)
+    way = 2 * (fabric.time(Collective.ALL_TO_ALL, payload_bytes, axis) + reorder)
+    return OpTime(counts + way, way)

@@ -38,6 +38,9 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
 _EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
 
+# Stands for all factors of an op: a tensor "over" it is divided wherever the work is.
+_WORK = "*"
+
 # Ops with an alias annotation that nevertheless copy.
 _COPIES = frozenset({"contiguous", "to", "_to_copy"})
 
@@ -183,7 +186,7 @@ class OpCost:
         free = is_view(node)
         if op_name(node) in _LOOKUPS and read:
             read[0] = written[0]
-        forward_extra, backward_extra = _extra_passes(node, rule, batch_factor)
+        forward_extra, backward_extra = _extra_passes(node, rule, precision, batch_factor)
         flops = rule.flops
         if contracted and flops == 0:
             flops = 2.0 * prod(rule.sizes.values())
@@ -214,13 +217,14 @@ class OpCost:
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
         """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
-        degrees: dict[str, int] = {}
+        degrees = {_WORK: 1}
         work = num_microbatches if self.carries_batch else 1
         for choice, axis in zip(assignment, mesh.axes, strict=True):
             for factor in factors_of_choice(choice):
                 degrees[factor] = degrees.get(factor, 1) * axis.size
             if choice is not None and choice[0] != "+":
                 work *= axis.size
+                degrees[_WORK] *= axis.size
         peak = self.rate.peak_flops * self.efficiency
         if self.matrix:
             peak *= self._saturation(degrees, num_microbatches)
@@ -277,9 +281,11 @@ def _tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_f
 
 
 def _extra_passes(
-    node: fx.Node, rule: FactorRule, batch_factor: str | None
+    node: fx.Node, rule: FactorRule, precision: str, batch_factor: str | None
 ) -> tuple[tuple[_Tensor, ...], tuple[_Tensor, ...]]:
     """What the kernels inside a composite op move, forward and backward."""
+    if op_name(node) == "moe":
+        return _expert_passes(node, precision, batch_factor)
     widths = _EXTRA_PASSES.get(op_name(node))
     if widths is None:
         return (), ()
@@ -287,6 +293,22 @@ def _extra_passes(
     names = frozenset(f for dim in rule.operands[0] for f in dim)
     forward, backward = (_Tensor(numel * width, names, batch_factor in names) for width in widths)
     return (forward,), (backward,)
+
+
+def _expert_passes(
+    node: fx.Node, precision: str, batch_factor: str | None
+) -> tuple[tuple[_Tensor, ...], tuple[_Tensor, ...]]:
+    """Rows of tokens on their way through the experts: gathered, two products, activation, weighted, added up."""
+    x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
+    hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
+    gate = wide - inner
+    row = index.numel() * compute_itemsize(x.dtype, precision)
+    # Elements that each kernel reads and writes, backward with both gradients of each product.
+    forward = 9 * hidden + wide + 3 * inner + 3 * gate
+    backward = 13 * hidden + 2 * wide + 5 * inner + 5 * gate
+    work = frozenset({_WORK})
+    first, second = (_Tensor(float(row * width), work, batch_factor is not None) for width in (forward, backward))
+    return (first,), (second,)
 
 
 def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ir.communicate import group_size
+from autopar.ir.communicate import group_rank, group_size
 
 Phase = Literal["forward", "backward"]
 
@@ -64,7 +64,8 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "autopar
 class Issued:
     """One collective. ``payload_bytes``: of the whole tensor, before a scatter or after a gather.
 
-    ``peer`` is the other rank of a send or a receive, within its group.
+    ``peer`` is the other rank of a send or a receive, within its group. ``kept_bytes``: of an all_to_all, the piece
+    that stays on this rank, where the sizes of the pieces are known.
     """
 
     kind: str
@@ -73,10 +74,16 @@ class Issued:
     group: str
     group_size: int
     peer: int | None = None
+    kept_bytes: int | None = None
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each rank sends, by a ring: 2 (N - 1) / N of the payload for an all_reduce."""
+        """Bytes that each rank sends, by a ring: 2 (N - 1) / N of the payload for an all_reduce.
+
+        Of an all_to_all with the sizes of its pieces, what this rank really sends.
+        """
+        if self.kept_bytes is not None:
+            return float(self.payload_bytes - self.kept_bytes)
         share = (self.group_size - 1) / self.group_size
         if self.kind == "all_reduce":
             return 2 * share * self.payload_bytes
@@ -137,6 +144,9 @@ def _describe(kind: str, args: tuple[Any, ...], result: Any) -> Issued:
     group, size = _group_of(args)
     tensors = [_bytes(a) for a in args if isinstance(a, (torch.Tensor, list, tuple))]
     payload = max([*tensors, _bytes(result)], default=0)
+    kept = _kept_bytes(args[0], args[2], group) if kind == "all_to_all" and isinstance(args[0], torch.Tensor) else None
+    if kept is not None:
+        payload = _bytes(args[0])
     if kind == "barrier":
         payload = 0
     peer = int(args[2]) if kind in ("send", "recv") and len(args) > 2 and isinstance(args[2], int) else None
@@ -149,7 +159,15 @@ def _describe(kind: str, args: tuple[Any, ...], result: Any) -> Issued:
         group=group,
         group_size=size,
         peer=peer,
+        kept_bytes=kept,
     )
+
+
+def _kept_bytes(sent: torch.Tensor, counts: Any, group: str) -> int | None:
+    """Bytes of an all_to_all that do not leave this rank; None where the sizes of the pieces are not given."""
+    if not isinstance(counts, list) or not counts:
+        return None
+    return sent.nbytes // max(sum(counts), 1) * int(counts[group_rank(group)])
 
 
 def _group_of(args: tuple[Any, ...]) -> tuple[str, int]:

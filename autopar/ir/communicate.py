@@ -6,7 +6,7 @@ laid out as the transport needs it, and can be traced by ``torch.compile``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, cast
@@ -110,6 +110,12 @@ def exchange_pieces(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> T
     counts = [1] * size
     received = _ops.wait_tensor(_ops.all_to_all_single(pieces, counts, counts, group))
     return cast(Tensor, received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1))
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """The rows that the ranks have for this one, in rank order. sent, received: numbers of rows for and from each."""
+    exchanged = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group)
+    return cast(Tensor, _ops.wait_tensor(exchanged))
 
 
 @torch.library.custom_op("autopar::exchange_and_sum", mutates_args=())

@@ -10,12 +10,13 @@ E experts, K experts per token, C classes, h hidden, i intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from autopar.ir.experts import combine, run_experts
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -90,16 +91,6 @@ def cross_entropy(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-
-
 def moe(
     x: Tensor,
     expert_index: Tensor,
@@ -116,70 +107,19 @@ def moe(
 
     x: (..., h). expert_index: (..., K) integers below E. expert_weight: (..., K).
     w_up: (E, u, h) with u = 2 i if gated, the gate's rows first, else i. w_down: (E, h, i).
-    b_up: (E, u). b_down: (E, h). activation: a key of ``ACTIVATIONS``. Result: (..., h).
+    b_up: (E, u). b_down: (E, h). activation: a key of ``experts.ACTIVATIONS``. Result: (..., h).
 
     Tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
     Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
     """
-    hidden, num_experts, top_k = x.shape[-1], w_up.shape[0], expert_index.shape[-1]
-    tokens = x.reshape(-1, hidden)
-    order = torch.argsort(expert_index.reshape(-1), stable=True)
-    rows = order // top_k
-    sorted_x = tokens[rows]
-    sorted_index = expert_index.reshape(-1)[order]
-    counts = (sorted_index[:, None] == torch.arange(num_experts, device=x.device)).sum(0)
-    ends = counts.cumsum(0).to(torch.int32)
-    up = _grouped_linear(sorted_x, w_up, ends)
-    if b_up is not None:
-        up = up + b_up[sorted_index]
-    if gated:
-        gate, value = up.chunk(2, dim=-1)
-        inner = ACTIVATIONS[activation](gate) * value
-    else:
-        inner = ACTIVATIONS[activation](up)
-    down = _grouped_linear(inner, w_down, ends)
-    if b_down is not None:
-        down = down + b_down[sorted_index]
-    weighted = down * expert_weight.reshape(-1)[order][:, None]
-    out = torch.zeros_like(tokens).index_add(0, rows, weighted.to(tokens.dtype))
-    return out.reshape(x.shape)
+    expert, order = expert_index.reshape(-1).sort(stable=True)
 
+    def experts(rows: Tensor) -> Tensor:
+        return run_experts(
+            rows, expert, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, activation=activation, gated=gated
+        )
 
-class _GroupedLinear(torch.autograd.Function):
-    """``out[r] = x[r] @ weight[e].T`` for the rows r of expert e, which end before ``ends[e]``."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        out = x.new_zeros(x.shape[0], weight.shape[1])
-        for expert, rows in _spans(ends):
-            torch.mm(x[rows], weight[expert].t(), out=out[rows])
-        return out
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad,) = grads
-        x, weight, ends = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
-        for expert, rows in _spans(ends):
-            grad_x[rows] = grad[rows] @ weight[expert]
-            torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])
-        return grad_x, grad_weight, None
-
-
-def _spans(ends: Tensor) -> list[tuple[int, slice]]:
-    """(expert, rows) of the experts that have rows."""
-    limits = [0, *ends.tolist()]
-    return [(e, slice(limits[e], limits[e + 1])) for e in range(len(limits) - 1) if limits[e + 1] > limits[e]]
-
-
-def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows of x, sorted by expert, each through its expert's weight: (rows, h), (E, n, h) -> (rows, n)."""
-    if x.is_meta or torch._subclasses.fake_tensor.is_fake(x):
-        return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return, no-untyped-call]
+    return combine(x, expert_weight, order, experts)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -125,7 +125,7 @@ class MeshPrices:
     fabric: Fabric
     _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
-    _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
+    _lowerings: dict[tuple[fx.Node, Assignment, int, str], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
     @property
@@ -168,10 +168,16 @@ class MeshPrices:
         )
 
     def lowering(
-        self, node: fx.Node, rule: FactorRule, assignment: Assignment, batch_factor: str | None, num_microbatches: int
+        self,
+        node: fx.Node,
+        rule: FactorRule,
+        assignment: Assignment,
+        batch_factor: str | None,
+        num_microbatches: int,
+        precision: str,
     ) -> OpTime:
         """Collectives inside a lowered op."""
-        key = (node, assignment, num_microbatches)
+        key = (node, assignment, num_microbatches, precision)
         found = self._lowerings.get(key)
         if found is None:
             found = self._lowerings[key] = lowering_time(
@@ -179,6 +185,7 @@ class MeshPrices:
                 rule,
                 assignment,
                 self.fabric,
+                precision=precision,
                 batch_factor=batch_factor,
                 num_microbatches=num_microbatches,
             )
@@ -232,7 +239,10 @@ class Pricing:
         rule = self.workload.rule(node)
         if not any(choice in rule.lowered for choice in assignment):
             return ZERO
-        return self.moves.lowering(node, rule, assignment, self.workload.roles.batch.get(node), self.num_microbatches)
+        load = self.workload
+        return self.moves.lowering(
+            node, rule, assignment, load.roles.batch.get(node), self.num_microbatches, load.precision
+        )
 
     def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""

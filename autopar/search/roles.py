@@ -67,13 +67,16 @@ class Rules:
     def _put_to_use(self, group: Cluster, axis: int, allowed: list[Choice]) -> list[Choice]:
         """A pinned axis is there to be used: what can divide the model's work on it has to.
 
-        A heavy op takes a factor of the axis' role where one divides; with sequence parallelism asked for, the
-        ops between them take the sequence. The rest, and what does not divide, may still be repeated.
+        A heavy op takes a factor of the axis' role where one divides, and on an axis for experts, if it has none, the
+        batch; with sequence parallelism asked for, the ops between them take the sequence. The rest, and what does
+        not divide, may still be repeated.
         """
         assert group.leader is not None
         named = role_of_axis(self.mesh.names[axis])
         heavy = self.load.rule(group.leader).flops * 3 >= HEAVY * self.load.model_flops
         wanted = named if heavy else "cp" if named == "tp" and self.constraints.sequence_parallel else ""
+        if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:
+            wanted = "dp"
         used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) == wanted]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
@@ -83,9 +86,16 @@ class Rules:
         assert group.leader is not None
         role = role_of(self.load, group.leader, choice)
         name = self.mesh.names[axis]
+        if role == "ep" and self.constraints.may(name, role):
+            return role_of_axis(name) == "ep" or all(self.constraints.may(name, r) for r in self._others(group, choice))
         if not role or self.constraints.may(name, role):
             return True
         return role_of_axis(name) == "cp" and role == "tp" and is_attention(group.leader)
+
+    def _others(self, group: Cluster, choice: Choice) -> set[str]:
+        """Roles of the factors that share an axis with experts: of the tokens that are exchanged."""
+        assert group.leader is not None
+        return {role_of(self.load, group.leader, factor) for factor in factors_of_choice(choice)} - {"ep"}
 
     def _stores(self, group: Cluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""

@@ -107,6 +107,19 @@ def _see_self(mask: Tensor) -> Tensor:
 PADDING = _see_self((torch.arange(16) > 2)[None, None, None].expand(2, 1, 1, 16))
 BIAS = torch.linspace(-1, 1, 16 * 16, dtype=torch.float64).view(1, 1, 16, 16)
 
+
+def _moe_case(*experts: int, up: int = 10, biases: int = 0, **options: Any) -> Case:
+    """Eight experts of inner width 10 or, gated, 5, two a token, of which only ``experts`` get any."""
+    inner = up // 2 if options["gated"] else up
+
+    def tensors() -> list[Tensor]:
+        index = torch.tensor(experts)[torch.randint(0, len(experts), (4, 6, 2))]
+        found = [_randn(4, 6, 3), index, _randn(4, 6, 2), _randn(8, up, 3), _randn(8, 3, inner)]
+        return [*found, *[_randn(8, up), _randn(8, 3)][:biases]]
+
+    return Case(ops.moe, tensors, tuple(T(n) for n in range(5 + biases)), options)
+
+
 CASES = {
     "embedding": Case(aten.embedding.default, lambda: [_randn(12, 4), torch.randint(0, 12, (4, 6))], (T(0), T(1))),
     "embedding-padding": Case(
@@ -154,6 +167,10 @@ CASES = {
         lambda: [_randn(2, 4, 8, 3), _randn(2, 4, 8, 3), _randn(2, 4, 8, 3)],
         (T(0), T(1), T(2), None, 0.0, True),
     ),
+    "moe": _moe_case(*range(8), activation="silu", gated=True),
+    "moe-biased": _moe_case(*range(8), biases=2, activation="gelu", gated=False),
+    "moe-skewed": _moe_case(0, 5, 5, 5, activation="silu", gated=True),
+    "moe-one-expert": _moe_case(3, activation="relu", gated=False),
     "mean": Case(aten.mean.default, lambda: [_randn(4, 8)], (T(0),)),
     "mean-dim": Case(aten.mean.dim, lambda: [_randn(4, 8, 4)], (T(0), [0, 2], True)),
     "mse-loss": Case(aten.mse_loss.default, lambda: [_randn(4, 8), _randn(4, 8)], (T(0), T(1))),

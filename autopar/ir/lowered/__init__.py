@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, random, reductions
+from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, moe, random, reductions
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
 
@@ -26,6 +26,7 @@ LOWERINGS: dict[str, Builder] = {
     "bias": reductions.build_bias,
     "cross_entropy": cross_entropy.build,
     "embedding": embedding.build,
+    "moe": moe.build,
     "mean": reductions.build_mean,
     "nll_loss": cross_entropy.build,
     "random": random.build,

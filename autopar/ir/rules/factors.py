@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
+from autopar.ir.rule import DimFactors, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.call import Call, Operand
 
 # A rule is a function of the call; None where it does not cover the arguments.
@@ -63,6 +63,7 @@ class Factors:
         linear: Iterable[Iterable[int]] = (),
         flops: float = 0.0,
         couples: Iterable[str] = (),
+        joint: Iterable[str] = (),
     ) -> FactorRule:
         """The rule; factors of size 1, which no dimension has, are dropped from the options."""
         return FactorRule(
@@ -70,12 +71,18 @@ class Factors:
             results=tuple(results),
             sizes=self.sizes,
             summed=frozenset(f for f in summed if f in self.sizes),
-            lowered={f: name for f, name in (lowered or {}).items() if f in self.sizes or f == "*"},
+            lowered={
+                f: n for f, n in (lowered or {}).items() if f == "*" or set(factors_of_choice(f)) <= set(self.sizes)
+            },
             blocked=frozenset(self.blocked),
             linear=tuple(frozenset(positions) for positions in linear),
             flops=flops,
             couples=frozenset(f for f in couples if f in self.sizes),
+            joint=tuple(joint),
         )
+
+    def _all_known(self, choice: str) -> bool:
+        return all(factor in self.sizes for factor in factors_of_choice(choice))
 
 
 def numbered(count: int, prefix: str = "d") -> list[str]:

@@ -2,9 +2,10 @@
 
     d0 d1 h, d0 d1 _k, d0 d1 _k, experts u h, experts h u, .. -> d0 d1 h      gated: u and h are blocked
 
-Tokens are independent of each other, so every token dimension is a factor. An expert's inner width ``f`` is
-summed; with a gate the two halves of ``w_up``'s rows would have to be cut alike, which contiguous pieces are not,
-and with a bias on the way out every rank would add it.
+Tokens are independent of each other, so every token dimension is a factor. Experts are summed: a rank adds what its
+own contribute to its tokens. Tokens and experts on one axis ("d0&experts") is the exchange: tokens travel to their
+experts and back. An expert's inner width ``f`` is summed; with a gate the two halves of ``w_up``'s rows would have
+to be cut alike, which contiguous pieces are not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_factors
+
+EXPERTS = "experts"
 
 
 def moe(call: Call) -> FactorRule | None:
@@ -24,9 +27,9 @@ def moe(call: Call) -> FactorRule | None:
     lead = factors.dims(numbered(len(x.shape) - 1), x.shape[:-1])
     h = factors.dim("h", x.shape[-1], block=True)
     k = factors.dim("k", index.shape[-1], block=True)
-    e = factors.dim("experts", up.shape[0], block=True)
+    e = factors.dim(EXPERTS, up.shape[0])
     inner = down.shape[2]
-    f = factors.dim("f", inner, block=gated or b_down is not None)
+    f = factors.dim("f", inner, block=gated)
     u = factors.dim("halves", 2) + f if gated else f
     known = {
         x.position: (*lead, h),
@@ -39,10 +42,13 @@ def moe(call: Call) -> FactorRule | None:
         known[b_up.position] = (e, u)
     if b_down is not None:
         known[b_down.position] = (e, h)
+    exchanges = [f"{name}&{EXPERTS}" for dim in lead for name in dim] if e else []
     return factors.rule(
         operand_factors(call, known, factors),
         [(*lead, h)],
-        summed=("f",),
+        summed=("f", EXPERTS),
+        lowered={EXPERTS: "moe", **({"f": "moe"} if b_down is not None else {}), **dict.fromkeys(exchanges, "moe")},
+        joint=exchanges,
         flops=2 * numel(x.shape[:-1]) * index.shape[-1] * x.shape[-1] * (up.shape[1] + inner),
     )
 

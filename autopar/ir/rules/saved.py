@@ -26,11 +26,15 @@ _STATISTIC_BYTES = 4
 
 
 class Saved(NamedTuple):
-    """Positions of the operands and results kept, and bytes of whatever else is, all of global size."""
+    """Positions of the operands and results kept, and bytes of whatever else is, all of global size.
+
+    extra_factors: factors of the rule that divide the extra bytes, beside those of the result.
+    """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     extra_bytes: float = 0.0
+    extra_factors: tuple[str, ...] = ()
 
 
 def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
@@ -162,7 +166,7 @@ def _moe(call: Call, needs: set[int]) -> Saved:
     rows = numel(bound["expert_index"].shape)
     widths = h + u + (2 if bound["gated"] else 1) * inner + h
     kept = tuple(bound[name].position for name in ("expert_index", "expert_weight", "w_up", "w_down"))
-    return Saved(kept, (), rows * widths * x.dtype.itemsize)
+    return Saved(kept, (), rows * widths * x.dtype.itemsize, ("experts",))
 
 
 def _where(call: Call, needs: set[int]) -> Saved:

@@ -331,10 +331,10 @@ OTHER = [
     case("d0 d1", aten.zeros_like.default, r(4, 6)),
     case("", aten.arange.default, 8),
     case("d0 d1", aten.dropout.default, r(4, 6), 0.0, True),
-    moe_case("d0 d1 f", (2, 4), 8, activation="gelu", gated=False),
-    moe_case("d0 d1", (2, 4), 16, activation="silu", gated=True),
-    moe_case("d0 f", (4,), 8, r(3, 8), activation="relu", gated=False),
-    moe_case("d0", (4,), 8, None, r(3, 6), activation="relu", gated=False),
+    moe_case("d0 d1 f experts!", (2, 4), 8, activation="gelu", gated=False),
+    moe_case("d0 d1 experts!", (2, 4), 16, activation="silu", gated=True),
+    moe_case("d0 f experts!", (4,), 8, r(3, 8), activation="relu", gated=False),
+    moe_case("d0 f! experts!", (4,), 8, None, r(3, 6), activation="relu", gated=False),
 ]
 
 # Operands that an op has no gradient for.
@@ -364,13 +364,14 @@ def test_shards_recombine_to_the_whole(number: int) -> None:
     communicating = {w[:-1] for w in words if w.endswith("!")}
     assert set(rule.shardable()) == {w.rstrip("!") for w in words if w != "+"}
     assert len(rule.linear) == words.count("+")
-    assert {f for f, name in rule.lowered.items() if name not in ("mean", "bias")} <= communicating | set(rule.blocked)
+    lowered = {f for f, name in rule.lowered.items() if name not in ("mean", "bias")}
+    assert lowered <= communicating | set(rule.blocked) | set(rule.joint)
     run = runner(node)
     bound = call_of(node).bound()
     names = NO_GRADIENT.get(call_of(node).name, ())
     constants = [bound[name].position for name in names if bound[name] is not None]
     for choice in rule.choices():
-        if choice in communicating:
+        if choice in communicating or choice in rule.joint:
             continue
         for num_parts in (2, 3):
             if choice in rule.sizes and rule.sizes[choice] % num_parts:

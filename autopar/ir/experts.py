@@ -1,0 +1,113 @@
+"""The feed-forward networks of a mixture of experts, over rows sorted by expert.
+
+Shape suffixes as in ``ops``. Rows are (token, choice) pairs: token t sends row ``t * K + k`` to its k-th expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+# (rows sorted by expert, the expert of each) -> each row through its expert
+Experts = Callable[[Tensor, Tensor], Tensor]
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether ``x`` has numbers, on which the number of rows of an expert depends, and not only a shape."""
+    return not x.is_meta and not is_fake(x)
+
+
+def rows_of_experts(expert: Tensor, num_experts: int) -> Tensor:
+    """(E,): how many of the rows go to each expert. expert: (rows,) integers below E."""
+    return torch.zeros(num_experts, dtype=torch.int64, device=expert.device).scatter_add_(
+        0, expert, torch.ones_like(expert, dtype=torch.int64)
+    )
+
+
+def combine(x: Tensor, expert_weight: Tensor, rows: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Each of ``rows`` through ``experts``; their results summed by token with their weights: (.., h) -> (.., h).
+
+    x: (.., h). expert_weight: (.., K). rows: numbers of (token, choice) pairs, each at most once, in any order.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    token = rows // expert_weight.shape[-1]
+    weighted = experts(tokens.index_select(0, token)) * expert_weight.reshape(-1)[rows][:, None]
+    return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype)).reshape(x.shape)
+
+
+def run_experts(
+    x: Tensor,
+    expert: Tensor,
+    *,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """Each row through its expert: (rows, h) -> (rows, h).
+
+    x: (rows, h), sorted by expert. expert: (rows,). The parameters are those of ``ops.moe``.
+    """
+    ends = rows_of_experts(expert, w_up.shape[0]).cumsum(0).to(torch.int32)
+    up = _grouped_linear(x, w_up, ends)
+    if b_up is not None:
+        up = up + b_up[expert]
+    if gated:
+        gate, value = up.chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate) * value
+    else:
+        inner = ACTIVATIONS[activation](up)
+    down = _grouped_linear(inner, w_down, ends)
+    return down if b_down is None else down + b_down[expert]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``out[r] = x[r] @ weight[e].T`` for the rows r of expert e, which end before ``ends[e]``."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        out = x.new_zeros(x.shape[0], weight.shape[1])
+        for expert, rows in _spans(ends):
+            torch.mm(x[rows], weight[expert].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        x, weight, ends = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
+        for expert, rows in _spans(ends):
+            grad_x[rows] = grad[rows] @ weight[expert]
+            torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])
+        return grad_x, grad_weight, None
+
+
+def _spans(ends: Tensor) -> list[tuple[int, slice]]:
+    """(expert, rows) of the experts that have rows."""
+    limits = [0, *ends.tolist()]
+    return [(e, slice(limits[e], limits[e + 1])) for e in range(len(limits) - 1) if limits[e + 1] > limits[e]]
+
+
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of x, sorted by expert, each through its expert's weight: (rows, h), (E, n, h) -> (rows, n)."""
+    if not has_values(x):
+        return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
+    if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]:
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return, no-untyped-call]

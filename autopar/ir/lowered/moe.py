@@ -1,0 +1,130 @@
+"""Experts divided among ranks: each rank computes those that it has.
+
+    moe(x, index, weight, w_up, w_down)                                    w_up (E, u, h), w_down (E, h, i)
+    moe(.., expert_groups=('tp',), exchanged=(False,))                     w_up (E / tp, u, h): a summand over tp
+    moe(.., expert_groups=('ep',), exchanged=(True,))                      x (b / ep, ..): rows travel to their experts
+
+A row is a token on its way to one of its K experts. Where the ranks of an axis have the same tokens, each keeps the
+rows for its own experts, and the results are summands. Where they have different tokens the rows are exchanged: an
+all_gather of how many go to each expert, an all_to_all of exactly these rows, the experts, and an all_to_all back.
+Nothing is padded; a rank may receive nothing. Backward, the gradients take the same two ways in reverse.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from autopar.ir.collectives import apply
+from autopar.ir.communicate import exchange_rows, group_rank, group_size, stack_ranks
+from autopar.ir.experts import Experts, combine, has_values, rows_of_experts, run_experts
+from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule
+
+Counts = tuple[int, ...]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Counts, received: Counts, group: str) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchange_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def moe(
+    x: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str,
+    gated: bool,
+    expert_groups: Groups = (),
+    exchanged: tuple[bool, ...] = (),
+    inner_groups: Groups = (),
+) -> Tensor:
+    """``ops.moe`` on this rank's tokens and experts; a summand over groups that are not exchanged.
+
+    x: (.., h), expert_index, expert_weight: (.., K): this rank's tokens; the indices are global. w_up and the
+    other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. exchanged: for each
+    of them, whether its ranks have different tokens. inner_groups: these cut the inner width, and divide a bias on
+    the way out among them.
+    """
+    if b_down is not None and inner_groups:
+        b_down = b_down / shard_count(inner_groups)
+    experts = partial(
+        run_experts, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, activation=activation, gated=gated
+    )
+    if not has_values(x):  # shapes only: as if every row stayed
+        expert_groups, exchanged = (), ()
+    num_local = w_up.shape[0]
+    rows, address = _route(expert_index.reshape(-1), num_local, expert_groups, exchanged)
+    travelled = tuple(group for group, moves in zip(expert_groups, exchanged, strict=True) if moves)
+    num_addresses = num_local * shard_count(travelled)
+    return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_addresses, travelled, experts))
+
+
+def _route(expert: Tensor, num_local: int, groups: Groups, exchanged: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
+    """The rows in play, sorted by address, and their addresses.
+
+    An address is (places on the exchanged axes, number of the expert there) as one number. A row whose expert is
+    elsewhere on an axis that is not exchanged is another rank's to compute.
+    """
+    address, kept = torch.zeros_like(expert), torch.ones_like(expert, dtype=torch.bool)
+    left = num_local * shard_count(groups)
+    for group, moves in zip(groups, exchanged, strict=True):
+        size = group_size(group)
+        left //= size
+        place = expert // left % size
+        if moves:
+            address = address * size + place
+        else:
+            kept &= place == group_rank(group)
+    address = address * num_local + expert % num_local
+    rows = kept.nonzero().squeeze(1) if groups else torch.arange(len(expert), device=expert.device)
+    address, order = address[rows].sort(stable=True)
+    return rows[order], address
+
+
+def _through(rows: Tensor, address: Tensor, num_addresses: int, groups: Groups, experts: Experts) -> Tensor:
+    """Rows, sorted by address, through their experts and back into the same order."""
+    if not groups:
+        return experts(rows, address)
+    group, *inner = groups
+    size, rank = group_size(group), group_rank(group)
+    num_inner = num_addresses // size
+    counts = rows_of_experts(address, num_addresses)
+    incoming = stack_ranks(counts, group).view(size, size, num_inner)[:, rank]
+    totals = torch.stack([counts.view(size, num_inner).sum(1), incoming.sum(1)]).tolist()
+    sent, received = map(tuple, totals)
+    arrived = apply(_Exchange, rows, sent, received, group)
+    arrived_address = torch.arange(num_inner, device=rows.device).repeat(size)
+    arrived_address = arrived_address.repeat_interleave(incoming.flatten(), output_size=sum(received))
+    arrived_address, order = arrived_address.sort(stable=True)
+    out = _through(arrived.index_select(0, order), arrived_address, num_inner, tuple(inner), experts)
+    out = torch.empty_like(out).index_copy(0, order, out)
+    return cast(Tensor, apply(_Exchange, out, received, sent, group))
+
+
+def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
+    """The call that replaces ``ops.moe``."""
+    call = arguments(node)
+    names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
+    kwargs = {name: call[name] for name in ("activation", "gated")}
+    groups = axes_with({"experts"}, assignment, mesh)
+    moving = axes_with(set(rule.joint), assignment, mesh)
+    kwargs["expert_groups"] = groups
+    kwargs["exchanged"] = tuple(group in moving for group in groups)
+    kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
+    return moe, tuple(call[name] for name in names), kwargs

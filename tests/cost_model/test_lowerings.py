@@ -1,0 +1,63 @@
+"""Collectives inside lowered ops are priced by what they really send."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.lowerings import lowering_time
+from autopar.cost_model.ops import op_time
+from autopar.cost_model.seconds import ZERO, OpTime
+from autopar.ir import ops
+from autopar.ir.mesh import Mesh
+from autopar.ir.redistribution import Collective
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+from tests.cost_model.test_ops import call
+
+BATCH, SEQ, HIDDEN, INNER, EXPERTS, TOP_K = 32, 512, 1024, 2048, 16, 4
+MOE = call(
+    ops.moe,
+    (BATCH, SEQ, HIDDEN),
+    (BATCH, SEQ, TOP_K),
+    (BATCH, SEQ, TOP_K),
+    (EXPERTS, 2 * INNER, HIDDEN),
+    (EXPERTS, HIDDEN, INNER),
+    ints=(1,),
+    activation="silu",
+    gated=True,
+)
+CLUSTER = make_cluster("h100-sxm", 8)
+
+
+def exchange(assignment: Assignment, mesh: Mesh, **options: object) -> OpTime:
+    return lowering_time(MOE, rule_for(MOE), assignment, Fabric(CLUSTER, mesh), **options)  # type: ignore[arg-type]
+
+
+def test_an_exchange_is_two_all_to_alls_a_way_of_a_row_for_each_choice() -> None:
+    mesh = Mesh.of(ep=8)
+    found = exchange(("d0&experts",), mesh, precision="bf16", batch_factor="d0", num_microbatches=2)
+    rows = BATCH * SEQ * TOP_K // 8 // 2
+    fabric = Fabric(CLUSTER, mesh)
+    sent = 2 * fabric.time(Collective.ALL_TO_ALL, rows * HIDDEN * 2, 0)
+    reordered = 2 * CLUSTER.device.memory_seconds(2 * rows * HIDDEN * 2)
+    assert found.backward_s == pytest.approx(sent + reordered + 2 * CLUSTER.device.kernel_launch_s)
+    counted = fabric.time(Collective.ALL_GATHER, 8 * EXPERTS * 8, 0)
+    assert found.forward_s == pytest.approx(found.backward_s + counted)
+
+
+def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exchange() -> None:
+    mesh = Mesh.of(ep=4, tp=2)
+    assert exchange((None, "experts"), mesh) == ZERO
+    both, alone = (exchange(("d0&experts", other), mesh).total_s for other in ("experts", None))
+    assert both < 0.6 * alone
+
+
+@pytest.mark.parametrize("choice", ["d0", "d1", "experts", "d0&experts", "d1&experts"])
+def test_every_choice_divides_the_work_once(choice: str) -> None:
+    mesh, rule = Mesh.of(x=8), rule_for(MOE)
+    whole, part = (op_time(MOE, rule, (c,), mesh, CLUSTER.device, precision="bf16") for c in (None, choice))
+    # Sharded tokens leave every rank all the weights to read.
+    assert whole.forward_s / 8.5 < part.forward_s < whole.forward_s / 5
+    assert rule.flops == 2 * BATCH * SEQ * TOP_K * HIDDEN * 3 * INNER

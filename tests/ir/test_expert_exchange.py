@@ -1,0 +1,94 @@
+"""The exchange of tokens and experts sends exactly the rows that routing asks for, whatever the routing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ir import ops
+from autopar.ir.collective_counter import CollectiveCounter, Issued
+from autopar.ir.lowered.moe import moe
+from autopar.ir.mesh import Mesh
+from tests.harness import run_ranks
+from tests.ir.layouts import axis_groups
+
+HIDDEN, INNER, EXPERTS, TOP_K = 3, 4, 6, 2
+WIDTH = HIDDEN * 8  # bytes of a row
+OPTIONS: dict[str, Any] = {"activation": "silu", "gated": True}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Tokens of all ranks and how often each expert is chosen, relative to the others."""
+
+    tokens: int
+    weights: tuple[float, ...]
+    seed: int
+
+    def tensors(self) -> list[Tensor]:
+        torch.manual_seed(self.seed)
+        index = torch.multinomial(torch.tensor(self.weights), self.tokens * TOP_K, replacement=True)
+        found = [
+            torch.randn(self.tokens, HIDDEN, dtype=torch.float64),
+            index.view(self.tokens, TOP_K),
+            torch.rand(self.tokens, TOP_K, dtype=torch.float64),
+            torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.float64),
+            torch.randn(EXPERTS, HIDDEN, INNER, dtype=torch.float64),
+        ]
+        return [x.requires_grad_(x.is_floating_point()) for x in found]
+
+
+def _routing(seed: int) -> Routing:
+    """Balanced or skewed; experts, or all experts of a rank, may get nothing."""
+    numbers = random.Random(seed)
+    weights = numbers.choices([0.0, 0.01, 1.0, 10.0], [2, 1, 1, 1], k=EXPERTS)
+    weights[numbers.randrange(EXPERTS)] = 1.0
+    return Routing(tokens=2 * numbers.randint(1, 9), weights=tuple(weights), seed=seed)
+
+
+Found = tuple[Tensor, list[Tensor], list[Issued]]
+
+
+def _exchange(cases: list[Routing]) -> list[Found]:
+    """Per routing: this rank's result, gradients of x, the weights and both matrices, and collectives."""
+    group, rank = axis_groups(Mesh.of(ep=2))["ep"], dist.get_rank()
+    found = []
+    for case in cases:
+        local = [x.detach().chunk(2)[rank].requires_grad_(x.is_floating_point()) for x in case.tensors()]
+        with CollectiveCounter() as counter:
+            out = moe(*local, **OPTIONS, expert_groups=(group,), exchanged=(True,))
+            out.square().sum().backward()  # type: ignore[no-untyped-call]
+        found.append((out.detach(), [x.grad for x in local if x.grad is not None], counter.issued))
+    return found
+
+
+def _check(case: Routing, ranks: list[Found]) -> None:
+    tensors = case.tensors()
+    whole = ops.moe(*tensors, **OPTIONS)
+    whole.square().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(torch.cat([out for out, _, _ in ranks]), whole.detach())
+    for number, expected in enumerate(x.grad for x in tensors if x.grad is not None):
+        torch.testing.assert_close(torch.cat([grads[number] for _, grads, _ in ranks]), expected)
+
+    home = tensors[1] // (EXPERTS // 2)
+    for rank, (_, _, issued) in enumerate(ranks):
+        away = int((home.chunk(2)[rank] != rank).sum())
+        arriving = int((home.chunk(2)[1 - rank] == rank).sum())
+        exchanges = [one for one in issued if one.kind == "all_to_all"]
+        assert [one.phase for one in exchanges] == ["forward", "forward", "backward", "backward"]
+        assert [one.sent_bytes // WIDTH for one in exchanges] == [away, arriving, away, arriving]
+        sizes = [one for one in issued if one.kind != "all_to_all"]
+        assert [(one.kind, one.payload_bytes) for one in sizes] == [("all_gather", 2 * EXPERTS * 8)]
+
+
+def test_rows_sent_equal_the_routing() -> None:
+    cases = [_routing(seed) for seed in range(60)]
+    cases.append(Routing(tokens=8, weights=(0.0, 0.0, 0.0, 0.0, 1.0, 0.0), seed=1))  # one expert gets everything
+    ranks = run_ranks(_exchange, 2, cases)
+    for number, case in enumerate(cases):
+        _check(case, [rank[number] for rank in ranks])
