@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Plan as Plan
     from autopar.runtime.checkpoint.loading import load as load
     from autopar.runtime.checkpoint.saving import save as save
+    from autopar.runtime.loss_scaler import LossScaler as LossScaler
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "AutoparError": "autopar.ir.errors",
     "Cluster": "autopar.cost_model.cluster",
+    "LossScaler": "autopar.runtime.loss_scaler",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
     "load": "autopar.runtime.checkpoint.loading",
@@ -41,6 +43,7 @@ _PUBLIC = {
 __all__ = [
     "AutoparError",
     "Cluster",
+    "LossScaler",
     "ParallelModule",
     "Plan",
     "__version__",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import logging
 import os
@@ -35,7 +36,11 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """model: MODEL of the command line; plan: path. seq_len: None for the model file's default."""
+    """model: MODEL of the command line; plan: path. seq_len: None for the model file's default.
+
+    steps: in all, those before a checkpoint included. save, resume: folders of checkpoints. save_every: steps
+    between two (None: one after the last step). seed: of weights and data; the checkpoint's, if one is resumed.
+    """
 
     model: str
     plan: str
@@ -45,11 +50,16 @@ class TrainingJob:
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     seed: int = 0
+    save: str | None = None
+    save_every: int | None = None
+    resume: str | None = None
 
     def check(self) -> Plan:
         """The plan. Raises what would go wrong on every rank, before there are any."""
         if self.optimizer not in ("adamw", "sgd"):
             raise InvalidInput(f"unknown optimizer {self.optimizer!r}; expected adamw or sgd")
+        if self.save_every is not None and self.save is None:
+            raise InvalidInput("--save-every needs a folder to save to.\n  try: --save DIR")
         plan = Plan.load(self.plan)
         load_model_file(self.model).meta_inputs(plan.batch.global_size, self.seq_len)
         return plan
@@ -107,17 +117,31 @@ def train(job: TrainingJob) -> bool:
         plan=plan,
     )
     optimizer = _optimizer(job, parallel)
-    batches = _batches(source, job, plan.batch.global_size)
-    report = _Report(job, plan, this_device(), quiet=rank != 0)
-    for _ in range(job.steps):
-        batch = next(batches)
+    scaler = autopar.LossScaler(parallel) if plan.precision == "fp16" else None
+    done, seed = 0, job.seed
+    if job.resume is not None:
+        progress = autopar.load(parallel, optimizer, job.resume, scaler=scaler)
+        done, seed = progress.step, progress.data["seed"]
+    batches = _batches(source, job, plan.batch.global_size, seed)
+    report = _Report(job, plan, this_device(), done, quiet=rank != 0)
+    for batch in itertools.islice(batches, done):
+        # Where the data stood. One process, if it is compared, trains from the start.
+        if single is not None:
+            single.step(batch)
+    for number, batch in enumerate(itertools.islice(batches, max(0, job.steps - done)), done + 1):
         start = time.perf_counter()
         args, kwargs = _arguments(parallel.shard_batch(batch))
         loss = parallel.step(*args, **kwargs)
-        optimizer.step()
+        optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
         seconds = time.perf_counter() - start
         report.step(float(loss), seconds, None if single is None else single.step(batch))
+        if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
+            autopar.save(
+                parallel, optimizer, job.save, scaler=scaler, step=number, data={"seed": seed}, asynchronous=True
+            )
+    # A write may be going on; the process group has to outlive it.
+    parallel.engine.background.finish()
     report.end()
     dist.barrier()
     return report.agrees
@@ -143,8 +167,9 @@ class _Single:
 class _Report:
     """Prints the loss of every step, and at the end how fast and how exact it was."""
 
-    def __init__(self, job: TrainingJob, plan: Plan, device: torch.device, *, quiet: bool) -> None:
-        self.job, self.plan, self.quiet = job, plan, quiet
+    def __init__(self, job: TrainingJob, plan: Plan, device: torch.device, done: int, *, quiet: bool) -> None:
+        """done: steps before those that are reported."""
+        self.job, self.plan, self.done, self.quiet = job, plan, done, quiet
         self.seconds: list[float] = []
         self.differences: list[float] = []
         mesh = "  ".join([f"pp {plan.num_stages}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
@@ -160,9 +185,12 @@ class _Report:
             difference = abs(loss - single) / abs(single) if loss == loss and single == single else float("inf")
             self.differences.append(difference)
             columns = f"   {single:11.6f}   {difference:19.1e}"
-        self._print(f"{len(self.seconds):4d}  {loss:10.6f}{columns}   {seconds:7.3f}")
+        self._print(f"{self.done + len(self.seconds):4d}  {loss:10.6f}{columns}   {seconds:7.3f}")
 
     def end(self) -> None:
+        if not self.seconds:
+            self._print(f"nothing to do: {self.done} steps are done")
+            return
         # The first step also allocates and connects.
         median = statistics.median(self.seconds[1:] or self.seconds)
         self._print(f"median step {median:.3f} s")
@@ -184,10 +212,10 @@ def _optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
 
 
-def _batches(source: ModelFile, job: TrainingJob, batch_size: int) -> Iterator[Any]:
+def _batches(source: ModelFile, job: TrainingJob, batch_size: int, seed: int) -> Iterator[Any]:
     """Global batches, the same on every rank; the example inputs over and over for a model without data."""
     if source.batches is not None:
-        yield from source.batches(batch_size, job.seq_len, job.seed)
+        yield from source.batches(batch_size, job.seq_len, seed)
     while True:
         yield source.inputs(batch_size, job.seq_len)
 

@@ -4,12 +4,12 @@ With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks
 (4 or 2), AdamW:
 
     level   parameters      gradients   optimiser
-    0       4n  (+ 2n bf16) 4n          8n
+    0       4n  (+ 2n 16-bit) 4n        8n
     1       4n/d + cn       4n          8n/d
     2       4n/d + cn       4n/d        8n/d
     3       4n/d            4n/d        8n/d       + transient: gathered blocks
 
-Parameters stay float32 and are their own master copy; bf16 compute adds 2n, the copies that matmuls read. So
+Parameters stay float32 and are their own master copy; bf16 and fp16 compute add 2n, the copies that matmuls read. So
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
 precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 1 and 2 keep the
 gathered compute copy from the first microbatch to the last; level 3 gathers block by block and holds two: the

@@ -159,7 +159,7 @@ class OpCost:
     ) -> OpCost:
         """Measure ``node``.
 
-        precision: of compute, fp32 or bf16: what float32 tensors of the capture become. batch_factor: the
+        precision: of compute (fp32, bf16 or fp16): what float32 tensors of the capture become. batch_factor: the
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through; every floating point operand if not given.
         Raises UnsupportedOp for an op without a rule.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import cluster
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
+from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
 from autopar.ir.roles import find_roles, microbatch_obstacle
 from autopar.passes.assign import assign
@@ -53,5 +52,5 @@ def partition(
     uses = find_uses(captured, assignments)
     storage, data_axes, shard_axes = store(captured, uses, plan)
     sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs)
-    settle(sharded.graph, plan.stage_mesh, torch.bfloat16 if plan.precision == "bf16" else None)
+    settle(sharded.graph, plan.stage_mesh, narrow_dtype(plan.precision))
     return split_stages(captured, folding, clusters, sharded, storage, data_axes, shard_axes, plan, outputs=outputs)

@@ -38,6 +38,7 @@ from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.parameters import read_parameter
 from autopar.ir.placement import Layout, Replicate, Shard, local_shape, replicated
 from autopar.ir.plan import Plan
+from autopar.ir.precision import narrow_dtype
 from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment, Choice, FactorRule
@@ -273,12 +274,12 @@ class _Sweep:
     def read(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool) -> fx.Node:
         stored = self.storage[node.name]
         scale, steps = stored.read(value, grad, self.plan.stage_mesh)
-        narrow = self.plan.precision == "bf16" and not wide
+        narrow = None if wide else narrow_dtype(self.plan.precision)
         key = (node, block, scale, narrow)
         if key not in self.uses:
             kwargs: dict[str, Any] = {}
-            if narrow and self.captured.parameters[node.name].dtype.is_floating_point:
-                kwargs["dtype"] = torch.bfloat16
+            if narrow is not None and self.captured.parameters[node.name].dtype.is_floating_point:
+                kwargs["dtype"] = narrow
             if scale != 1.0:
                 kwargs["grad_scale"] = scale
             new = self.graph.call_function(read_parameter, (self.made[node],), kwargs)

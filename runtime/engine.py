@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from autopar.ir.errors import PlanMismatch
+from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram
@@ -30,6 +30,7 @@ from autopar.runtime.state import Stored
 from autopar.runtime.zero import ZeroEngine, apply_zero, is_managed
 
 if TYPE_CHECKING:
+    from autopar.runtime.loss_scaler import LossScaler
     from autopar.runtime.pipeline import Pipeline
 
 _STEP, _FORWARD = "loss", "model"
@@ -85,6 +86,7 @@ class Engine:
         self.reducer = self._make_reducer()
         self.randomness = Randomness(seed, self.stage, self.device)
         self.background = Background()
+        self.scaler: LossScaler | None = None
         self.pipeline: Pipeline | None = None
         if program.num_stages > 1:
             # Importing it imports torch.export, which takes seconds.
@@ -163,6 +165,24 @@ class Engine:
         if last:
             self.reducer.arm()
 
+    def _begin(self) -> None:
+        """Before the first backward of a call."""
+        self.reducer.begin()
+        if self.scaler is not None:
+            self.stage.loss_scale = self.scaler.scale
+            self.scaler.before_backward(self._gradients())
+
+    def _finish(self) -> None:
+        """After the last one."""
+        self.reducer.finish()
+        if self.scaler is not None:
+            self.scaler.after_backward(self._gradients(), self.device)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        self.reshard()
+        found = (self.tensor(name).grad for name in self.layouts)
+        return [gradient for gradient in found if gradient is not None]
+
     # A training step.
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -172,13 +192,18 @@ class Engine:
                 f"{self.captured.name} has no loss, so there is no training step.\n"
                 "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
             )
+        if self.scaler is None and self.plan.precision == "fp16":
+            raise InvalidInput(
+                "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
+                "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
+            )
         self.stage.select(_STEP)
         own = {name: inputs[name] for name in self._inputs[_STEP]}
-        self.reducer.begin()
+        self._begin()
         self.randomness.next_call()
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
-            self.reducer.finish()
+            self._finish()
             return self._loss_of_pipeline(losses)
         chunks = self.program.num_microbatches
         total: torch.Tensor | None = None
@@ -194,7 +219,7 @@ class Engine:
             self._before_backward(last)
             loss.backward()
             del loss
-        self.reducer.finish()
+        self._finish()
         if summed is not None:
             summed.wait()
         assert total is not None
@@ -266,10 +291,10 @@ class Engine:
 
     def _begin_backward(self) -> None:
         """Start of a backward through plain forward: sum gradients in it, as DistributedDataParallel does."""
-        self.reducer.begin()
+        self._begin()
         self._before_backward(True)
         # FSDP queues its own final callback later in this backward; the reducer has to come after it.
         Variable._execution_engine.queue_callback(self._queue_finish)
 
     def _queue_finish(self) -> None:
-        Variable._execution_engine.queue_callback(self.reducer.finish)
+        Variable._execution_engine.queue_callback(self._finish)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from autopar.ir.graph import Parameter
 from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
+
+if TYPE_CHECKING:
+    from autopar.runtime.loss_scaler import LossScaler
 
 # Makes the engine from the first call's args, kwargs and target.
 Builder = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Engine]
@@ -32,6 +35,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._engine = engine if isinstance(engine, Engine) else None
         self._build = None if isinstance(engine, Engine) else engine
+        self._scaler: LossScaler | None = None
 
     @property
     def engine(self) -> Engine:
@@ -70,8 +74,15 @@ class ParallelModule(nn.Module):
         """Capture if that has waited for this call; its arguments are the global batch, of which we take our rows."""
         if self._engine is None and self._build is not None:
             self._engine, self._build = self._build(args, kwargs, target), None
+            self._engine.scaler = self._scaler
             return tuple(self.shard_batch(args)), self.shard_batch(kwargs), self.shard_batch(target)
         return args, kwargs, target
+
+    def attach_scaler(self, scaler: LossScaler) -> None:
+        """Have ``scaler`` scale the loss of every step. LossScaler calls this."""
+        self._scaler = scaler
+        if self._engine is not None:
+            self._engine.scaler = scaler
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their joint 2-norm, over every rank and stage, is at most ``max_norm``.

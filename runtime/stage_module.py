@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.lowered.random import is_random
+from autopar.ir.parameters import scale_gradient
 from autopar.ir.program import StageProgram
 from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
 
@@ -33,6 +34,7 @@ class _Variant:
     calls: tuple[_Call, ...]
     results: tuple[str, ...]
     updates: tuple[tuple[Slot, str], ...]
+    gives_loss: bool
 
 
 class StageModule(nn.Module):
@@ -54,6 +56,8 @@ class StageModule(nn.Module):
         self._owner: dict[str, nn.Module] = {}
         self._variants: dict[str, _Variant] = {}
         self._selected = ""
+        self.loss_scale = 1.0
+        """Factor on the gradient of the loss, not on the loss."""
         self.is_random = False
         """Whether any block draws random numbers."""
         for block in program.blocks:
@@ -101,6 +105,7 @@ class StageModule(nn.Module):
             calls=tuple(calls),
             results=results,
             updates=updates,
+            gives_loss=program.loss is not None,
         )
         self._selected = self._selected or variant
 
@@ -134,4 +139,7 @@ class StageModule(nn.Module):
         for slot, name in variant.updates:
             # A new tensor in its place, not a copy into it: backward may still need the old one.
             slot.set(values[name].detach())
-        return tuple(values[name] for name in variant.results)
+        found = tuple(values[name] for name in variant.results)
+        if variant.gives_loss and self.loss_scale != 1.0:
+            found = tuple(scale_gradient(value, self.loss_scale) for value in found)
+        return found

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autopar.ir.plan import Precision
+from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.stage_module import StageModule
 
@@ -77,8 +78,9 @@ def apply_zero(
         if isinstance(parameter := find(name), nn.Parameter) and not is_managed(layout, program.data_axes)
     }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    narrow = narrow_dtype(precision)
+    if narrow is not None:
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     modules: list[FSDPModule] = []
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):

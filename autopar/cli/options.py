@@ -27,6 +27,7 @@ class ScheduleName(str, Enum):
 class PrecisionName(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class RematName(str, Enum):

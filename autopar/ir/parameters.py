@@ -25,8 +25,14 @@ def read_parameter(
         result: torch.Tensor = _ReadShard.apply(parameter, dtype, grad_scale)  # type: ignore[no-untyped-call]
         return result
     if grad_scale != 1.0:
-        parameter = _ScaleGradient.apply(parameter, grad_scale)  # type: ignore[no-untyped-call]
+        parameter = scale_gradient(parameter, grad_scale)
     return parameter if dtype is None else parameter.to(dtype)
+
+
+def scale_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """``value`` itself; its gradient is multiplied by ``factor``."""
+    result: torch.Tensor = _ScaleGradient.apply(value, factor)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _ReadShard(torch.autograd.Function):

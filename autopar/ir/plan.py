@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
 
+Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["gpipe", "1f1b"]
-Precision = Literal["fp32", "bf16"]
 
 
 class _Model(BaseModel):

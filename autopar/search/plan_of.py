@@ -50,7 +50,7 @@ def plan_of(
         schedule=schedule,
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
-        precision="bf16" if load.precision == "bf16" else "fp32",
+        precision=load.precision,
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],
         prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),

@@ -21,6 +21,7 @@ from autopar.cost_model.ops import compute_itemsize, needs_gradient
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules import rule_for
@@ -86,10 +87,10 @@ class Workload:
     folding: Folding
     roles: Roles
     clusters: Clusters
-    precision: str
+    precision: Precision
 
     @classmethod
-    def of(cls, captured: CapturedModel, precision: str) -> Workload:
+    def of(cls, captured: CapturedModel, precision: Precision) -> Workload:
         """Analyse ``captured``; linear in its ops."""
         folding, roles = fold(captured), find_roles(captured)
         return cls(

@@ -78,3 +78,18 @@ def test_a_plan_for_another_model_is_refused_once(
     printed = capfd.readouterr()
     assert printed.err.count("PlanMismatch") == 1
     assert "Traceback" not in printed.err
+
+
+def test_training_goes_on_under_another_plan(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plans = {name: str(tmp_path / f"{name}.yaml") for name in ("pp", "dp")}
+    for name, plan in plans.items():
+        assert autopar(monkeypatch, "search", net, "--gpus", "2", "--gpu", "cpu", f"--{name}", "2", "-o", plan) == 0
+    run = str(tmp_path / "run")
+    assert autopar(monkeypatch, "train", net, plans["pp"], "--steps", "3", "--save", run, "--save-every", "2") == 0
+    capfd.readouterr()
+    assert autopar(monkeypatch, "train", net, plans["dp"], "--steps", "5", "--resume", run, "--compare-single") == 0
+    steps = [line.split() for line in capfd.readouterr().out.splitlines() if line[:4].strip().isdigit()]
+    assert [int(step[0]) for step in steps] == [4, 5]
+    assert all(float(step[3]) <= 1e-5 for step in steps)

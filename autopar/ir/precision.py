@@ -1,0 +1,14 @@
+"""Precisions of compute. Parameters, their gradients' sums and optimiser state are float32 under all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.ir.plan import Precision
+
+_NARROW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def narrow_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype that float32 parameters and activations are computed in; None for that of the model."""
+    return _NARROW.get(precision)
