@@ -33,7 +33,7 @@ from autopar.ir.clusters import BATCH, Clusters
 from autopar.ir.collectives import step_call
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_results
-from autopar.ir.lowered import LOWERINGS
+from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.parameters import read_parameter
 from autopar.ir.placement import Layout, Replicate, Shard, local_shape, replicated
@@ -233,12 +233,9 @@ class _Sweep:
     def lower(self, node: fx.Node, new: fx.Node, rule: FactorRule) -> None:
         """Replace the op by its lowering where a lowered factor is sharded over the mesh."""
         assignment = self.assignments[node]
-        names = {rule.lowered[choice] for choice in assignment if choice is not None and choice in rule.lowered}
-        names |= {name for factor, name in rule.lowered.items() if factor == "*"}
-        if not names:
+        name = lowering_of(rule, assignment)
+        if name is None:
             return
-        name = sorted(names)[0]
-        assert len(names) == 1, f"{node} needs several lowerings: {names}"
         function, args, kwargs = LOWERINGS[name](new, rule, assignment, self.plan.stage_mesh)
         new.target, new.args, new.kwargs = function, args, kwargs
 

@@ -20,7 +20,7 @@ from autopar.ir.collective_counter import CollectiveCounter
 from autopar.ir.collectives import bind_groups
 from autopar.ir.communicate import unbound_groups
 from autopar.ir.errors import UnsupportedOp
-from autopar.ir.lowered import LOWERINGS
+from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.lowered.attention import attention
 from autopar.ir.lowered.random import derive_seed, seeded, shared_randomness
 from autopar.ir.mesh import Mesh
@@ -106,6 +106,7 @@ def _see_self(mask: Tensor) -> Tensor:
 
 PADDING = _see_self((torch.arange(16) > 2)[None, None, None].expand(2, 1, 1, 16))
 BIAS = torch.linspace(-1, 1, 16 * 16, dtype=torch.float64).view(1, 1, 16, 16)
+DOCUMENTS = (torch.arange(16)[:, None] // 5 == torch.arange(16) // 5)[None, None]
 
 
 def _moe_case(*experts: int, up: int = 10, biases: int = 0, **options: Any) -> Case:
@@ -162,6 +163,23 @@ CASES = {
     "attention-sliding-wide": _attention_case("sliding", 16, 9),
     "attention-causal-padding": _attention_case("causal", 16, None, PADDING),
     "attention-causal-bias": _attention_case("causal", 16, None, BIAS),
+    "attention-full": _attention_case("full"),
+    "attention-mask": _attention_case("mask", 16, None, BIAS),
+    "attention-mask-heads": _attention_case("mask", 16, None, BIAS.tile(2, 4, 1, 1)),
+    "attention-mask-columns": _attention_case("mask", 16, None, BIAS[:, :, :1]),
+    "attention-document": _attention_case("causal", 16, None, DOCUMENTS),
+    "attention-cross": Case(
+        ops.attention,
+        lambda: [_randn(2, 4, 8, 4), _randn(2, 2, 12, 4), _randn(2, 2, 12, 4)],
+        (T(0), T(1), T(2)),
+        {"kind": "full", "scale": 0.5},
+    ),
+    "attention-one-head-size": Case(
+        ops.attention,
+        lambda: [_randn(2, 4, 16, 4), _randn(2, 2, 16, 4), _randn(2, 2, 16, 4)],
+        (T(0), T(1), T(2)),
+        {"kind": "causal", "scale": 0.5},
+    ),
     "aten-attention-causal": Case(
         aten.scaled_dot_product_attention.default,
         lambda: [_randn(2, 4, 8, 3), _randn(2, 4, 8, 3), _randn(2, 4, 8, 3)],
@@ -243,7 +261,8 @@ def _lowered(
     nodes = dict(zip(node.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")))
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: nodes[n], (node.args, node.kwargs))
     local = graph.call_function(node.target, args, kwargs)
-    lowering = {rule.lowered[c] for c in assignment if c in rule.lowered}.pop()
+    lowering = lowering_of(rule, assignment)
+    assert lowering is not None
     local.target, local.args, local.kwargs = LOWERINGS[lowering](local, rule, assignment, MESH)
     graph.output(local)
     graph.lint()
@@ -307,7 +326,9 @@ def test_lowering_equals_the_whole_op(name: str, found: list[dict[str, list[Foun
 
 @pytest.mark.parametrize("name", ["embedding", "attention-sliding", "linear", "mean"])
 def test_summands_need_no_communication(name: str, found: list[dict[str, list[Found]]]) -> None:
-    assert all(sent == 0 for *_, sent in found[0][name])
+    rule = _whole(CASES[name])[1]
+    for assignment, (*_, sent) in zip(_assignments(rule), found[0][name], strict=True):
+        assert (sent > 0) == any(choice in rule.joint for choice in assignment), assignment
 
 
 def test_split_classes_exchange_two_numbers_a_token(found: list[dict[str, list[Found]]]) -> None:

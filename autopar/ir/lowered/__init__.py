@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, moe, random, reductions
+from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, moe, random, reductions, ring
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
 
@@ -30,6 +30,20 @@ LOWERINGS: dict[str, Builder] = {
     "mean": reductions.build_mean,
     "nll_loss": cross_entropy.build,
     "random": random.build,
+    "ring": ring.build,
 }
 
-__all__ = ["LOWERINGS", "Builder", "Lowered"]
+__all__ = ["LOWERINGS", "Builder", "Lowered", "lowering_of"]
+
+
+def lowering_of(rule: FactorRule, assignment: Assignment) -> str | None:
+    """Name of the lowering of an op under ``assignment``, None if it is the op itself on shards.
+
+    The lowering of a joint choice knows what to do with each of its factors alone, too.
+    """
+    joint = {rule.lowered[choice] for choice in assignment if choice in rule.joint}
+    names = {rule.lowered[choice] for choice in assignment if choice is not None and choice in rule.lowered}
+    names |= {name for factor, name in rule.lowered.items() if factor == "*"}
+    chosen = joint or names
+    assert len(chosen) <= 1, f"several lowerings at once: {sorted(chosen)}"
+    return next(iter(chosen), None)

@@ -116,18 +116,22 @@ def _keys(k: Tensor, v: Tensor, mask: Tensor | None, begin: int, end: int) -> tu
     return k[:, :, begin:end], v[:, :, begin:end], mask
 
 
-def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
-    """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
+def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Query, key, value and mask, and the options of ``ops.attention``, of any op that is an attention."""
     call = arguments(node)
     if node.target is ops.attention:
         operands = (call["q"], call["k"], call["v"], call["mask"])
-        kwargs = {name: call[name] for name in ("kind", "window", "scale", "dropout_p")}
-    else:
-        query = call["query"]
-        operands = (query, call["key"], call["value"], call["attn_mask"])
-        scale = call["scale"] if call["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
-        kind = "causal" if call["is_causal"] else "full" if call["attn_mask"] is None else "mask"
-        kwargs = {"kind": kind, "window": None, "scale": scale, "dropout_p": call["dropout_p"]}
+        return operands, {name: call[name] for name in ("kind", "window", "scale", "dropout_p")}
+    query = call["query"]
+    scale = call["scale"] if call["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
+    kind = "causal" if call["is_causal"] else "full" if call["attn_mask"] is None else "mask"
+    operands = (query, call["key"], call["value"], call["attn_mask"])
+    return operands, {"kind": kind, "window": None, "scale": scale, "dropout_p": call["dropout_p"]}
+
+
+def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
+    """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
+    operands, kwargs = attention_arguments(node)
     queries = frozenset(rule.operands[0][-2])
     kwargs["query_groups"] = axes_with(queries, assignment, mesh)
     if kwargs["dropout_p"] > 0:

@@ -21,6 +21,7 @@ graph has to do, for a factor sharded over some mesh axes:
     batch_norm      means and variances over the axes, forward and backward (statistics are Replicate).
     attention       causal and sliding masks of local queries start at the position of the first one; a dropout
                     inside is treated as "random".
+    ring            keys and values go round the ranks that share queries and keys (``s&t``).
     random          ranks with different shards draw different numbers, ranks with equal ones the same.
 
 The pseudo factor ``*`` in ``lowered`` asks for the lowering even where no factor is sharded: replicated ranks

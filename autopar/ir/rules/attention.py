@@ -4,7 +4,8 @@
 
 Pieces of ``e`` would be right, but every rank would compute all scores: the work would not be divided.
 Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
-sliding mask needs the position of the local queries: it is lowered.
+sliding mask needs the position of the local queries: it is lowered. Keys are cut only where queries are
+(``s&t``): a ring. It has no dropout.
 """
 
 from __future__ import annotations
@@ -72,11 +73,14 @@ def _attention(
         lowered["s"] = "attention"
     if dropout:
         lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
+    else:
+        lowered["s&t"] = "ring"
     seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
     return factors.rule(
         operand_factors(call, known, factors),
         [(b, all_heads, s, e)],
         lowered=lowered,
+        joint=[] if dropout else ["s&t"],
         flops=numel((batch, heads, queries)) * seen * (2 * size + 2 * v.shape[3] + 5),
     )
 

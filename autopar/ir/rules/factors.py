@@ -71,14 +71,12 @@ class Factors:
             results=tuple(results),
             sizes=self.sizes,
             summed=frozenset(f for f in summed if f in self.sizes),
-            lowered={
-                f: n for f, n in (lowered or {}).items() if f == "*" or set(factors_of_choice(f)) <= set(self.sizes)
-            },
+            lowered={f: name for f, name in (lowered or {}).items() if f == "*" or self._all_known(f)},
             blocked=frozenset(self.blocked),
             linear=tuple(frozenset(positions) for positions in linear),
             flops=flops,
             couples=frozenset(f for f in couples if f in self.sizes),
-            joint=tuple(joint),
+            joint=tuple(choice for choice in joint if self._all_known(choice)),
         )
 
     def _all_known(self, choice: str) -> bool:

@@ -1,0 +1,220 @@
+"""Attention over a block of keys, such that blocks can be put together: results with their log-sum-exps.
+
+    out, lse = forward(q, k_block, v_block)              softmax over this block alone
+    merge(out, lse, more_out, more_lse)                  softmax over both
+    dq, dk_block, dv_block = backward(grad, .., lse)     with the log-sum-exp over all blocks
+
+Fused kernels where they apply, else tiles of ``_TILE`` queries by ``_TILE`` keys (Dao, arXiv:2307.08691, section 3).
+Shapes: q (B, Hq, S, D), k (B, Hkv, T, D), v (B, Hkv, T, Dv), lse (B, Hq, S). A row that sees nothing has result 0
+and log-sum-exp -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.ir.sequence import Block, Sight, Span
+
+_aten = torch.ops.aten
+_TILE = 1024
+
+# The memory-efficient CUDA kernel pads the log-sum-exp to this many queries, and wants heads of this alignment.
+_ALIGNED_QUERIES, _ALIGNED_HEAD = 32, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made of a block: scale, who sees whom, and whether a kernel takes the block whole."""
+
+    scale: float
+    sight: Sight
+    block: Block
+
+    @property
+    def kernel_causal(self) -> bool | None:
+        """``is_causal`` of a fused kernel, None if its mask is no other block's than this one's."""
+        if self.block.whole:
+            return False
+        square = self.block.queries == self.block.keys
+        # Inside a window a sliding mask is a causal one.
+        hides_more = self.sight.kind == "sliding" and len(self.block.keys) > (self.sight.window or 0)
+        return True if square and not hides_more else None
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums over keys are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Put the attention over further keys into ``out`` (wide) and ``lse``, in place."""
+    both = torch.logaddexp(lse, more_lse)
+    finite = _finite(both)
+    out.mul_(torch.exp(lse - finite)[..., None]).add_(more_out * torch.exp(more_lse - finite)[..., None])
+    lse.copy_(both)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Attention over one block of keys and its log-sum-exp, in the wide dtype or the operands'.
+
+    mask: of the block; boolean or additive, broadcasting to (B, Hq, S, T).
+    """
+    causal = scores.kernel_causal
+    if mask is None and causal is not None:
+        if _takes_cpu_flash(q, v):
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q, _repeat(k, q), _repeat(v, q), 0.0, causal, scale=scores.scale
+            )
+            return out, lse
+        if _takes_cuda_flash(q, v):
+            out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
+            return out, lse
+        if _takes_cuda_efficient(q, v):
+            out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+                q, _repeat(k, q), _repeat(v, q), None, True, 0.0, causal, scale=scores.scale
+            )
+            return out, lse
+    wide = wide_dtype(q)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    for rows, columns in _tiles(scores):
+        tile = _tile(q, k, mask, scores, rows, columns)
+        tile_lse = torch.logsumexp(tile, -1)
+        weights = tile.sub_(_finite(tile_lse)[..., None]).exp_()
+        more = weights @ _repeat(v[:, :, columns.start : columns.stop], q).to(wide)
+        merge(out[:, :, rows.start : rows.stop], lse[:, :, rows.start : rows.stop], more, tile_lse)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
+    grad_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q and of the block's k and v. ``out`` and ``lse`` are those over all keys.
+
+    grad_mask: what the gradient of the block's mask is added to, in place; None if nobody wants it.
+    """
+    causal = scores.kernel_causal
+    if mask is None and causal is not None:
+        if _takes_cpu_flash(q, v):
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, _repeat(k, q), _repeat(v, q), out, lse, 0.0, causal, scale=scores.scale
+            )
+            return dq, _sum_groups(dk, k), _sum_groups(dv, v)
+        if _takes_cuda_flash(q, v):
+            no_seed = torch.empty(0, dtype=torch.uint64, device=q.device)
+            dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed,
+                scale=scores.scale,
+            )  # fmt: skip
+            return dq, dk, dv
+        if _takes_cuda_efficient(q, v):
+            no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+            dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+                grad, q, _repeat(k, q), _repeat(v, q), None, out, lse, no_seed, no_seed, 0.0,
+                [True, True, True, False], causal, scale=scores.scale,
+            )  # fmt: skip
+            return dq, _sum_groups(dk, k), _sum_groups(dv, v)
+    wide = wide_dtype(q)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for rows, columns in _tiles(scores):
+        row, column = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        values, keys = (_repeat(x[:, :, column], q).to(wide) for x in (v, k))
+        own, row_grad = q[:, :, row].to(wide), grad[:, :, row].to(wide)
+        weights = _tile(q, k, mask, scores, rows, columns).sub_(_finite(lse[:, :, row])[..., None]).exp_()
+        dv[:, :, column] += _sum_groups(weights.mT @ row_grad, v)
+        spread = (row_grad * out[:, :, row]).sum(-1, keepdim=True)
+        slope = (row_grad @ values.mT).sub_(spread).mul_(weights)
+        dq[:, :, row] += slope @ keys * scores.scale
+        dk[:, :, column] += _sum_groups(slope.mT @ own * scores.scale, k)
+        if grad_mask is not None:
+            part = part_of(grad_mask, rows, columns)
+            part += slope.sum_to_size(part.shape)
+    return dq, dk, dv
+
+
+def _tiles(scores: Scores) -> Iterator[tuple[Span, Span]]:
+    """Rows and columns of the tiles of the block in which anything is seen, counted from the block's first ones."""
+    block = scores.block
+    for row in range(0, len(block.rows), _TILE):
+        rows = Span(row, min(row + _TILE, len(block.rows)))
+        for column in range(0, len(block.columns), _TILE):
+            columns = Span(column, min(column + _TILE, len(block.columns)))
+            if block.whole or not scores.sight.sees_none(*_positions(block, rows, columns)):
+                yield rows, columns
+
+
+def _positions(block: Block, rows: Span, columns: Span) -> tuple[Span, Span]:
+    first, first_key = block.queries.start, block.keys.start
+    return Span(first + rows.start, first + rows.stop), Span(first_key + columns.start, first_key + columns.stop)
+
+
+def _tile(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, rows: Span, columns: Span) -> Tensor:
+    """Scores of a tile, -inf where nothing is seen."""
+    wide = wide_dtype(q)
+    keys = _repeat(k[:, :, columns.start : columns.stop], q).to(wide)
+    tile = (q[:, :, rows.start : rows.stop].to(wide) @ keys.mT).mul_(scores.scale)
+    if mask is not None:
+        part = part_of(mask, rows, columns)
+        tile = tile.masked_fill_(~part, float("-inf")) if part.dtype == torch.bool else tile.add_(part)
+    if not scores.block.whole:
+        queries, key_span = _positions(scores.block, rows, columns)
+        if not scores.sight.sees_all(queries, key_span):
+            position = torch.arange(*queries, device=q.device)[:, None]
+            key_position = torch.arange(*key_span, device=q.device)
+            hidden = key_position > position
+            if scores.sight.kind == "sliding":
+                hidden = hidden | (key_position <= position - (scores.sight.window or 0))
+            tile.masked_fill_(hidden, float("-inf"))
+    return tile
+
+
+def part_of(mask: Tensor, rows: Span, columns: Span) -> Tensor:
+    """What a mask, broadcast or not, says of a tile."""
+    part = mask[..., rows.start : rows.stop, :] if mask.shape[-2] > 1 else mask
+    return part[..., columns.start : columns.stop] if mask.shape[-1] > 1 else part
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A log-sum-exp to subtract: of rows that see nothing it is -inf, and -inf from -inf is no number."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """(B, Hkv, T, D) -> (B, Hq, T, D), for kernels that take no grouped heads."""
+    if x.shape[1] == q.shape[1]:
+        return x
+    batch, groups, length, size = x.shape
+    return x[:, :, None].expand(batch, groups, q.shape[1] // groups, length, size).reshape(batch, -1, length, size)
+
+
+def _sum_groups(grad: Tensor, x: Tensor) -> Tensor:
+    """The conjugate of ``_repeat``."""
+    return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _takes_cpu_flash(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[3] == v.shape[3]
+
+
+def _takes_cuda_flash(q: Tensor, v: Tensor) -> bool:
+    size = q.shape[3]
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and narrow and size == v.shape[3] and size % _ALIGNED_HEAD == 0 and size <= 256
+
+
+def _takes_cuda_efficient(q: Tensor, v: Tensor) -> bool:
+    sizes = (q.shape[3], v.shape[3])
+    aligned = q.shape[2] % _ALIGNED_QUERIES == 0 and all(size % _ALIGNED_HEAD == 0 for size in sizes)
+    return q.is_cuda and q.dtype is torch.float32 and aligned

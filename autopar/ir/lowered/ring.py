@@ -1,0 +1,270 @@
+"""Ring attention: queries, keys and values cut along the sequence; keys and values go round, queries stay.
+
+    attention(q, k, v, kind='causal', scale=s)                                    q, k, v (b, h, s, d)
+    ring_attention(q, k, v, kind='causal', scale=s, query_groups=('cp',), key_groups=('cp',), ..)
+
+                                                                                  q, k, v (b, h, s / cp, d)
+
+Forward (Liu, Zaharia and Abbeel, arXiv:2310.01889): each of N steps attends to the piece of keys and values at hand
+while the next piece is on its way; N - 1 sends of one piece. Backward the pieces go round again, and behind them
+their gradients, each sent on while the next piece is computed; at last they go home. Grouped heads travel once. Over
+several axes the ring of the inner one goes round for each hop of the outer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import is_fake
+
+from autopar.ir import ops
+from autopar.ir.collectives import all_gather, apply
+from autopar.ir.communicate import group_rank, group_size
+from autopar.ir.lowered import blockwise
+from autopar.ir.lowered.attention import attention_arguments
+from autopar.ir.lowered.blockwise import Scores
+from autopar.ir.lowered.shards import Groups, axes_with
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.sequence import Block, RingShape, Sight, blocks, hops_needed, owner
+
+Wait = Callable[[], Tensor]
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kind: ops.AttentionKind,
+    window: int | None = None,
+    scale: float,
+    lengths: tuple[int, int],
+    folds: int = 1,
+    query_groups: Groups,
+    key_groups: Groups,
+) -> Tensor:
+    """``ops.attention`` of this rank's queries to the keys of all ranks of ``key_groups``.
+
+    q: (B, Hq, local S, D). k, v: (B, Hkv, local T, D). mask: rows of the local queries or one for all; columns of
+        all keys, as they are stored, or one for all. Without rows of its own it has the columns of the local keys.
+    lengths: queries and keys of all ranks together. folds: how the sequence is stored, see ``autopar.ir.sequence``.
+    query_groups: groups that cut the queries, major first; key_groups: those of them that cut the keys too.
+    """
+    shape = RingShape(
+        Sight(kind, window), lengths, folds, tuple(map(group_size, query_groups)),
+        tuple(group in key_groups for group in query_groups),
+    )  # fmt: skip
+    place = tuple(map(group_rank, query_groups))
+    if mask is not None and mask.shape[-2] == 1 < mask.shape[-1] != lengths[1]:
+        for group in reversed(key_groups):
+            mask = all_gather(mask, dim=3, group=group, backward="reduce_scatter")
+    return cast(Tensor, apply(_Ring, q, k, v, mask, _Round(shape, place, key_groups, scale)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One rank's way round the ring."""
+
+    shape: RingShape
+    place: tuple[int, ...]
+    groups: Groups
+    scale: float
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        return hops_needed(self.shape)
+
+    def holder(self, step: int) -> tuple[int, ...]:
+        """Ring place whose keys are at hand at a step."""
+        return owner(self.shape.ring_place(self.place), self.shape.ring_sizes, self.hops[:step])
+
+    def num_keys(self, step: int) -> int:
+        return len(self.shape.stored_keys(self.holder(step)))
+
+    def blocks(self, step: int) -> tuple[Block, ...]:
+        return blocks(self.shape.sight, self.shape.queries(self.place), self.shape.keys(self.holder(step)))
+
+    def columns(self, mask: Tensor, step: int) -> Tensor:
+        """The part of a mask that is about the keys at hand; a view."""
+        return mask if mask.shape[-1] == 1 else mask[..., slice(*self.shape.stored_keys(self.holder(step)))]
+
+    def to_next(self, buffer: Tensor, hop: int, numel: int) -> Wait:
+        """Send a buffer along a hop; what comes has ``numel`` elements."""
+        return _exchange(buffer, self.groups[self.hops[hop]], 1, numel)
+
+    def home(self, buffer: Tensor, per_key: int) -> Tensor:
+        """Send what belongs to the piece at hand to its owner; receive what belongs to the own piece."""
+        own, holder = self.shape.ring_place(self.place), list(self.holder(len(self.hops)))
+        for number, group in enumerate(self.groups):
+            distance = -self.hops.count(number) % group_size(group)
+            if distance:
+                holder[number] = own[number]
+                numel = per_key * len(self.shape.stored_keys(tuple(holder)))
+                buffer = _exchange(buffer, group, distance, numel)()
+        return buffer
+
+
+def _exchange(buffer: Tensor, group: str, distance: int, numel: int) -> Wait:
+    """Start to send ``buffer`` to the rank ``distance`` further in ``group``, and to receive from that far behind.
+
+    The call that it returns waits for both and gives what came.
+    """
+    received = buffer.new_empty(numel)
+    size, rank = group_size(group), group_rank(group)
+    transport = cast(Any, c10d)._resolve_process_group(group)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, buffer, group=transport, group_peer=(rank + distance) % size),
+            dist.P2POp(dist.irecv, received, group=transport, group_peer=(rank - distance) % size),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+def _numel_per_key(k: Tensor, v: Tensor) -> int:
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """One buffer for one send."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(buffer: Tensor, k: Tensor, v: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Views of keys and values of a piece of ``num_keys``, shaped as ``k`` and ``v`` otherwise."""
+    shapes = [(*x.shape[:2], num_keys, x.shape[3]) for x in (k, v)]
+    sizes = [prod(shape) for shape in shapes]
+    keys, values = buffer.split(sizes)
+    return keys.view(shapes[0]), values.view(shapes[1])
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> Tensor:
+        ctx.way = way
+        if is_fake(q):
+            ctx.save_for_backward(q, k, v, mask, None, None)
+            return q.new_empty((*q.shape[:3], v.shape[3]))
+        out, lse = _attend(q, k, v, mask, way)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        wants_mask = ctx.needs_input_grad[3]
+        if is_fake(q):
+            return *map(torch.empty_like, (q, k, v)), torch.empty_like(mask) if wants_mask else None, None
+        grad_mask = torch.zeros_like(mask, dtype=blockwise.wide_dtype(q)) if wants_mask else None
+        dq, dk, dv = _gradients(grad, q, k, v, mask, out, lse, ctx.way, grad_mask)
+        return (
+            dq.to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            None if grad_mask is None else grad_mask.to(mask.dtype),
+            None,
+        )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> tuple[Tensor, Tensor]:
+    """Result (wide) and log-sum-exp of the local queries over all keys."""
+    wide = blockwise.wide_dtype(q)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    per_key = _numel_per_key(k, v)
+    buffer = _pack(k, v)
+    for step in range(len(way.hops) + 1):
+        coming = None
+        if step < len(way.hops):
+            coming = way.to_next(buffer, step, per_key * way.num_keys(step + 1))
+        keys, values = _unpack(buffer, k, v, way.num_keys(step))
+        columns = None if mask is None else way.columns(mask, step)
+        for block in way.blocks(step):
+            row, column = _slices(block)
+            part = None if columns is None else blockwise.part_of(columns, block.rows, block.columns)
+            more = blockwise.forward(
+                q[:, :, row], keys[:, :, column], values[:, :, column], part, Scores(way.scale, way.shape.sight, block)
+            )
+            blockwise.merge(out[:, :, row], lse[:, :, row], *more)
+        if coming is not None:
+            buffer = coming()
+    return out, lse
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    way: _Round,
+    grad_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (wide) of the local queries, keys and values; that of the mask is added to ``grad_mask``."""
+    wide = blockwise.wide_dtype(q)
+    dq = torch.zeros_like(q, dtype=wide)
+    per_key = _numel_per_key(k, v)
+    buffer = _pack(k, v)
+    sums: Wait | None = None
+    for step in range(len(way.hops) + 1):
+        num_keys = way.num_keys(step)
+        coming = None
+        if step < len(way.hops):
+            coming = way.to_next(buffer, step, per_key * way.num_keys(step + 1))
+        keys, values = _unpack(buffer, k, v, num_keys)
+        own = buffer.new_zeros(per_key * num_keys, dtype=wide)
+        dk, dv = _unpack(own, k, v, num_keys)
+        columns = None if mask is None else way.columns(mask, step)
+        mask_columns = None if grad_mask is None else way.columns(grad_mask, step)
+        for block in way.blocks(step):
+            row, column = _slices(block)
+            part, grad_part = (
+                None if x is None else blockwise.part_of(x, block.rows, block.columns) for x in (columns, mask_columns)
+            )
+            more_q, more_k, more_v = blockwise.backward(
+                grad[:, :, row], q[:, :, row], keys[:, :, column], values[:, :, column], part,
+                out[:, :, row], lse[:, :, row], Scores(way.scale, way.shape.sight, block), grad_part,
+            )  # fmt: skip
+            dq[:, :, row] += more_q
+            dk[:, :, column] += more_k
+            dv[:, :, column] += more_v
+        if sums is not None:
+            own += sums()
+        if coming is not None:
+            sums = way.to_next(own, step, per_key * way.num_keys(step + 1))
+            buffer = coming()
+    own = way.home(own, per_key)
+    return dq, *_unpack(own, k, v, way.num_keys(0))
+
+
+def _slices(block: Block) -> tuple[slice, slice]:
+    return slice(*block.rows), slice(*block.columns)
+
+
+def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
+    """The call that replaces an attention whose keys are cut where its queries are."""
+    operands, kwargs = attention_arguments(node)
+    del kwargs["dropout_p"]
+    queries, keys = (frozenset(rule.operands[position][-2]) for position in (0, 1))
+    kwargs["lengths"] = tuple(rule.sizes[factor] for factors in (queries, keys) for factor in factors)
+    kwargs["query_groups"] = axes_with(queries, assignment, mesh)
+    kwargs["key_groups"] = axes_with(keys, assignment, mesh)
+    return ring_attention, operands, kwargs

@@ -1,0 +1,242 @@
+"""A sequence in pieces: which positions a rank holds, what they see of each other, how pieces go round a ring.
+
+A sequence of n ranks is stored in natural order (``folds`` is 1) or *folded* (``folds`` is n, called zigzag): cut
+into 2 n chunks, the first next to the last, the second next to the last but one, and so on.
+
+    folds 1     0 1 | 2 3 | 4 5 | 6 7
+    folds 4     0 7 | 1 6 | 2 5 | 3 4
+
+Under a causal mask rank r of a natural sequence sees r + 1/2 pieces, of a folded one all ranks see alike much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Literal, NamedTuple
+
+from autopar.ir.ops import AttentionKind
+
+SequenceLayout = Literal["contiguous", "zigzag"]
+
+
+class Span(NamedTuple):
+    """Positions ``start`` to ``stop``, exclusive."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def stored(length: int, index: int, count: int) -> Span:
+    """Where piece ``index`` of ``count`` lies in storage.
+
+    Pieces are equal where ``count`` divides; otherwise the first ones have one more, as ``Tensor.tensor_split`` cuts.
+    """
+    small, longer = divmod(length, count)
+    first = index * small + min(index, longer)
+    return Span(first, first + small + (index < longer))
+
+
+@lru_cache(maxsize=4096)
+def spans(length: int, folds: int, index: int = 0, count: int = 1) -> tuple[Span, ...]:
+    """Positions that piece ``index`` of ``count`` holds of a sequence of ``length``, in the order it holds them."""
+    chunks = [Span(length * i // (2 * folds), length * (i + 1) // (2 * folds)) for i in range(2 * folds)]
+    first, last = stored(length, index, count)
+    held: list[Span] = []
+    passed = 0
+    for chunk in (chunks[order] for pair in range(folds) for order in (pair, -1 - pair)):
+        low, high = max(first - passed, 0), min(last - passed, len(chunk))
+        passed += len(chunk)
+        if low >= high:
+            continue
+        span = Span(chunk.start + low, chunk.start + high)
+        if held and held[-1].stop == span.start:
+            span = Span(held.pop().start, span.stop)
+        held.append(span)
+    return tuple(held)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which keys a query sees, by position: kind and window as in ``ops.attention``, its mask operand apart."""
+
+    kind: AttentionKind
+    window: int | None = None
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Key t is seen by query s if ``s - window < t <= s``: (window, 0); None where there is no bound."""
+        return (self.window if self.kind == "sliding" else None, 0 if self.kind in ("causal", "sliding") else None)
+
+    def sees_all(self, queries: Span, keys: Span) -> bool:
+        window, ahead = self.reach
+        return (ahead is None or keys.stop - 1 <= queries.start) and (
+            window is None or keys.start > queries.stop - 1 - window
+        )
+
+    def sees_none(self, queries: Span, keys: Span) -> bool:
+        window, ahead = self.reach
+        return not (len(queries) and len(keys)) or (
+            (ahead is not None and keys.start > queries.stop - 1)
+            or (window is not None and keys.stop - 1 <= queries.start - window)
+        )
+
+    def num_pairs(self, queries: Span, keys: Span) -> int:
+        """Number of (query, key) that see each other."""
+        window, ahead = self.reach
+        if ahead is None:
+            return len(queries) * len(keys)
+        pairs = _pairs(queries, keys, 0)
+        return pairs if window is None else pairs - _pairs(queries, keys, window)
+
+
+def _pairs(queries: Span, keys: Span, behind: int) -> int:
+    """Number of (s, t) with t <= s - behind."""
+
+    def below(x: int) -> int:
+        """Sum of min(y, number of keys) over y = 1 .. x."""
+        x, most = max(x, 0), len(keys)
+        return x * (x + 1) // 2 if x <= most else most * (most + 1) // 2 + (x - most) * most
+
+    first = queries.start - behind + 1 - keys.start
+    return below(first + len(queries) - 1) - below(first - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Local queries ``rows`` against keys ``columns`` of a piece; their positions are ``queries`` and ``keys``.
+
+    whole: every query sees every key (``keys`` is then of no use). Otherwise the sight decides for each pair.
+    """
+
+    rows: Span
+    columns: Span
+    queries: Span
+    keys: Span
+    whole: bool
+
+
+@lru_cache(maxsize=4096)
+def blocks(sight: Sight, queries: tuple[Span, ...], keys: tuple[Span, ...]) -> tuple[Block, ...]:
+    """The blocks of scores that are not hidden, as few as there can be."""
+    return tuple(_blocks(sight, queries, keys))
+
+
+def _blocks(sight: Sight, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[Block]:
+    row = 0
+    for query in queries:
+        rows, column = Span(row, row + len(query)), 0
+        row = rows.stop
+        pending: Block | None = None
+        for key in keys:
+            columns = Span(column, column + len(key))
+            column = columns.stop
+            whole = sight.sees_all(query, key)
+            if whole and pending is not None:
+                columns = Span(pending.columns.start, columns.stop)
+            elif pending is not None:
+                yield pending
+                pending = None
+            if whole:
+                pending = Block(rows, columns, query, key, True)
+            elif not sight.sees_none(query, key):
+                yield Block(rows, columns, query, key, False)
+        if pending is not None:
+            yield pending
+
+
+@lru_cache(maxsize=1024)
+def hops(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The group that each hop goes along so that every rank holds every piece once; the last group is innermost.
+
+    Along several groups the inner ring goes round once for each hop of the outer one.
+    """
+    found = []
+    for number in range(1, prod(sizes)):
+        stride = 1
+        for group in reversed(range(len(sizes))):
+            stride *= sizes[group]
+            if number % stride:
+                found.append(group)
+                break
+    return tuple(found)
+
+
+def owner(place: tuple[int, ...], sizes: tuple[int, ...], taken: Sequence[int]) -> tuple[int, ...]:
+    """Whose piece the rank at ``place`` holds after the hops ``taken``."""
+    return tuple((own - taken.count(group)) % sizes[group] for group, own in enumerate(place))
+
+
+def number_of(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """Number of the piece of the rank at ``place``; the first group is the major one."""
+    index = 0
+    for own, size in zip(place, sizes, strict=True):
+        index = index * size + own
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """A ring attention: what is seen, and how queries and keys are cut.
+
+    lengths: of queries and keys, all pieces together. sizes: of the groups that cut the queries, major first.
+    ring: for each of them whether it cuts the keys too, and so is gone round.
+    """
+
+    sight: Sight
+    lengths: tuple[int, int]
+    folds: int
+    sizes: tuple[int, ...]
+    ring: tuple[bool, ...]
+
+    @property
+    def ring_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size, cuts in zip(self.sizes, self.ring, strict=True) if cuts)
+
+    def ring_place(self, place: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(own for own, cuts in zip(place, self.ring, strict=True) if cuts)
+
+    def queries(self, place: tuple[int, ...]) -> tuple[Span, ...]:
+        """Positions of the queries of the rank at ``place``."""
+        return spans(self.lengths[0], self.folds, number_of(place, self.sizes), prod(self.sizes))
+
+    def keys(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
+        """Positions of the keys of the rank at ``holder`` of the ring."""
+        return spans(self.lengths[1], self.folds, number_of(holder, self.ring_sizes), prod(self.ring_sizes))
+
+    def stored_keys(self, holder: tuple[int, ...]) -> Span:
+        """Where the keys of the rank at ``holder`` of the ring lie among all keys."""
+        return stored(self.lengths[1], number_of(holder, self.ring_sizes), prod(self.ring_sizes))
+
+    def places(self) -> Iterator[tuple[int, ...]]:
+        return product(*(range(size) for size in self.sizes))
+
+
+@lru_cache(maxsize=256)
+def hops_needed(shape: RingShape) -> tuple[int, ...]:
+    """The hops after which no rank meets a key that one of its queries sees are left out."""
+    sizes = shape.ring_sizes
+    every = hops(sizes)
+    for number in range(len(every), 0, -1):
+        for place in shape.places():
+            keys = shape.keys(owner(shape.ring_place(place), sizes, every[:number]))
+            if blocks(shape.sight, shape.queries(place), keys):
+                return every[:number]
+    return ()
+
+
+@lru_cache(maxsize=4096)
+def imbalance(sight: Sight, lengths: tuple[int, int], folds: int, count: int) -> float:
+    """Work of the rank that has most of it over the mean, when ``count`` ranks share the queries."""
+    keys = Span(0, lengths[1])
+    work = [
+        sum(sight.num_pairs(queries, keys) for queries in spans(lengths[0], folds, index, count))
+        for index in range(count)
+    ]
+    return max(work) * count / sum(work) if sum(work) else 1.0
