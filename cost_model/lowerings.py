@@ -10,6 +10,7 @@ own and no redistribution shows them.
                               experts forward, with a local reordering each; two all_to_alls backward
     moe, experts alone        none: each rank keeps the rows of its own
     embedding, attention      none: the result is a partial sum; the shard needs its offset only
+    ring                      keys and values from rank to rank, as far as compute does not hide it (``ring.py``)
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import fx
 
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.ops import compute_itemsize
+from autopar.cost_model.ring import ring_time
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.lowered import lowering_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 
@@ -39,11 +42,26 @@ def lowering_time(
     precision: str = "fp32",
     batch_factor: str | None = None,
     num_microbatches: int = 1,
+    balanced: bool = False,
+    compute: OpTime | None = None,
 ) -> OpTime:
-    """Seconds of the collectives inside ``node`` for one microbatch. precision: of compute. Routing is balanced.
+    """Seconds of the collectives inside ``node`` for one microbatch. Routing is balanced.
 
-    An unknown lowering costs an all_reduce of its results each way.
+    precision: of compute. balanced: sequences are folded where that shares out the work of causal attention.
+    compute: what collectives inside may hide behind. An unknown lowering costs an all_reduce of its results each way.
     """
+    if lowering_of(rule, assignment) == "ring":
+        return ring_time(
+            node,
+            rule,
+            assignment,
+            fabric,
+            compute or OpTime(),
+            precision=precision,
+            balanced=balanced,
+            batch_factor=batch_factor,
+            num_microbatches=num_microbatches,
+        )
 
     def local(tensor: TensorFactors, numel: int) -> float:
         """Bytes of a float32 for each element that one rank holds."""

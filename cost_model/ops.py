@@ -4,7 +4,8 @@
     backward = the same over what the gradient computation does
 
 FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
-tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch.
+tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
+ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
 
 An op is a *contraction* if a factor is in two of its floating point operands and in no result, as ``k`` in
 ``m k, n k -> m n``. Its backward is one such product for each operand that needs a gradient. Every other op is
@@ -25,8 +26,10 @@ from autopar.cost_model.hardware import ITEMSIZE, Device, MatmulRate
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
+from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
+from autopar.ir.sequence import Sight, imbalance
 
 # Fused attention recomputes the scores in its backward: five products for the forward's two.
 _ATTENTION_BACKWARD = 2.5
@@ -125,6 +128,8 @@ class OpCost:
     read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
     matrix: factors of rows, columns and depth of a plain matrix product, () for any other op.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
+    sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
+    sequence is folded so that all ranks see alike much.
     """
 
     name: str
@@ -145,6 +150,9 @@ class OpCost:
     batch_factor: str | None
     efficiency: float
     backward_launches: int
+    sight: Sight | None = None
+    lengths: tuple[int, int] = (1, 1)
+    balanced: bool = False
 
     @classmethod
     def of(
@@ -156,6 +164,7 @@ class OpCost:
         precision: str = "fp32",
         batch_factor: str | None = None,
         needs_grad: AbstractSet[fx.Node] | None = None,
+        balanced: bool = False,
     ) -> OpCost:
         """Measure ``node``.
 
@@ -213,6 +222,9 @@ class OpCost:
             batch_factor=batch_factor,
             efficiency=rate.attention_efficiency if attention else rate.efficiency,
             backward_launches=max(1, len(gradients)) if contracted else 1,
+            sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
+            lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
+            balanced=balanced,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -229,15 +241,23 @@ class OpCost:
         if self.matrix:
             peak *= self._saturation(degrees, num_microbatches)
         launch = self.device.kernel_launch_s
+        share = self._largest_share(degrees) / work
         forward = backward = 0.0
         if not self.free:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
-            forward = max(self.flops / work / peak, self.device.memory_seconds(moved)) + launch
+            forward = max(self.flops * share / peak, self.device.memory_seconds(moved)) + launch
         if not self.free_backward:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
-            backward = max(self.backward_flops / work / peak, self.device.memory_seconds(moved))
+            backward = max(self.backward_flops * share / peak, self.device.memory_seconds(moved))
             backward += launch * self.backward_launches
         return OpTime(forward, backward)
+
+    def _largest_share(self, degrees: dict[str, int]) -> float:
+        """Work of the rank that has most, over the mean."""
+        count = degrees.get(QUERIES, 1)
+        if self.sight is None or count == 1:
+            return 1.0
+        return imbalance(self.sight, self.lengths, count if self.balanced else 1, count)
 
     def _saturation(self, degrees: dict[str, int], num_microbatches: int) -> float:
         """Fraction of the large-matrix rate that the local matrices reach, by their smallest dimension."""

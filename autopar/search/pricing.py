@@ -22,7 +22,7 @@ from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
-from autopar.ir.rule import Assignment, Choice, FactorRule, factors_of_choice
+from autopar.ir.rule import Assignment, Choice, factors_of_choice
 from autopar.search.instance import Floats, Ints, User
 from autopar.search.workload import Tensor, Workload
 
@@ -70,10 +70,14 @@ class ParameterPrice:
 
 @dataclass(slots=True)
 class OpPrices:
-    """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out."""
+    """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out.
+
+    balanced: sequences that ranks share are folded, so that a causal attention is equal work for all.
+    """
 
     workload: Workload
     cluster: Cluster
+    balanced: bool = False
     _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
     _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
 
@@ -88,6 +92,7 @@ class OpPrices:
                 precision=load.precision,
                 batch_factor=load.roles.batch.get(node),
                 needs_grad=load.differentiable,
+                balanced=self.balanced,
             )
         return found
 
@@ -125,7 +130,7 @@ class MeshPrices:
     fabric: Fabric
     _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
-    _lowerings: dict[tuple[fx.Node, Assignment, int, str], OpTime] = field(default_factory=dict)
+    _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
     @property
@@ -167,27 +172,21 @@ class MeshPrices:
             backward,
         )
 
-    def lowering(
-        self,
-        node: fx.Node,
-        rule: FactorRule,
-        assignment: Assignment,
-        batch_factor: str | None,
-        num_microbatches: int,
-        precision: str,
-    ) -> OpTime:
+    def lowering(self, node: fx.Node, assignment: Assignment, ops: OpPrices, num_microbatches: int) -> OpTime:
         """Collectives inside a lowered op."""
-        key = (node, assignment, num_microbatches, precision)
+        key = (node, assignment, num_microbatches)
         found = self._lowerings.get(key)
         if found is None:
             found = self._lowerings[key] = lowering_time(
                 node,
-                rule,
+                ops.workload.rule(node),
                 assignment,
                 self.fabric,
-                precision=precision,
-                batch_factor=batch_factor,
+                batch_factor=ops.workload.roles.batch.get(node),
                 num_microbatches=num_microbatches,
+                precision=ops.workload.precision,
+                balanced=ops.balanced,
+                compute=ops.time(node, assignment, self.mesh, num_microbatches),
             )
         return found
 
@@ -239,10 +238,7 @@ class Pricing:
         rule = self.workload.rule(node)
         if not any(choice in rule.lowered for choice in assignment):
             return ZERO
-        load = self.workload
-        return self.moves.lowering(
-            node, rule, assignment, load.roles.batch.get(node), self.num_microbatches, load.precision
-        )
+        return self.moves.lowering(node, assignment, self.ops, self.num_microbatches)
 
     def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""

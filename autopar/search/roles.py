@@ -67,9 +67,9 @@ class Rules:
     def _put_to_use(self, group: Cluster, axis: int, allowed: list[Choice]) -> list[Choice]:
         """A pinned axis is there to be used: what can divide the model's work on it has to.
 
-        A heavy op takes a factor of the axis' role where one divides, and on an axis for experts, if it has none, the
-        batch; with sequence parallelism asked for, the ops between them take the sequence. The rest, and what does
-        not divide, may still be repeated.
+        A heavy op takes a factor of the axis' role where one divides (an attention may take heads for the sequence),
+        and on an axis for experts, if it has none, the batch; with sequence parallelism asked for, the ops between
+        them take the sequence. The rest, and what does not divide, may still be repeated.
         """
         assert group.leader is not None
         named = role_of_axis(self.mesh.names[axis])
@@ -77,7 +77,8 @@ class Rules:
         wanted = named if heavy else "cp" if named == "tp" and self.constraints.sequence_parallel else ""
         if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:
             wanted = "dp"
-        used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) == wanted]
+        roles = {wanted, "tp"} if wanted == named == "cp" and is_attention(group.leader) else {wanted}
+        used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
         return dividing or allowed

@@ -8,6 +8,7 @@ Keys that no local query sees are skipped. The gradients of k and v are summands
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from autopar.ir.lowered.random import shard_randomness
 from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.sequence import Sight
+
+# The factor of its rule that an attention's queries run over.
+QUERIES = "s"
 
 # Rows of queries that share one mask, where the kernel needs a mask: bounds the mask and the keys computed in vain.
 _ROWS = 1024
@@ -129,11 +134,22 @@ def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]
     return operands, {"kind": kind, "window": None, "scale": scale, "dropout_p": call["dropout_p"]}
 
 
+def sight_of(node: fx.Node) -> Sight:
+    """What the queries of an attention see by position."""
+    options = attention_arguments(node)[1]
+    return Sight(options["kind"], options["window"])
+
+
+def lengths_of(rule: FactorRule) -> tuple[int, int]:
+    """Queries and keys of an attention, all ranks together."""
+    queries, keys = (prod(rule.sizes[factor] for factor in rule.operands[p][-2]) for p in (0, 1))
+    return queries, keys
+
+
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
     """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
     operands, kwargs = attention_arguments(node)
-    queries = frozenset(rule.operands[0][-2])
-    kwargs["query_groups"] = axes_with(queries, assignment, mesh)
+    kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
     if kwargs["dropout_p"] > 0:
         kwargs["random_groups"] = axes_sharded(rule, assignment, mesh)
     return attention, operands, kwargs

@@ -28,7 +28,7 @@ from autopar.ir import ops
 from autopar.ir.collectives import all_gather, apply
 from autopar.ir.communicate import group_rank, group_size
 from autopar.ir.lowered import blockwise
-from autopar.ir.lowered.attention import attention_arguments
+from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of
 from autopar.ir.lowered.blockwise import Scores
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
@@ -263,8 +263,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces an attention whose keys are cut where its queries are."""
     operands, kwargs = attention_arguments(node)
     del kwargs["dropout_p"]
-    queries, keys = (frozenset(rule.operands[position][-2]) for position in (0, 1))
-    kwargs["lengths"] = tuple(rule.sizes[factor] for factors in (queries, keys) for factor in factors)
-    kwargs["query_groups"] = axes_with(queries, assignment, mesh)
-    kwargs["key_groups"] = axes_with(keys, assignment, mesh)
+    kwargs["lengths"] = lengths_of(rule)
+    kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
+    kwargs["key_groups"] = axes_with(set(rule.operands[1][-2]), assignment, mesh)
     return ring_attention, operands, kwargs

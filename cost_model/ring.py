@@ -1,0 +1,89 @@
+"""Communication of a ring attention that its compute does not hide, and the merging of its blocks.
+
+On N ranks one step computes an N-th of the local work while the next piece of keys and values comes in:
+
+    forward     sum over hops   max(0, send(k, v) - step)                             + N merges
+    backward    sum over hops   max(0, send(k, v) + send(dk, dv) - step)  +  home     + N merges
+
+Gradients travel in float32. Hops along an outer axis are fewer than along the inner one
+(``autopar.ir.sequence.hops``). All ranks wait for the slowest: the step is the one of the rank with most work.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from autopar.cost_model.collectives import Fabric, point_to_point_time
+from autopar.cost_model.ops import compute_itemsize
+from autopar.cost_model.seconds import OpTime
+from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
+from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
+from autopar.ir.sequence import RingShape, hops_needed
+
+_FLOAT32 = 4
+
+# Kernels that put one block's result into the sum: log-sum-exp, two exponentials, multiply, add.
+_MERGE_LAUNCHES = 6
+
+
+def ring_time(
+    node: fx.Node,
+    rule: FactorRule,
+    assignment: Assignment,
+    fabric: Fabric,
+    compute: OpTime,
+    *,
+    precision: str,
+    balanced: bool,
+    batch_factor: str | None,
+    num_microbatches: int,
+) -> OpTime:
+    """Seconds that a ring adds to one microbatch of an attention whose blocks take ``compute``."""
+    mesh = fabric.mesh
+    cuts_queries = [axis for axis, choice in enumerate(assignment) if QUERIES in factors_of_choice(choice)]
+    ring = [axis for axis in cuts_queries if assignment[axis] in rule.joint]
+    sizes = tuple(mesh.axes[axis].size for axis in cuts_queries)
+    shape = RingShape(
+        sight_of(node),
+        lengths_of(rule),
+        prod(sizes) if balanced else 1,
+        sizes,
+        tuple(axis in ring for axis in cuts_queries),
+    )
+    taken = hops_needed(shape)
+
+    def local(factors: TensorFactors, numel: int) -> float:
+        """Elements of a microbatch on one rank."""
+        names = {factor for dim in factors for factor in dim}
+        cut = prod(
+            axis.size
+            for choice, axis in zip(assignment, mesh.axes, strict=True)
+            if not names.isdisjoint(factors_of_choice(choice))
+        )
+        return numel / cut / (num_microbatches if batch_factor in names else 1)
+
+    operands = tensor_operands(node)
+    sent = sum(local(rule.operands[p], operands[p].meta["val"].numel()) for p in (1, 2))
+    itemsize = compute_itemsize(operands[1].meta["val"].dtype, precision)
+    results = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
+    device, steps = fabric.cluster.device, len(taken) + 1
+    merge = device.memory_seconds(results * (2 * _FLOAT32 + itemsize)) + _MERGE_LAUNCHES * device.kernel_launch_s
+    merge_back = merge + device.memory_seconds(sent * (4 * _FLOAT32 + itemsize))
+    forward, backward = steps * merge, steps * merge_back
+    for hop in taken:
+        keys, grads = (_send_s(fabric, ring[hop], sent * size) for size in (itemsize, _FLOAT32))
+        forward += max(0.0, keys - compute.forward_s / steps)
+        backward += max(0.0, keys + grads - compute.backward_s / steps)
+    for number, axis in enumerate(ring):
+        if taken.count(number) % mesh.axes[axis].size:
+            backward += _send_s(fabric, axis, sent * _FLOAT32)
+    return OpTime(forward, backward)
+
+
+def _send_s(fabric: Fabric, axis: int, num_bytes: float) -> float:
+    """To the next rank of the group along ``axis``, over its slowest link."""
+    cluster = fabric.cluster
+    return point_to_point_time(num_bytes, cluster.inter_node if fabric.group(axis).spans_nodes else cluster.intra_node)

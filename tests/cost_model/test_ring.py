@@ -1,0 +1,59 @@
+"""A ring attention: what hides, what does not, who does most."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.collectives import Fabric, point_to_point_time
+from autopar.cost_model.lowerings import lowering_time
+from autopar.cost_model.ops import OpCost
+from autopar.cost_model.seconds import OpTime
+from autopar.ir import ops
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+from tests.cost_model.test_ops import call
+
+CLUSTER = make_cluster("h100-sxm", 64)
+LENGTH = 1 << 16
+
+
+def _exposed(assignment: Assignment, mesh: Mesh, compute: OpTime, kind: str = "causal", **options: int) -> OpTime:
+    node = call(ops.attention, *((1, heads, LENGTH, 64) for heads in (8, 2, 2)), kind=kind, scale=1.0, **options)
+    fabric = Fabric(CLUSTER, mesh)
+    return lowering_time(node, rule_for(node), assignment, fabric, precision="bf16", compute=compute)
+
+
+def test_a_ring_hides_behind_its_compute() -> None:
+    mesh = Mesh.of(cp=8)
+    hidden, bare = _exposed(("s&t",), mesh, OpTime(1.0, 1.0)), _exposed(("s&t",), mesh, OpTime())
+    piece = 2 * 2 * LENGTH // 8 * 64  # elements of local keys and values
+    send, grads = (point_to_point_time(piece * size, CLUSTER.intra_node) for size in (2, 4))
+    assert bare.forward_s - hidden.forward_s == pytest.approx(7 * send)
+    assert bare.backward_s - hidden.backward_s == pytest.approx(7 * (send + grads))
+    assert hidden.forward_s > 0 and hidden.backward_s > grads, "merging, and the way home"
+    half = _exposed(("s&t",), mesh, OpTime(8 * send / 2, 0.0))
+    assert half.forward_s - hidden.forward_s == pytest.approx(7 * send / 2)
+
+
+def test_links_and_windows() -> None:
+    compute = OpTime()
+    inside, across = _exposed(("s&t",), Mesh.of(cp=8), compute), _exposed(("s&t",), Mesh.of(cp=64), compute)
+    assert across.forward_s > inside.forward_s
+    # One hop in eight crosses nodes if the inner axis stays inside one.
+    two = _exposed(("s&t", "s&t"), Mesh.of(out=8, inside=8), compute)
+    assert inside.forward_s < two.forward_s < across.forward_s
+    near = _exposed(("s&t",), Mesh.of(cp=8), compute, kind="sliding", window=LENGTH // 8)
+    assert near.forward_s < inside.forward_s / 3
+
+
+def test_the_rank_with_most_work_sets_the_time() -> None:
+    node = call(ops.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
+    device, mesh = CLUSTER.device, Mesh.of(cp=8)
+    heads, contiguous, balanced = (
+        OpCost.of(node, rule_for(node), device, balanced=fold).time((choice,), mesh).total_s
+        for choice, fold in (("h", False), ("s&t", False), ("s&t", True))
+    )
+    assert balanced == pytest.approx(heads, rel=1e-3)
+    assert contiguous == pytest.approx(heads * 15 / 8, rel=1e-2)
