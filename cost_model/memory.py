@@ -3,17 +3,20 @@
 With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks and ``c`` bytes of compute
 (4 or 2), AdamW:
 
-    level   parameters      gradients   optimiser
-    0       4n  (+ 2n 16-bit) 4n        8n
-    1       4n/d + cn       4n          8n/d
-    2       4n/d + cn       4n/d        8n/d
-    3       4n/d            4n/d        8n/d       + transient: gathered blocks
+    level   parameters      gradients   optimiser   16 bit, all together
+    0       4n (+ 2n 16-bit) 4n         8n          18n
+    1       4n/d + cn       4n          8n/d        6n + 12n/d
+    2       4n/d + cn       4n/d        8n/d        2n + 16n/d
+    3       4n/d            4n/d        8n/d        16n/d   + transient: gathered blocks
 
 Parameters stay float32 and are their own master copy; bf16 and fp16 compute add 2n, the copies that matmuls read. So
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
 precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 1 and 2 keep the
-gathered compute copy from the first microbatch to the last; level 3 gathers block by block and holds two: the
-one that runs and the one that is prefetched.
+gathered compute copy from the first microbatch to the last; level 3 gathers block by block and holds the one that
+runs and those that are prefetched, one if the plan does not say more. With one microbatch there is nothing to
+accumulate, and level 1 scatters each gradient as it comes, like level 2. Between steps what was gathered is gone: 16n
+at level 0 (the copies are made in each microbatch), 16n/d at the others. ``tests/runtime/test_memory_held.py``
+measures all of it.
 """
 
 from __future__ import annotations
@@ -24,9 +27,6 @@ from autopar.cost_model.hardware import ITEMSIZE
 
 _MASTER = 4  # float32 parameters and gradients
 _ADAM = 8  # two float32 moments
-
-# Blocks whose parameters are gathered at once under ZeRO-3.
-GATHERED_BLOCKS = 2
 
 # Share of the live activations that the caching allocator loses to fragmentation and rounding.
 FRAGMENTATION = 0.05
@@ -64,10 +64,13 @@ class MemoryParts:
         return {f.name: int(-(-getattr(self, f.name) // 1)) for f in fields(self)}
 
 
-def state_memory(numel: float, *, zero: int, data_size: int, precision: str) -> MemoryParts:
+def state_memory(
+    numel: float, *, zero: int, data_size: int, precision: str, num_microbatches: int | None = None
+) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
-    ``data_size``: ranks over which ZeRO shards. Excludes what level 3 gathers; see ``gathered_bytes``.
+    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. Excludes what level 3 gathers; see
+    ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
     copy = compute if compute < _MASTER else 0
@@ -76,25 +79,28 @@ def state_memory(numel: float, *, zero: int, data_size: int, precision: str) -> 
     shard = numel / data_size
     return MemoryParts(
         parameters=_MASTER * shard + (compute * numel if zero < 3 else 0.0),
-        gradients=_MASTER * (numel if zero == 1 else shard),
+        gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
         optimizer=_ADAM * shard,
     )
 
 
-def frozen_memory(numel: float, *, zero: int, data_size: int, precision: str) -> MemoryParts:
-    """Bytes of parameters that get no gradient."""
-    return MemoryParts(parameters=state_memory(numel, zero=zero, data_size=data_size, precision=precision).parameters)
+def gathered_bytes(
+    block_numel: float,
+    *,
+    zero: int,
+    data_size: int,
+    precision: str,
+    num_microbatches: int | None = None,
+    prefetch: int = 1,
+) -> float:
+    """Transient bytes of ZeRO for blocks of at most ``block_numel`` elements on this rank.
 
-
-def gathered_bytes(block_numel: float, *, zero: int, data_size: int, precision: str) -> float:
-    """Transient bytes of ZeRO-2 and 3 for blocks of at most ``block_numel`` elements on this rank.
-
-    Level 3 holds gathered parameters of two blocks; levels 2 and 3 the float32 gradients of one block until they
-    are scattered.
+    Level 3 holds gathered parameters of a block and of the ``prefetch`` next; levels that scatter gradients as they
+    come hold the float32 gradients of one block until then.
     """
-    if zero < 2 or data_size == 1:
+    if zero == 0 or (zero == 1 and num_microbatches != 1) or data_size == 1:
         return 0.0
-    parameters = GATHERED_BLOCKS * ITEMSIZE[precision] * block_numel if zero == 3 else 0.0
+    parameters = (1 + prefetch) * ITEMSIZE[precision] * block_numel if zero == 3 else 0.0
     return parameters + _MASTER * block_numel
 
 

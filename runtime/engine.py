@@ -143,6 +143,7 @@ class Engine:
             self.program,
             mesh,
             level=self.plan.zero,
+            prefetch=self.plan.prefetch,
             precision=self.plan.precision,
             find=self.tensor,
         )

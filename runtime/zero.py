@@ -62,12 +62,13 @@ def apply_zero(
     mesh: DeviceMesh,
     *,
     level: int,
+    prefetch: int,
     precision: Precision,
     find: Callable[[str], torch.Tensor],
 ) -> ZeroEngine:
     """Shard the parameters of ``stage`` over the last dimension of ``mesh`` and replicate them over the one before.
 
-    find: gives a parameter by name.
+    prefetch: number of blocks gathered ahead of the one that runs. find: gives a parameter by name.
     """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
@@ -92,4 +93,19 @@ def apply_zero(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         modules.append(module)
+    _prefetch(modules[-1], modules[:-1], prefetch)
     return ZeroEngine(level, modules, modules[-1])
+
+
+def _prefetch(root: FSDPModule, blocks: list[FSDPModule], count: int) -> None:
+    """Gather the next ``count`` blocks while one runs.
+
+    Left to itself FSDP gathers backward's blocks in the reverse order of all forwards since the last step, and so ends
+    the backward of every microbatch but one by gathering the last block once more. A block that is there already is
+    not gathered again, so the first one names itself.
+    """
+    root.set_modules_to_forward_prefetch(blocks[:count])
+    root.set_modules_to_backward_prefetch(blocks[: -count - 1 : -1] or [root])
+    for number, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(0, number - count) : number][::-1] or [block])

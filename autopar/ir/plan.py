@@ -92,6 +92,7 @@ class Plan(_Model):
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
     zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
         it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
+    prefetch: blocks gathered ahead of the one that runs, at level 3.
     params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
         dimension.
     """
@@ -105,6 +106,7 @@ class Plan(_Model):
     schedule: Schedule = "1f1b"
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     shard_axes: list[str] | None = None
+    prefetch: PositiveInt = 1
     precision: Precision = "fp32"
     blocks: list[BlockPlan]
     stages: list[StagePlan]

@@ -110,7 +110,7 @@ def predict_plan(
         if plan.shard_axes is not None:
             data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)
-    pricing = solver.pricing(configuration)
+    pricing = replace(solver.pricing(configuration), prefetch=plan.prefetch)
     stages = [
         Stage(first=s.first, last=s.last, full=s.remat.get("full", 0), selective=s.remat.get("selective", 0))
         for s in plan.stages

@@ -216,7 +216,12 @@ class _Ops:
             saved_bytes=self.saved,
             working_bytes=self.working,
             gathered_bytes=gathered_bytes(
-                numel, zero=pricing.zero, data_size=pricing.zero_degree, precision=pricing.workload.precision
+                numel,
+                zero=pricing.zero,
+                data_size=pricing.zero_degree,
+                precision=pricing.workload.precision,
+                num_microbatches=pricing.num_microbatches,
+                prefetch=pricing.prefetch,
             ),
             send_bytes=send,
         )

@@ -50,6 +50,7 @@ def plan_of(
         schedule=schedule,
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
+        prefetch=pricing.prefetch,
         precision=load.precision,
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],

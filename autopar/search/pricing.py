@@ -15,7 +15,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
-from autopar.cost_model.memory import MemoryParts, frozen_memory, state_memory
+from autopar.cost_model.memory import MemoryParts, state_memory
 from autopar.cost_model.ops import OpCost
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
@@ -204,7 +204,8 @@ class MeshPrices:
 class Pricing:
     """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
 
-    data_axes: axes on which every parameter is replicated. Without ZeRO they mean nothing.
+    data_axes: axes on which every parameter is replicated. Without ZeRO they mean nothing. prefetch: blocks that
+    level 3 gathers ahead.
     """
 
     ops: OpPrices
@@ -212,6 +213,7 @@ class Pricing:
     num_microbatches: int
     zero: int = 0
     data_axes: tuple[int, ...] = ()
+    prefetch: int = 1
 
     @property
     def workload(self) -> Workload:
@@ -323,8 +325,11 @@ class Pricing:
 
     def state(self, price: ParameterPrice) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter."""
-        memory = state_memory if price.requires_grad else frozen_memory
-        return memory(price.numel, zero=self.zero, data_size=self.zero_degree, precision=self.workload.precision)
+        count, precision = self.num_microbatches, self.workload.precision
+        memory = state_memory(
+            price.numel, zero=self.zero, data_size=self.zero_degree, precision=precision, num_microbatches=count
+        )
+        return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
     def optimiser_s(self, price: ParameterPrice) -> float:
         """Seconds of the optimiser over one parameter, without the launch of its kernel."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.memory import MemoryParts, frozen_memory, gathered_bytes, state_memory, workspace_bytes
+from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory, workspace_bytes
 
 N = 1000
 
@@ -46,13 +46,18 @@ def test_each_level_needs_no_more_than_the_one_before(numel: int, data_size: int
         assert totals[3] < totals[0]
 
 
-def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
-    frozen = frozen_memory(N, zero=0, data_size=1, precision="fp32")
-    assert frozen.total == frozen.parameters == 4 * N
+def test_with_one_microbatch_level_one_accumulates_nothing() -> None:
+    one, two = (
+        [state_memory(N, zero=zero, data_size=4, precision="bf16", num_microbatches=count).total for zero in (1, 2)]
+        for count in (1, 2)
+    )
+    assert one == [2 * N + 16 * N / 4] * 2
+    assert two == [6 * N + 12 * N / 4, 2 * N + 16 * N / 4]
 
 
 def test_zero3_gathers_two_blocks() -> None:
     assert gathered_bytes(N, zero=3, data_size=8, precision="bf16") == 2 * 2 * N + 4 * N
+    assert gathered_bytes(N, zero=3, data_size=8, precision="bf16", prefetch=3) == 4 * 2 * N + 4 * N
     assert gathered_bytes(N, zero=2, data_size=8, precision="bf16") == 4 * N
     assert gathered_bytes(N, zero=0, data_size=8, precision="bf16") == 0
     assert gathered_bytes(N, zero=3, data_size=1, precision="bf16") == 0

@@ -82,11 +82,59 @@ def test_data_parallelism_sends_each_gradient_once() -> None:
     assert expected <= sent <= expected + 64  # the loss and the count of its targets
 
 
-def test_fully_sharded_sends_half_as_much_again() -> None:
-    counts, _ = run_ranks(_train, 4, FeedForward, 2, {"dp": 4, "zero": 3})[0]
-    sent = sum(counts[kind, phase][1] for kind in ("all_gather", "reduce_scatter") for phase in ("forward", "backward"))
-    # FSDP2 keeps the parameters of its root gathered between forward and backward.
-    assert 1.2 <= sent / (2 * 3 / 4 * _gradient_bytes()) <= 1.55
+def _block_bytes() -> int:
+    return sum(4 * p.numel() for p in FeedForward().parameters())
+
+
+def test_fully_sharded_block_sends_half_as_much_again() -> None:
+    """All-gathers before forward and before backward and a reduce-scatter, against the all-reduce of the same bytes."""
+    share = 3 / 4 * _block_bytes()
+    assert per_block(FeedForward, 4, {"dp": 4, "zero": 3}) == {
+        ("all_gather", "forward"): (1, share),
+        ("all_gather", "backward"): (1, share),
+        ("reduce_scatter", "backward"): (1, share),
+    }
+    assert 3 * share == 1.5 * (2 * 3 / 4 * _block_bytes())
+
+
+def test_hybrid_sharding_sends_shards_across() -> None:
+    """Shards over pairs, and an all-reduce of the half that each rank holds with the other pair."""
+    half = 1 / 2 * _block_bytes()
+    assert per_block(FeedForward, 4, {"dp": 4, "zero": 3, "shard": 2}) == {
+        ("all_gather", "forward"): (1, half),
+        ("all_gather", "backward"): (1, half),
+        ("reduce_scatter", "backward"): (1, half),
+        ("all_reduce", "backward"): (1, 2 * 1 / 2 * half),
+    }
+
+
+def _by_level(cases: list[tuple[int, int]]) -> list[dict[str, float]]:
+    """For each (level, microbatches): bytes sent a step by kind, the counts of the loss left out."""
+    found = []
+    for zero, chunks in cases:
+        parallel = autopar.parallelize(stack(), 2, example_inputs=batch(), dp=2, zero=zero, num_microbatches=chunks)
+        rows = parallel.shard_batch(batch())
+        parallel.step(**rows)
+        with CollectiveCounter() as counter:
+            parallel.step(**rows)
+        large = [one for one in counter.issued if one.payload_bytes > 64]
+        found.append({kind: sum(one.sent_bytes for one in large if one.kind == kind) for kind in KINDS[:3]})
+    return found
+
+
+def test_microbatches_do_not_synchronise() -> None:
+    cases = [(zero, chunks) for zero in range(4) for chunks in (1, 2)]
+    sent = dict(zip(cases, run_ranks(_by_level, 2, cases)[0], strict=True))
+    size = _gradient_bytes()
+    for chunks in (1, 2):
+        assert sent[0, chunks] == {"all_reduce": size, "all_gather": 0, "reduce_scatter": 0}
+        assert sent[1, chunks] == {"all_reduce": 0, "all_gather": size / 2, "reduce_scatter": size / 2}
+        # What shards gradients between microbatches has to scatter those of each; parameters stay gathered.
+        assert sent[2, chunks] == {"all_reduce": 0, "all_gather": size / 2, "reduce_scatter": chunks * size / 2}
+        assert sent[3, chunks]["reduce_scatter"] == chunks * size / 2
+        # Backward begins with the last block, which is still there.
+        last = 4 * sum(p.numel() for p in stack().head.parameters())
+        assert sent[3, chunks]["all_gather"] == chunks * (2 * size - last) / 2
 
 
 def test_stages_send_to_neighbours_only() -> None:

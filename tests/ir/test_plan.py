@@ -44,6 +44,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (changed(zero=1, shard_axes=["cp"]), "shard_axes: 'cp' is not a mesh axis"),
         (changed(zero=1, shard_axes=[]), "shard_axes: none; leave shard_axes out"),
         (changed(shard_axes=["dp"]), "shard_axes: there is nothing to shard at zero 0"),
+        (changed(prefetch=0), "prefetch: Input should be greater than 0"),
         (changed(colour="red"), "colour: Extra inputs are not permitted"),
         (changed(mesh={"tp": 0}), "mesh.tp"),
         (changed(inputs=["cp"]), "'cp' is not a mesh axis"),

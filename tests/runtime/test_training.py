@@ -92,6 +92,10 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for zero, chunks, axis in ((1, 2, "inner"), (2, 2, "inner"), (3, 1, "inner"), (3, 2, "inner"), (3, 2, "outer"))
     },
+    "hybrid zero3 x2 prefetches 2": (
+        {"mesh": {"outer": 2, "inner": 2}, "zero": 3, "chunks": 2, "shard_axes": ["inner"], "prefetch": 2},
+        {},
+    ),
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 
