@@ -45,6 +45,7 @@ def parallelize(
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     plan: Plan | str | Path | None = None,
+    compile: bool = False,
     **constraints: Any,
 ) -> ParallelModule:
     """``model`` as a module that trains on all ranks of this job. Every rank calls it with the same arguments.
@@ -56,12 +57,14 @@ def parallelize(
     loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
     plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``Constraints``: dp, tp, pp,
         cp, ep, sp, zero, schedule, num_microbatches, microbatch, precision, remat, memory_fraction).
+    compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
+        numbers (dropout) are left as they are, since the compiler would draw others.
 
     The model is not changed: each rank copies its part of the parameters, or initialises them if the model is on
     the meta device. Errors on one rank (AutoparError) are raised on all.
     """
     ensure_process_group()
-    request = _Request(model, mesh, loss_fn, plan, constraints)
+    request = _Request(model, mesh, loss_fn, plan, constraints, compile)
     request.check(dist.get_world_size())
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
@@ -127,6 +130,7 @@ class _Request:
     loss_fn: Callable[..., Any] | None
     plan: Plan | str | Path | None
     constraints: Mapping[str, Any]
+    compile: bool
 
     def check(self, world_size: int) -> None:
         """What is wrong with the request alone. The same on every rank; nothing is sent."""
@@ -163,7 +167,15 @@ class _Request:
 
         programs = agree(lambda: partition(captured, plan) if captured.has_loss else (forward(),))
         forward_program = forward if plan.num_stages == 1 else None
-        return Engine(self.model, captured, plan, programs, forward_program=forward_program, seed=int(seed))
+        return Engine(
+            self.model,
+            captured,
+            plan,
+            programs,
+            forward_program=forward_program,
+            seed=int(seed),
+            compile_blocks=self.compile,
+        )
 
     def _plan(self, captured: CapturedModel) -> Plan:
         """On rank 0: the given plan, or the best one."""

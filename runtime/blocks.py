@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autopar.ir.collectives import bind_groups
 from autopar.ir.lowered.random import is_random
 from autopar.ir.program import BlockProgram, Remat
+from autopar.runtime.compiled import compile_block
 
 # What selective rematerialization keeps: results that are dear to compute or to communicate.
 _KEPT_NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_dot_product", "flash_attention")
@@ -63,10 +64,13 @@ class CodeLibrary:
     Graphs are captured for the CPU; tensors that they create are created on ``device``.
     """
 
-    def __init__(self, group_names: Mapping[str, str], device: torch.device) -> None:
+    def __init__(self, group_names: Mapping[str, str], device: torch.device, *, compile_blocks: bool = False) -> None:
+        """compile_blocks: with ``torch.compile``, each distinct function once."""
         self._group_names = group_names
         self._device = device
+        self._compile = compile_blocks
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
+        self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}
 
     def function(
         self, program: BlockProgram, shared: Container[str]
@@ -100,6 +104,19 @@ class CodeLibrary:
             self._functions[key] = fx.GraphModule(nn.Module(), graph, class_name=f"Block{len(self._functions)}")
         return self._functions[key], tuple(state.values()), tuple(values.values())
 
+    def callable(self, function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
+        """``function`` at a level of rematerialisation, compiled if asked for."""
+        key = (function, remat)
+        if key not in self._callables:
+            is_drawing = any(map(is_random, function.graph.nodes))
+            wrap = partial(rematerialized, remat=remat, preserve_rng_state=is_drawing)
+            # The compiler draws other random numbers, and cannot trace who draws which: such a block stays as it is.
+            if self._compile and not is_drawing:
+                self._callables[key] = compile_block(function, wrap)
+            else:
+                self._callables[key] = wrap(function.forward)
+        return self._callables[key]
+
 
 class BlockModule(nn.Module):
     """One block instance. ``forward(*inputs)`` returns the flat tuple of the block's outputs.
@@ -116,12 +133,14 @@ class BlockModule(nn.Module):
         self._slots: dict[str, tuple[Slot, ...]] = {}
         self._selected = ""
 
-    def add_variant(self, variant: str, function: fx.GraphModule, slots: Iterable[Slot], remat: Remat) -> None:
-        """Add a function of ``slots`` and then the block's inputs."""
+    def add_variant(
+        self, variant: str, function: fx.GraphModule, call: Callable[..., Any], slots: Iterable[Slot]
+    ) -> None:
+        """Add a function of ``slots`` and then the block's inputs. call: what runs it."""
         # In a tuple, so that nn.Module does not take the shared function for a child.
         self._functions[variant] = (function,)
         self._slots[variant] = tuple(slots)
-        self._variants[variant] = rematerialized(function, remat)
+        self._variants[variant] = call
         self._selected = self._selected or variant
 
     def select(self, variant: str) -> None:
@@ -142,12 +161,11 @@ class BlockModule(nn.Module):
         return self.name
 
 
-def rematerialized(function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
-    """``function``, keeping less for backward: "full" its inputs alone, "selective" what is dear to recompute."""
-    call = function.forward
+def rematerialized(call: Callable[..., Any], *, remat: Remat, preserve_rng_state: bool) -> Callable[..., Any]:
+    """``call``, keeping less for backward: "full" its inputs alone, "selective" what is dear to recompute."""
     if remat == "none":
         return call
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": any(map(is_random, function.graph.nodes))}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if remat == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
 

@@ -48,11 +48,13 @@ class Engine:
         *,
         forward_program: Callable[[], StageProgram] | None = None,
         seed: int = 0,
+        compile_blocks: bool = False,
     ) -> None:
         """programs: of every stage; for a model without a loss, those of the plain forward.
 
         forward_program: makes the program of the plain forward, if there is no pipeline; called when needed.
         seed: the same on all ranks; of parameters that have no values yet and of the model's random ops.
+        compile_blocks: with ``torch.compile``, each distinct block once.
         """
         self.captured, self.plan = captured, plan
         self.device = this_device()
@@ -71,7 +73,7 @@ class Engine:
         ]
         axes = tensor_axes(program)
         state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
-        self._library = CodeLibrary(self.mesh.group_names(), self.device)
+        self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
         self.stage = StageModule(program, self._library, state)
         self._has_step = program.loss is not None or program.num_stages > 1
         results = (program.loss,) if program.loss else tuple(spec.name for spec in program.sent)

@@ -95,7 +95,8 @@ class StageModule(nn.Module):
         for number, block in enumerate(program.blocks):
             module = self._block(block.name)
             function, state, inputs = self._library.function(block, self._owner)
-            module.add_variant(variant, function, [self.slot(name) for name in state], block.remat)
+            call = self._library.callable(function, block.remat)
+            module.add_variant(variant, function, call, [self.slot(name) for name in state])
             self.is_random |= any(map(is_random, block.graph.nodes))
             dead = tuple(name for name, last in last_use.items() if last == number)
             calls.append(_Call(module, inputs, block.outputs, dead))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from torch import fx
@@ -17,7 +16,10 @@ Groups = tuple[str, ...]
 
 def shard_count(groups: Groups) -> int:
     """Number of shards that ``groups`` cut a dimension into."""
-    return prod(group_size(group) for group in groups)
+    count = 1
+    for group in groups:  # a generator would break the graph that torch.compile traces
+        count *= group_size(group)
+    return count
 
 
 def shard_index(groups: Groups) -> int:

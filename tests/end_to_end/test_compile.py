@@ -1,0 +1,56 @@
+"""``compile=True``: the same numbers, and as many compilations for eight blocks as for three."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from tests.end_to_end.stacks import batch, stack
+from tests.harness import run_ranks
+
+
+def _train(compiled: bool, depth: int, constraints: dict[str, Any]) -> dict[str, Any]:
+    # Rank processes have no use for a pool of compiler processes each.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    ranks = torch.distributed.get_world_size()
+    parallel = autopar.parallelize(stack(depth=depth), ranks, example_inputs=batch(), compile=compiled, **constraints)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        losses.append(float(parallel.step(**parallel.shard_batch(batch(step)))))
+        optimizer.step()
+    counted: dict[str, Any] = {}
+    if compiled:
+        from torch._dynamo.utils import counters
+
+        counted = {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+    return {"losses": losses, "state": parallel.full_state_dict(), **counted}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "constraints",
+    [{"tp": 2, "sp": True}, {"dp": 2, "zero": 3, "remat": "full"}, {"dp": 2, "zero": 0, "remat": "selective"}],
+    ids=str,
+)
+def test_the_same_training_with_as_many_compilations_for_more_blocks(constraints: dict[str, Any]) -> None:
+    eager = run_ranks(_train, 2, False, 3, constraints)[0]
+    for result in run_ranks(_train, 2, True, 3, constraints, timeout=600):
+        torch.testing.assert_close(result["losses"], eager["losses"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(result["state"], eager["state"], rtol=1e-4, atol=1e-6)
+        assert not result["breaks"]
+        graphs = result["graphs"]
+    deeper = run_ranks(_train, 2, True, 8, constraints, timeout=600)[0]
+    assert deeper["graphs"] == graphs
+
+
+def test_one_rank() -> None:
+    eager, compiled = (run_ranks(_train, 1, flag, 2, {}, timeout=300)[0] for flag in (False, True))
+    torch.testing.assert_close(compiled["losses"], eager["losses"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(compiled["state"], eager["state"], rtol=1e-4, atol=1e-6)
+    assert 0 < compiled["graphs"] <= 4
