@@ -30,7 +30,7 @@ def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callab
     compiled = torch.compile(remat(body.forward), dynamic=False)
 
     def run(*args: torch.Tensor) -> Any:
-        return compiled(*[read(args[number]) for number, read in reads])
+        return compiled(*[read(args[number]) for number, read in reads])  # type: ignore[no-untyped-call]
 
     return run
 
