@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,14 +77,50 @@ def llama() -> nn.Module:
     )  # fmt: skip
 
 
-def mixtral() -> nn.Module:
+def mixtral(*, auxiliary_loss: bool = False) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(
         MixtralConfig(
             vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8,
             num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
-            use_cache=False,
+            use_cache=False, output_router_logits=auxiliary_loss, router_aux_loss_coef=0.1,
+        )
+    )  # fmt: skip
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=3,
+            norm_topk_prob=True, max_position_embeddings=32, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def olmoe() -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return OlmoeForCausalLM(
+        OlmoeConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_experts=8, num_experts_per_tok=2, max_position_embeddings=32, use_cache=False, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def deepseek_v3() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_group=4, topk_group=2,
+            num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, max_position_embeddings=32, use_cache=False,
         )
     )  # fmt: skip
 
@@ -356,6 +393,10 @@ CASES: dict[str, Case] = {
         Case(name="vit", build=vit, batch=_vit_batch),
         Case(name="resnet", build=resnet, batch=_vit_batch),
         Case(name="mixtral", build=mixtral, batch=_language),
+        Case(name="mixtral_aux", build=partial(mixtral, auxiliary_loss=True), batch=_language),
+        Case(name="qwen3_moe", build=qwen3_moe, batch=_language),
+        Case(name="olmoe", build=olmoe, batch=_language),
+        Case(name="deepseek_v3", build=deepseek_v3, batch=_language),
         Case(name="gpt_neox", build=gpt_neox, batch=_language),
         Case(name="gemma", build=gemma, batch=_language),
         Case(name="gemma2", build=gemma2, batch=_language),

@@ -27,6 +27,7 @@ from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.lowered import lowering_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
+from autopar.ir.rules.moe import EXPERTS
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -88,8 +89,8 @@ def lowering_time(
         elif name == "moe":
             if choice in rule.joint:
                 rows = local(rule.operands[1], operands[1].meta["val"].numel()) / _FLOAT32
-                x, num_experts = operands[0].meta["val"], rule.sizes["experts"]
-                rows /= _degree("experts", assignment, fabric)
+                x, num_experts = operands[0].meta["val"], rule.sizes[EXPERTS]
+                rows /= _degree(EXPERTS, assignment, fabric)
                 payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
                 total += _exchange_time(payload, num_experts, number, fabric)
         elif name == "batch_norm":

@@ -18,6 +18,7 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
+from autopar.runtime.expert_load import sum_loads
 from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
@@ -60,6 +61,7 @@ class Engine:
         self.device = this_device()
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
+        self._programs = tuple(programs)
         self.program = program = programs[self.mesh.stage]
         self.signature = Signature.of(captured, plan, model)
         self.state_order = tuple(model.state_dict(keep_vars=True))
@@ -162,6 +164,10 @@ class Engine:
             reducer.add(parameter, self.mesh.group(axes), over_stages)
         return reducer
 
+    def expert_load(self) -> dict[str, torch.Tensor]:
+        """Layer -> tokens of the global batch that each of its experts got in the last call. All ranks together."""
+        return sum_loads(self._programs, self.stage.expert_loads, self.mesh, self.device)
+
     def _before_backward(self, last: bool) -> None:
         if self.zero is not None:
             self.zero.before_backward(last)
@@ -204,6 +210,7 @@ class Engine:
         own = {name: inputs[name] for name in self._inputs[_STEP]}
         self._begin()
         self.randomness.next_call()
+        self.stage.expert_loads = []
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
             self._finish()
@@ -263,6 +270,7 @@ class Engine:
         self.stage.select(_FORWARD)
         own = {name: inputs[name] for name in self._inputs[_FORWARD]}
         self.randomness.next_call()
+        self.stage.expert_loads = []
         parts = []
         for number, microbatch in enumerate(self._microbatches(own)):
             with self.randomness.of(number):

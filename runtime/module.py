@@ -84,6 +84,14 @@ class ParallelModule(nn.Module):
         if self._engine is not None:
             self._engine.scaler = scaler
 
+    def expert_load(self) -> dict[str, torch.Tensor]:
+        """How many tokens each expert got in the last step or forward, by layer: path -> (number of experts,).
+
+        Counted over the global batch, a token once for each expert it was sent to. Empty for a model without experts.
+        All ranks call together.
+        """
+        return self.engine.expert_load()
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their joint 2-norm, over every rank and stage, is at most ``max_norm``.
 

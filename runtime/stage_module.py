@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.experts import recorded_loads
 from autopar.ir.lowered.random import is_random
 from autopar.ir.parameters import scale_gradient
 from autopar.ir.program import StageProgram
@@ -60,6 +61,8 @@ class StageModule(nn.Module):
         """Factor on the gradient of the loss, not on the loss."""
         self.is_random = False
         """Whether any block draws random numbers."""
+        self.expert_loads: list[torch.Tensor] = []
+        """Rows of this rank's tokens that chose each expert, a tensor for each mixture, since it was last cleared."""
         for block in program.blocks:
             module = self._block(block.name)
             for name in (*block.parameters, *block.buffers):
@@ -131,12 +134,14 @@ class StageModule(nn.Module):
         values.update(zip(variant.received, received, strict=True))
         # The environment is all that keeps a value for later blocks; autograd keeps what backward needs.
         del received, inputs
-        for call in variant.calls:
-            results = call.block(*[values[name] for name in call.inputs])
-            values.update(zip(call.outputs, results, strict=True))
-            del results
-            for name in call.dead:
-                values.pop(name, None)
+        with recorded_loads() as loads:
+            for call in variant.calls:
+                results = call.block(*[values[name] for name in call.inputs])
+                values.update(zip(call.outputs, results, strict=True))
+                del results
+                for name in call.dead:
+                    values.pop(name, None)
+        self.expert_loads = list(map(torch.add, self.expert_loads, loads)) if self.expert_loads else loads
         for slot, name in variant.updates:
             # A new tensor in its place, not a copy into it: backward may still need the old one.
             slot.set(values[name].detach())

@@ -5,7 +5,9 @@ Shape suffixes as in ``ops``. Rows are (token, choice) pairs: token t sends row 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,27 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 def has_values(x: Tensor) -> bool:
     """Whether ``x`` has numbers, on which the number of rows of an expert depends, and not only a shape."""
     return not x.is_meta and not is_fake(x)
+
+
+_loads: ContextVar[list[Tensor] | None] = ContextVar("autopar expert loads", default=None)
+
+
+@contextmanager
+def recorded_loads() -> Iterator[list[Tensor]]:
+    """The list gets, of each mixture of experts that runs within, how many rows of this rank's tokens chose each."""
+    loads: list[Tensor] = []
+    token = _loads.set(loads)
+    try:
+        yield loads
+    finally:
+        _loads.reset(token)
+
+
+def record_load(expert: Tensor, num_experts: int) -> None:
+    """Note the experts that rows chose, if anybody wants to know. expert: (rows,) integers below E."""
+    loads = _loads.get()
+    if loads is not None:
+        loads.append(rows_of_experts(expert, num_experts))
 
 
 def rows_of_experts(expert: Tensor, num_experts: int) -> Tensor:

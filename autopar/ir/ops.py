@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.experts import combine, run_experts
+from autopar.ir.experts import combine, record_load, run_experts
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -113,6 +113,7 @@ def moe(
     Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
     """
     expert, order = expert_index.reshape(-1).sort(stable=True)
+    record_load(expert, w_up.shape[0])
 
     def experts(rows: Tensor) -> Tensor:
         return run_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from math import gcd
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.clusters import BATCH, first_instances
@@ -11,6 +12,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
+from autopar.ir.rules.moe import EXPERTS
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import data_axes_of, evaluate
 from autopar.search.infeasible import explain
@@ -40,6 +42,7 @@ def search_captured(
     constraints.check(cluster.num_gpus, captured.batch_size)
     load = workload or Workload.of(captured, constraints.precision)
     _check_microbatches(load, constraints)
+    _check_experts(load, constraints)
     solver = Solver(
         load=load,
         cluster=cluster,
@@ -136,4 +139,18 @@ def _check_microbatches(load: Workload, constraints: Constraints) -> None:
     if count is not None and count > 1 and load.obstacle is not None:
         raise InfeasiblePlan(
             f"the batch cannot be cut into {count} microbatches: {load.obstacle}\n  try: --num-microbatches 1"
+        )
+
+
+def _check_experts(load: Workload, constraints: Constraints) -> None:
+    degree = constraints.degree("ep") or 1
+    if degree == 1:
+        return
+    counts = {load.rule(node).sizes[EXPERTS] for node in load.repeats if EXPERTS in load.rule(node).sizes}
+    if not counts:
+        raise InfeasiblePlan(f"ep={degree}: {load.captured.name} has no experts to divide.\n  try: --ep 1")
+    if all(count % degree for count in counts):
+        raise InfeasiblePlan(
+            f"ep={degree} does not divide the {' or '.join(map(str, sorted(counts)))} experts of a layer of "
+            f"{load.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
         )

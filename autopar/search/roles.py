@@ -11,10 +11,9 @@ from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice, factors_of_choice
+from autopar.ir.rules.moe import EXPERTS
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.workload import Workload
-
-EXPERTS = "experts"
 
 # Share of the model's floating point operations from which one op counts as part of its work.
 HEAVY = 1e-3

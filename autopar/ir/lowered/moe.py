@@ -20,10 +20,11 @@ from torch import Tensor, fx
 
 from autopar.ir.collectives import apply
 from autopar.ir.communicate import exchange_rows, group_rank, group_size, stack_ranks
-from autopar.ir.experts import Experts, combine, has_values, rows_of_experts, run_experts
+from autopar.ir.experts import Experts, combine, has_values, record_load, rows_of_experts, run_experts
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.rules.moe import EXPERTS
 
 Counts = tuple[int, ...]
 
@@ -68,8 +69,9 @@ def moe(
     )
     if not has_values(x):  # shapes only: as if every row stayed
         expert_groups, exchanged = (), ()
-    num_local = w_up.shape[0]
-    rows, address = _route(expert_index.reshape(-1), num_local, expert_groups, exchanged)
+    chosen, num_local = expert_index.reshape(-1), w_up.shape[0]
+    record_load(chosen, num_local * shard_count(expert_groups))
+    rows, address = _route(chosen, num_local, expert_groups, exchanged)
     travelled = tuple(group for group, moves in zip(expert_groups, exchanged, strict=True) if moves)
     num_addresses = num_local * shard_count(travelled)
     return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_addresses, travelled, experts))
@@ -122,7 +124,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     call = arguments(node)
     names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
     kwargs = {name: call[name] for name in ("activation", "gated")}
-    groups = axes_with({"experts"}, assignment, mesh)
+    groups = axes_with({EXPERTS}, assignment, mesh)
     moving = axes_with(set(rule.joint), assignment, mesh)
     kwargs["expert_groups"] = groups
     kwargs["exchanged"] = tuple(group in moving for group in groups)

@@ -62,6 +62,28 @@ def mixtral() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.MixtralForCausalLM(config), tokens()
 
 
+def qwen3_moe() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3
+    )
+    return transformers.Qwen3MoeForCausalLM(config), tokens()
+
+
+def olmoe() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, eos_token_id=1)
+    return transformers.OlmoeForCausalLM(config), tokens()
+
+
+def deepseek_v3() -> tuple[nn.Module, dict[str, Any]]:
+    """Sigmoid scores, experts chosen within groups, a shared expert, one dense layer."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    config = transformers.DeepseekV3Config(
+        **SIZES, **latent, **experts, num_key_value_heads=4, moe_intermediate_size=16, first_k_dense_replace=1
+    )
+    return transformers.DeepseekV3ForCausalLM(config), tokens()
+
+
 def bert() -> tuple[nn.Module, dict[str, Any]]:
     config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     mask = (torch.arange(LENGTH) < torch.tensor([[24], [20], [9], [17]])).long()
@@ -115,6 +137,9 @@ def kinds(captured: CapturedModel) -> list[tuple[str, int]]:
         (mistral, [("sliding", 3)] * 2, 5, 0),
         (gpt2, [("causal", 3)] * 2, 0, 0),
         (mixtral, [("causal", 3)] * 2, 5, 2),
+        (qwen3_moe, [("causal", 3)] * 2, 9, 2),
+        (olmoe, [("causal", 3)] * 2, 9, 2),
+        (deepseek_v3, [("causal", 3)] * 2, 9, 1),
         (bert, [("mask", 4)] * 2, 0, 0),
         (t5, [("mask", 4)] * 2 + [("causal", 4), ("full", 3)] * 2, 12, 0),
         (vit, [("full", 3)] * 2, 0, 0),
