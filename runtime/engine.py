@@ -1,4 +1,4 @@
-"""One rank's running program: its stage, its parameters, and what sums their gradients."""
+"""One rank's running program: its stages, their parameters, and what sums their gradients."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from autopar.runtime.expert_load import sum_loads
 from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
+from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.outputs import Outputs, scale_outputs
 from autopar.runtime.parameters import materialize, tensor_axes
@@ -59,36 +60,46 @@ class Engine:
         """
         self.captured, self.plan = captured, plan
         self.device = this_device()
+        if compile_blocks and plan.num_stages > 1 and plan.pipelining.splits_backward:
+            raise PlanMismatch(
+                f"the plan's schedule {plan.schedule} runs a backward in two parts, and a compiled block has but one.\n"
+                "  try: compile=False, or a plan with schedule 1f1b or interleaved"
+            )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
+        own = tuple(programs[stage] for stage in self.mesh.stages)
+        self.program = program = own[-1]
         self._programs = tuple(programs)
-        self.program = program = programs[self.mesh.stage]
         self.signature = Signature.of(captured, plan, model)
         self.state_order = tuple(model.state_dict(keep_vars=True))
         self.stages = {name: p.stage for p in reversed(programs) for name in (*p.parameters, *p.buffers)}
-        self.layouts = self._layouts()
+        self.layouts = self._layouts(own)
         # A buffer that no stage reads keeps its value on the first one.
         self.buffers = [
             buffer.name
             for buffer in captured.buffers.values()
-            if self.stages.get(buffer.name, 0) == self.mesh.stage or buffer.name in program.buffers
+            if self.mesh.holds(self.stages.get(buffer.name, 0)) or any(buffer.name in p.buffers for p in own)
         ]
         axes = tensor_axes(program)
         state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
-        self.stage = StageModule(program, self._library, state)
+        self.reducer = GradientReducer()
+        self.local = tuple(self._local_stage(part, state) for part in own)
         self._has_step = program.loss is not None or program.num_stages > 1
-        results = (program.loss,) if program.loss else tuple(spec.name for spec in program.sent)
         if self._has_step:
-            self.stage.add_variant(_STEP, program, results, self.device)
+            for stage in self.local:
+                part = stage.program
+                results = (part.loss,) if part.loss else tuple(spec.name for spec in part.sent)
+                stage.module.add_variant(_STEP, part, results, self.device)
         self._forward_program = forward_program
         self._outputs: Outputs | None = None
-        self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(program.inputs)}
+        self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(dict.fromkeys(n for p in own for n in p.inputs))}
 
-        self.zero = self._apply_zero()
+        for stage in self.local:
+            stage.zero = self._apply_zero(stage)
         self.stored = {name: self._stored(layout) for name, layout in self.layouts.items()}
-        self.reducer = self._make_reducer()
-        self.randomness = Randomness(seed, self.stage, self.device)
+        self._reduce_gradients()
+        self.randomness = Randomness(seed, self.device)
         self.background = Background()
         self.scaler: LossScaler | None = None
         self.pipeline: Pipeline | None = None
@@ -97,88 +108,102 @@ class Engine:
             from autopar.runtime.pipeline import Pipeline
 
             self.pipeline = Pipeline(
-                self.stage,
-                program,
-                schedule=plan.schedule,
+                self.local,
+                plan.pipelining,
                 group=self.mesh.pipeline_group(),
                 device=self.device,
-                batch_dims={name: captured.inputs[name].batch_dim for name in program.inputs},
-                before_backward=self._before_backward,
+                batch_dims={name: captured.inputs[name].batch_dim for name in self._inputs[_STEP]},
                 randomness=self.randomness,
             )
 
-    def _layouts(self) -> dict[str, ParameterLayout]:
+    def _layouts(self, own: Sequence[StageProgram]) -> dict[str, ParameterLayout]:
         """Layouts of the parameters on this rank. One that no stage reads is kept whole on the first."""
-        layouts = dict(self.program.parameters)
+        layouts = {name: layout for program in own for name, layout in program.parameters.items()}
         whole = tuple(torch.distributed.tensor.Replicate() for _ in self.plan.mesh)
         for parameter in self.captured.parameters.values():
-            if parameter.name not in self.stages and self.mesh.stage == 0:
+            if parameter.name not in self.stages and self.mesh.pipeline_rank == 0:
                 layouts[parameter.name] = ParameterLayout(
                     parameter=parameter, layout=whole, partial_axes=(), stages=(0,)
                 )
         return layouts
 
+    def _local_stage(self, program: StageProgram, state: Mapping[str, torch.Tensor]) -> LocalStage:
+        """state: of all stages of this rank. What two of them read is one tensor in both; the first has the rest."""
+        elsewhere = {name for stage in self.mesh.stages if stage != program.stage for name in self._names_of(stage)}
+        read = self._names_of(program.stage)
+        first = program.stage == self.mesh.stages[0]
+        held = {n: value for n, value in state.items() if n in read or (first and n not in elsewhere)}
+        return LocalStage(program, StageModule(program, self._library, held), self.reducer)
+
+    def _names_of(self, stage: int) -> set[str]:
+        return {*self._programs[stage].parameters, *self._programs[stage].buffers}
+
     # Parameters.
+
+    @property
+    def stage(self) -> StageModule:
+        """The first stage of this rank; the only one without virtual stages."""
+        return self.local[0].module
 
     def tensor(self, name: str) -> torch.Tensor:
         """The parameter or buffer of this rank called ``name``."""
-        return self.stage.slot(name).get()
+        return next(stage.module.slot(name).get() for stage in self.local if stage.module.has(name))
 
     def reshard(self) -> None:
         """Put FSDP's sharded parameters back in place, if a forward left gathered ones."""
-        if self.zero is not None:
-            for module in self.zero.modules:
+        for stage in self.local:
+            for module in () if stage.zero is None else stage.zero.modules:
                 module.reshard()
 
+    def _held_twice(self, layout: ParameterLayout) -> bool:
+        """Whether some rank has two stages that read a parameter. FSDP cannot have it in both, so it stays whole."""
+        return len({self.mesh.pipelining.rank_of(stage) for stage in layout.stages}) < len(layout.stages)
+
     def _stored(self, layout: ParameterLayout) -> Stored:
-        managed = self.zero is not None and is_managed(layout, self.program.data_axes)
+        managed = self.local[0].zero is not None and is_managed(layout, self.program.data_axes)
+        managed = managed and not self._held_twice(layout)
         return Stored(
             layout,
             summed_axes=self.program.data_axes if managed else (),
             zero_axes=self.program.shard_axes if managed else (),
         )
 
-    def _apply_zero(self) -> ZeroEngine | None:
+    def _apply_zero(self, stage: LocalStage) -> ZeroEngine | None:
         mesh = self.mesh.sharded(self.program.data_axes, self.program.shard_axes)
         if mesh is None:
             return None
         return apply_zero(
-            self.stage,
-            self.program,
+            stage.module,
+            stage.program,
             mesh,
             level=self.plan.zero,
             prefetch=self.plan.prefetch,
             precision=self.plan.precision,
-            find=self.tensor,
+            find=lambda name: stage.module.slot(name).get(),
+            unmanaged=[name for name, layout in stage.program.parameters.items() if self._held_twice(layout)],
         )
 
-    def _make_reducer(self) -> GradientReducer:
-        reducer = GradientReducer()
-        for name, stored in self.stored.items():
+    def _reduce_gradients(self) -> None:
+        for name, stored in sorted(self.stored.items()):
             parameter = self.tensor(name)
             if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
             axes = tuple(axis for axis in stored.layout.partial_axes if axis not in stored.summed_axes)
             stages = stored.layout.stages
             over_stages = self.mesh.group_over_stages(stages) if len(stages) > 1 else None
-            reducer.add(parameter, self.mesh.group(axes), over_stages)
-        return reducer
+            here = [stage for stage in stages if self.mesh.holds(stage)]
+            self.reducer.add(parameter, self.mesh.group(axes), over_stages, here[0] if len(here) == 1 else None)
 
     def expert_load(self) -> dict[str, torch.Tensor]:
         """Layer -> tokens of the global batch that each of its experts got in the last call. All ranks together."""
-        return sum_loads(self._programs, self.stage.expert_loads, self.mesh, self.device)
-
-    def _before_backward(self, last: bool) -> None:
-        if self.zero is not None:
-            self.zero.before_backward(last)
-        if last:
-            self.reducer.arm()
+        own = {stage.program.stage: stage.module.expert_loads for stage in self.local}
+        return sum_loads(self._programs, own, self.mesh, self.device)
 
     def _begin(self) -> None:
         """Before the first backward of a call."""
         self.reducer.begin()
         if self.scaler is not None:
-            self.stage.loss_scale = self.scaler.scale
+            self.local[-1].module.loss_scale = self.scaler.scale
             self.scaler.before_backward(self._gradients())
 
     def _finish(self) -> None:
@@ -206,11 +231,12 @@ class Engine:
                 "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
                 "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
             )
-        self.stage.select(_STEP)
+        for stage in self.local:
+            stage.module.select(_STEP)
+            stage.module.expert_loads = []
         own = {name: inputs[name] for name in self._inputs[_STEP]}
         self._begin()
         self.randomness.next_call()
-        self.stage.expert_loads = []
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
             self._finish()
@@ -219,14 +245,14 @@ class Engine:
         total: torch.Tensor | None = None
         summed: dist.Work | None = None
         for number, microbatch in enumerate(self._microbatches(own)):
-            with self.randomness.of(number):
+            with self.randomness.of(self.stage, number):
                 (loss,) = self.stage(**microbatch)
             value = loss.detach()
             total = value.clone() if total is None else total.add_(value)
             last = number == chunks - 1
             if last:
                 summed = self._sum_loss(total)
-            self._before_backward(last)
+            self.local[0].before_backward(last)
             loss.backward()
             del loss
         self._finish()
@@ -273,7 +299,7 @@ class Engine:
         self.stage.expert_loads = []
         parts = []
         for number, microbatch in enumerate(self._microbatches(own)):
-            with self.randomness.of(number):
+            with self.randomness.of(self.stage, number):
                 parts.append(self.stage(**microbatch))
         results = outputs.merge(parts)
         if torch.is_grad_enabled():
@@ -303,7 +329,7 @@ class Engine:
     def _begin_backward(self) -> None:
         """Start of a backward through plain forward: sum gradients in it, as DistributedDataParallel does."""
         self._begin()
-        self._before_backward(True)
+        self.local[0].before_backward(True)
         # FSDP queues its own final callback later in this backward; the reducer has to come after it.
         Variable._execution_engine.queue_callback(self._queue_finish)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +41,11 @@ def expert_layers(program: StageProgram) -> tuple[ExpertLayer, ...]:
 
 
 def sum_loads(
-    programs: Sequence[StageProgram], own: Sequence[Tensor], mesh: JobMesh, device: torch.device
+    programs: Sequence[StageProgram], own: Mapping[int, Sequence[Tensor]], mesh: JobMesh, device: torch.device
 ) -> dict[str, Tensor]:
     """Layer -> (E,) tokens of the global batch that each expert got. All ranks call together.
 
-    own: the counts of this rank's stage, a tensor for each of its layers.
+    own: stage of this rank -> its counts, a tensor for each of its layers.
     """
     parts: list[Tensor] = []
     names: list[str] = []
@@ -53,8 +53,10 @@ def sum_loads(
         for number, layer in enumerate(expert_layers(program)):
             names.append(layer.name)
             copies = set(range(len(mesh.coordinates))) - layer.token_axes
-            counted = stage == mesh.stage and own and mesh.first_on(copies)
-            parts.append(own[number] if counted else torch.zeros(layer.num_experts, dtype=torch.int64, device=device))
+            counted = own.get(stage) and mesh.first_on(copies)
+            parts.append(
+                own[stage][number] if counted else torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+            )
     if not parts:
         return {}
     total = torch.cat(parts)

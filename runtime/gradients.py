@@ -33,11 +33,12 @@ ALONE_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Slot:
-    """A parameter whose gradient is summed over ``group``."""
+    """A parameter whose gradient is summed over ``group``. stage: whose last backward completes it, if it is one."""
 
     parameter: nn.Parameter
     group: dist.ProcessGroup | None
     over_stages: dist.ProcessGroup | None
+    stage: int | None
     bucket: _Bucket | None = None
     view: torch.Tensor | None = None
     grad: torch.Tensor | None = None
@@ -66,31 +67,41 @@ class _Bucket:
 class GradientReducer:
     """Sums the gradients of one step.
 
-    ``begin`` before the first backward of a step, ``arm`` before the last, ``finish`` after it. The buckets are
-    laid out in the first step, in the order in which gradients arrived, which is the same on all ranks of a
-    stage because they run the same program.
+    ``begin`` before the first backward of a step, ``arm`` before the last of each stage, ``finish`` after all. The
+    buckets are laid out in the first step, in the order in which gradients arrived, which is the same on all ranks
+    that hold the same stages because they run the same program.
     """
 
     _slots: list[_Slot] = field(default_factory=list)
     _order: list[_Slot] = field(default_factory=list)
     _buckets: list[_Bucket] | None = None
-    _armed: bool = False
+    _armed: set[int] = field(default_factory=set)
     _next: int = 0
     _works: list[dist.Work] = field(default_factory=list)
 
     def add(
-        self, parameter: nn.Parameter, group: dist.ProcessGroup | None, over_stages: dist.ProcessGroup | None
+        self,
+        parameter: nn.Parameter,
+        group: dist.ProcessGroup | None,
+        over_stages: dist.ProcessGroup | None,
+        stage: int | None,
     ) -> None:
-        """Sum the gradient of ``parameter`` over ``group`` (None: it is whole) and over the stages that hold it."""
+        """Sum the gradient of ``parameter`` over ``group`` (None: it is whole) and over the stages that hold it.
+
+        stage: the stage of this rank that uses it; None if several do. Ranks add shared parameters in one order.
+        """
         if group is None and over_stages is None:
             return
-        slot = _Slot(parameter, group, over_stages)
+        slot = _Slot(parameter, group, over_stages, stage)
         self._slots.append(slot)
         if group is not None:
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
 
     def begin(self) -> None:
         """Start a step. Gradients left from earlier steps are whole: divided, they survive the coming sum."""
+        self._next = 0
+        for bucket in self._buckets or ():
+            bucket.waiting = len(bucket.slots)
         by_count: dict[int, list[torch.Tensor]] = {}
         for slot in self._slots:
             gradient = slot.parameter.grad
@@ -99,17 +110,14 @@ class GradientReducer:
         for count, gradients in by_count.items():
             torch._foreach_mul_(gradients, 1.0 / count)
 
-    def arm(self) -> None:
-        """The next backward is the last of the step: sum what it completes."""
-        self._armed = True
-        self._next = 0
-        for bucket in self._buckets or ():
-            bucket.waiting = len(bucket.slots)
+    def arm(self, stage: int) -> None:
+        """The next backward of ``stage`` is its last of the step: sum what it completes."""
+        self._armed.add(stage)
 
     def _on_gradient(self, slot: _Slot, parameter: torch.Tensor) -> None:
         bucket = slot.bucket
         if bucket is None:
-            if self._armed and not slot.arrived:
+            if slot.stage in self._armed and not slot.arrived:
                 slot.arrived = True
                 self._order.append(slot)
             return
@@ -117,7 +125,7 @@ class GradientReducer:
             assert parameter.grad is not None
             slot.view.copy_(_local(parameter.grad))
             parameter.grad = slot.grad
-        if self._armed and not slot.arrived:
+        if slot.stage in self._armed and not slot.arrived:
             slot.arrived = True
             bucket.waiting -= 1
             if bucket.waiting == 0:
@@ -148,6 +156,9 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait until every gradient of the step is whole."""
         if self._buckets is None:
+            # Gradients that several stages complete, or that came before the last backward, are summed last.
+            late = [s for s in self._slots if s.group is not None and not s.arrived and s.parameter.grad is not None]
+            self._order += late
             self._buckets = _make_buckets(self._order)
             for slot in self._order:
                 slot.arrived = False
@@ -162,8 +173,7 @@ class GradientReducer:
         self._sum_over_stages()
         for slot in self._slots:
             slot.arrived = False
-        self._armed = False
-        self._next = 0
+        self._armed.clear()
 
     def _on_gradient_again(self, slot: _Slot) -> None:
         """Move a gradient that arrived before there were buckets into its bucket."""
@@ -216,7 +226,7 @@ def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
             slot.bucket = bucket
             buckets.append(bucket)
             continue
-        key = (slot.group.group_name, gradient.dtype, gradient.device)
+        key = (slot.group.group_name, gradient.dtype, gradient.device, slot.stage)
         members = open_buckets.setdefault(key, [])
         members.append(slot)
         limit = BUCKET_BYTES if key in opened else FIRST_BUCKET_BYTES

@@ -13,6 +13,7 @@ from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.ir.schedule import Pipelining
 
 PIPELINE_AXIS = "pp"
 
@@ -26,8 +27,9 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         )
     if plan.num_ranks == world_size:
         return
+    stages = f"{plan.num_stages} stages" + (f", {plan.virtual_stages} a rank," if plan.virtual_stages > 1 else "")
     raise PlanMismatch(
-        f"the plan is for {plan.num_ranks} ranks ({plan.num_stages} stages of mesh {plan.stage_mesh}), this job has "
+        f"the plan is for {plan.num_ranks} ranks ({stages} of mesh {plan.stage_mesh}), this job has "
         f"{world_size}.\n  try: torchrun with {plan.num_ranks} processes in all, or search a plan for {world_size}"
     )
 
@@ -42,8 +44,8 @@ class JobMesh:
 
     device_mesh: DeviceMesh
     stage_mesh: Mesh
-    stage: int
-    num_stages: int
+    pipelining: Pipelining
+    pipeline_rank: int
     coordinates: tuple[int, ...]
     _over_stages: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -53,11 +55,11 @@ class JobMesh:
         check_world_size(plan, dist.get_world_size())
         stage_mesh = plan.stage_mesh
         device_mesh = init_device_mesh(
-            device_type, (plan.num_stages, *stage_mesh.sizes), mesh_dim_names=(PIPELINE_AXIS, *stage_mesh.names)
+            device_type, (plan.num_pipeline_ranks, *stage_mesh.sizes), mesh_dim_names=(PIPELINE_AXIS, *stage_mesh.names)
         )
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(device_mesh, stage_mesh, coordinates[0], plan.num_stages, tuple(coordinates[1:]))
+        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]))
 
     def group_names(self) -> dict[str, str]:
         """Mesh axis of a stage -> name of this rank's process group along it, as collectives in graphs want it."""
@@ -99,13 +101,31 @@ class JobMesh:
         """The ranks at this rank's place in each stage."""
         return self.device_mesh.get_group(PIPELINE_AXIS)
 
+    @property
+    def num_pipeline_ranks(self) -> int:
+        return self.pipelining.num_ranks
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return self.pipelining.stages_of(self.pipeline_rank)
+
+    def holds(self, stage: int) -> bool:
+        return self.pipelining.rank_of(stage) == self.pipeline_rank
+
     def rank_in_stage(self, stage: int) -> int:
         """Global rank of the rank at this rank's place in ``stage``."""
-        return dist.get_global_rank(self.pipeline_group(), stage)
+        return dist.get_global_rank(self.pipeline_group(), self.pipelining.rank_of(stage))
 
-    def group_over_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
-        """The ranks at this rank's place in ``stages``; made by ``make_groups``."""
-        return self.pipeline_group() if len(stages) == self.num_stages else self._over_stages[stages]
+    def group_over_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The ranks at this rank's place in ``stages``, made by ``make_groups``; None if that is this rank alone."""
+        ranks = self._pipeline_ranks(stages)
+        if len(ranks) == 1:
+            return None
+        return self.pipeline_group() if len(ranks) == self.num_pipeline_ranks else self._over_stages[ranks]
+
+    def _pipeline_ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({self.pipelining.rank_of(stage) for stage in stages}))
 
     def make_groups(self, programs: Sequence[StageProgram]) -> None:
         """Make every group that the parameters of ``programs`` need. All ranks call it with all programs."""
@@ -115,13 +135,13 @@ class JobMesh:
         for axes in sorted({layout.partial_axes for layout in layouts} | {data_axes}):
             self.flat(axes)
             self.flat(tuple(axis for axis in axes if axis not in data_axes))
-        for stages in sorted({layout.stages for layout in layouts}):
-            if not 1 < len(stages) < self.num_stages:
+        for holders in sorted({self._pipeline_ranks(layout.stages) for layout in layouts}):
+            if not 1 < len(holders) < self.num_pipeline_ranks:
                 continue
-            for ranks in self.device_mesh.mesh.reshape(self.num_stages, -1).T[:, list(stages)].tolist():
+            for ranks in self.device_mesh.mesh.reshape(self.num_pipeline_ranks, -1).T[:, list(holders)].tolist():
                 group = dist.new_group(ranks)
                 if dist.get_rank() in ranks:
-                    self._over_stages[stages] = group
+                    self._over_stages[holders] = group
 
     def first_on(self, axes: Iterable[int]) -> bool:
         """Whether this rank is the first one along each of ``axes``."""

@@ -27,7 +27,7 @@ class ParallelModule(nn.Module):
     Parameters, buffers and state dict have the names of the original model; parameters are DTensors where they
     are sharded. A parameter that fuses several (query, key and value) is kept as its pieces, each named with its
     place in the whole: ``attn.c_attn.weight[:, 0:768]``. Whole state dicts have it in one piece. Only those of this
-    rank's pipeline stage are here. An optimiser takes ``parameters()`` as it would those of the model.
+    rank's pipeline stages are here. An optimiser takes ``parameters()`` as it would those of the model.
     """
 
     def __init__(self, engine: Engine | Builder) -> None:
@@ -130,12 +130,12 @@ class ParallelModule(nn.Module):
     @property
     def code(self) -> str:
         """Source of this rank's program."""
-        return self.engine.stage.code
+        return "\n\n".join(stage.module.code for stage in self.engine.local)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank's stage under their original names; of tied ones the first name."""
+        """Parameters of this rank's stages under their original names; of tied ones the first name."""
         engine = self.engine
         engine.reshard()
         for parameter in engine.captured.parameters.values():
@@ -149,7 +149,7 @@ class ParallelModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank's stage under their original names."""
+        """Buffers of this rank's stages under their original names."""
         for name in self.engine.buffers:
             yield (f"{prefix}.{name}" if prefix else name), self.engine.tensor(name)
 

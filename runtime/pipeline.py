@@ -1,27 +1,33 @@
-"""Pipelines: the stage of this rank under a schedule of torch.distributed.pipelining.
+"""Pipelines: the stages of this rank, run by torch.distributed.pipelining in the order of ``autopar.ir.schedule``.
 
+One path for all schedules: our order of passes, lowered to sends and receives by torch, executed by its runtime.
 Every stage gets the step inputs as keywords and takes those it needs; tensors from the stage before come as
-positional arguments. The loss is computed inside the last stage. Shapes are known from the program, so no
-metadata travels.
+positional arguments. The loss is computed inside the last stage. Shapes are known from the program, so no metadata
+travels. Tensors that stages exchange live no longer than the microbatch needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
-from autopar.ir.program import StageProgram, TensorSpec
+from autopar.ir.program import TensorSpec
+from autopar.ir.schedule import Pipelining
+from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.randomness import Randomness
-from autopar.runtime.stage_module import StageModule
-
-BeforeBackward = Callable[[bool], None]
-
+from autopar.runtime.split_backward import WeightPass, backward_to_inputs
 
 # Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
 _PREFIX = "input_"
@@ -33,100 +39,190 @@ class _Stage(PipelineStage):
     The base class would let FSDP reduce everything after the last backward; told in time, it overlaps.
     """
 
-    def __init__(
-        self, *args: Any, live: int, before_backward: BeforeBackward, randomness: Randomness, **kwargs: Any
-    ) -> None:
-        """live: the most microbatches whose forward runs before their backward. Their buffers are reused."""
-        super().__init__(*args, **kwargs)
-        self._live = live
-        self._before_backward = before_backward
-        self._randomness = randomness
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], None]:
-        assert backward_type == "full", backward_type
-        self._before_backward(last_backward)
-        grads = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
-        return tuple(None if grad is None else grad.contiguous() for grad in grads), None
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._randomness.of(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.submod(*args, **{name.removeprefix(_PREFIX): value for name, value in kwargs.items()})
-        # What is sent has to be contiguous; a transposed view is not.
-        return tuple(output.contiguous() for output in outputs)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the engines reduced during the last backward."""
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(min(self._live, num_microbatches), has_backward)
-        for chunk in range(self._live, num_microbatches):
-            self.args_recv_info[chunk] = self.args_recv_info[chunk % self._live]
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        # A gradient is used up by the backward before the next one is received.
-        super()._setup_backward_recv_info(1)
-        self.chunks = num_microbatches
-        for chunk in range(1, num_microbatches):
-            self.grad_recv_info[chunk] = self.grad_recv_info[0]
-
-
-class Pipeline:
-    """Runs training steps of one stage in step with the others."""
-
-    def __init__(
-        self,
-        module: StageModule,
-        program: StageProgram,
-        *,
-        schedule: Literal["gpipe", "1f1b"],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        batch_dims: Mapping[str, int | None],
-        before_backward: BeforeBackward,
-        randomness: Randomness,
-    ) -> None:
-        """batch_dims: of each step input that this stage takes."""
-        chunks = program.num_microbatches
-        # Both run all forwards first when there are fewer microbatches than stages.
-        one_forward_one_backward = schedule == "1f1b" and chunks >= program.num_stages
+    def __init__(self, stage: LocalStage, device: torch.device, group: dist.ProcessGroup, random: Randomness) -> None:
+        program = stage.program
         outputs = (torch.empty((), device="meta"),) if program.loss is not None else _on_meta(program.sent)
-        stage = _Stage(
-            module,
+        super().__init__(
+            stage.module,
             program.stage,
             program.num_stages,
             device,
             input_args=_on_meta(program.received),
             output_args=outputs,
             group=group,
-            live=program.num_stages - program.stage if one_forward_one_backward else chunks,
-            before_backward=before_backward,
-            randomness=randomness,
         )
+        self._stage, self._random = stage, random
+        self._inputs = {_PREFIX + name: name for name in program.inputs}
+        self._sending: dict[int, list[dist.Work]] = {}
+        self._returning: list[dist.Work] = []
+
+    # Passes.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._random.of(self._stage.module, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.submod(*args, **{name: kwargs[given] for given, name in self._inputs.items()})
+        # What is sent has to be contiguous; a transposed view is not.
+        return tuple(output.contiguous() for output in outputs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        # Its outputs have arrived, or their gradients could not have come back.
+        for work in self._sending.pop(bwd_chunk_id, ()):
+            work.wait()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._end(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._end(bwd_chunk_id)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        if backward_type == "weight":
+            weights: WeightPass = bwd_kwargs["param_groups"]
+            self._stage.before_weights(last_backward)
+            weights.run()
+            self._stage.after_weights(last_backward)
+            return (), None
+        received = bwd_kwargs["input_values"][: len(self._stage.program.received)]
+        outputs = bwd_kwargs["stage_output"]
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        grads = bwd_kwargs["output_grads"] or tuple(map(torch.ones_like, outputs))
+        later = None
+        if backward_type == "input":
+            self._stage.before_inputs()
+            later = backward_to_inputs(outputs, grads, received)
+            # The weights' part starts further down; nothing else may keep the graph above it.
+            bwd_kwargs["stage_output"] = bwd_kwargs["output_grads"] = ()
+            for output in outputs:
+                if not output._is_view():
+                    output.detach_()
+        else:
+            self._stage.before_backward(last_backward)
+            pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return tuple(map(_taken_gradient, received)), later
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: the engines reduced during the last backward."""
+
+    def _end(self, microbatch: int) -> None:
+        """The microbatch has left this stage; so do the tensors that it received."""
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in infos.get(microbatch, ()):
+                info.buffer = None
+
+    # Tensors to and from other stages.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = _empty(self.args_recv_info[0], num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = _empty(self.grad_recv_info[0], num_microbatches)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id], self._stage.program.received)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.grad_recv_info[bwd_chunk_id], self._stage.program.sent)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _allocate(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        for info, spec in zip(infos, specs, strict=True):
+            info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def send_forward(self, microbatch: int) -> None:
+        self._sending[microbatch] = dist.batch_isend_irecv(self.get_fwd_send_ops(microbatch))
+
+    def send_backward(self, microbatch: int) -> None:
+        """One gradient at a time is under way: the stage before says nothing when it has got it."""
+        self.finish_sending()
+        self._returning = dist.batch_isend_irecv(self.get_bwd_send_ops(microbatch))
+
+    def finish_sending(self) -> None:
+        for work in self._returning:
+            work.wait()
+        self._returning = []
+
+
+class Pipeline:
+    """Runs training steps of the stages of this rank in step with the others."""
+
+    def __init__(
+        self,
+        stages: Sequence[LocalStage],
+        shape: Pipelining,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        batch_dims: Mapping[str, int | None],
+        randomness: Randomness,
+    ) -> None:
+        """batch_dims: of each step input that one of the stages takes."""
+        self.stages = [_Stage(stage, device, group, randomness) for stage in stages]
         specs: dict[str, Any] = {
             _PREFIX + name: _Replicate if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()
         }
-        make = Schedule1F1B if one_forward_one_backward else ScheduleGPipe
-        self._schedule = make(
-            stage, chunks, loss_fn=_given_loss, kwargs_chunk_spec=specs if specs else None, scale_grads=False
+        count = shape.num_microbatches
+        self._schedule = _PipelineScheduleRuntime(
+            list(self.stages), count, loss_fn=_given_loss, kwargs_chunk_spec=specs or None, scale_grads=False
         )
+        passes: dict[int, Any] = {
+            rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(shape.orders())
+        }
+        lowered: dict[int, Any] = dict(_add_send_recv(passes, shape.rank_of, shape.num_stages))
+        self._schedule._prepare_schedule_with_comms(lowered, format="compute_comms")
+        # Parameters are gathered block by block in forward and backward, not stage by stage between actions.
+        self._schedule.unsharded_stages.update(stage.program.stage for stage in stages)
+        by_index = {stage.stage_index: stage for stage in self.stages}
+
+        # Torch would keep every tensor that was sent until the end of the step.
+        def send_forward(action: Any, _: Any) -> None:
+            by_index[action.stage_index].send_forward(action.microbatch_index)
+
+        def send_backward(action: Any, _: Any) -> None:
+            by_index[action.stage_index].send_backward(action.microbatch_index)
+
+        own = self._schedule._comp_type_to_function_map
+        own[_ComputationType.SEND_F], own[_ComputationType.SEND_B] = send_forward, send_backward
         # The schedule wants a target to split, though the loss has it already.
-        self._target = torch.empty(chunks) if program.loss is not None else None
+        self._target = torch.empty(count) if any(stage.is_last for stage in self.stages) else None
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """One step over this rank's batch; the losses of the microbatches on the last stage, else none."""
+        """One step over this rank's batch; the losses of the microbatches if the last stage is here, else none."""
         losses: list[torch.Tensor] = []
         named: dict[str, Any] = {_PREFIX + name: value for name, value in inputs.items()}
         self._schedule.step(target=self._target, losses=losses, return_outputs=False, **named)
+        for stage in self.stages:
+            stage.finish_sending()
         return losses
 
 
 def _given_loss(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
     return output[0]
+
+
+def _taken_gradient(value: torch.Tensor) -> torch.Tensor:
+    """The gradient that arrived at a received tensor, to be sent on; zeros if none did."""
+    gradient, value.grad = value.grad, None
+    return torch.zeros_like(value) if gradient is None else gradient.contiguous()
+
+
+def _empty(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
+    """What is known of the tensors that one microbatch receives, for each of ``count``; their memory comes later."""
+    for info in infos:
+        info.buffer = None
+    return {number: tuple(map(copy, infos)) for number in range(count)}
 
 
 def _on_meta(specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:

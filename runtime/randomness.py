@@ -17,9 +17,9 @@ class Randomness:
     alike and shards of it independently. ``calls`` is the number of steps and plain forwards so far.
     """
 
-    def __init__(self, seed: int, stage: StageModule, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.calls = 0
-        self._seed, self._stage, self._device = seed, stage, device
+        self._seed, self._device = seed, device
 
     def next_call(self) -> None:
         """A step or a plain forward begins."""
@@ -32,9 +32,9 @@ class Randomness:
     def restore(self, state: dict[str, int]) -> None:
         self._seed, self.calls = state["seed"], state["calls"]
 
-    def of(self, microbatch: int) -> AbstractContextManager[None]:
-        """The random state for the forward of ``microbatch`` in this call. Outside, generators go on as before."""
-        if not self._stage.is_random:
+    def of(self, stage: StageModule, microbatch: int) -> AbstractContextManager[None]:
+        """The random state for ``stage``'s forward of ``microbatch`` in this call. Outside, generators go on."""
+        if not stage.is_random:
             return nullcontext()
-        place = (self.calls, self._stage.program.stage, microbatch)
+        place = (self.calls, stage.program.stage, microbatch)
         return shared_randomness(self._seed, *place, devices=[self._device])

@@ -82,6 +82,10 @@ class StageModule(nn.Module):
         attach(module, name, value, persistent=buffer is None or buffer.persistent)
         self._owner[name] = module
 
+    def has(self, name: str) -> bool:
+        """Whether the stage holds a parameter or buffer, by original name."""
+        return name in self._owner
+
     def slot(self, name: str) -> Slot:
         """The place of a parameter or buffer, by original name."""
         return Slot(self._owner[name], name)

@@ -46,7 +46,7 @@ class Stored:
             for axis, placement in enumerate(self.layout.layout)
             if placement.is_replicate() and axis not in self.zero_axes
         ]
-        return mesh.stage == self.layout.stages[0] and mesh.first_on(copies)
+        return mesh.holds(self.layout.stages[0]) and mesh.first_on(copies)
 
 
 def gather_full(
@@ -64,12 +64,12 @@ def gather_full(
     for parameter in parameters:
         stage = stages[parameter.name]
         whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-        if mesh.stage == stage:
+        if mesh.holds(stage):
             part = local(parameter.name)
             if part is not None:
                 part = part.detach()
                 whole = part.full_tensor() if isinstance(part, DTensor) else part
-        if mesh.num_stages > 1:
+        if mesh.num_pipeline_ranks > 1:
             whole = whole.contiguous()
             dist.broadcast(whole, src=mesh.rank_in_stage(stage), group=mesh.pipeline_group())
         full[parameter.name] = whole.cpu().clone() if whole.device.type == "cpu" else whole.cpu()

@@ -15,8 +15,9 @@ what is reduce-scattered inside is all-reduced across, once a step at every leve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +56,31 @@ class ZeroEngine:
             module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or self.level >= 3, recurse=False)
 
+    def before_inputs(self) -> None:
+        """Backward to the inputs alone: there is nothing to sum, and the weights' part still needs the parameters."""
+        self._last = None
+        self.root.set_is_last_backward(False)
+        for module in self.modules:
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+
+    def after_weights(self, last: bool) -> None:
+        """What FSDP does at the end of a backward, which it cannot see here: its hooks are on the way to the inputs."""
+        self._last = None
+        self.before_backward(last)
+        for module in self.modules:
+            for group in reversed(_groups(module)):
+                group.post_backward()
+        if last:
+            self.root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of the parameters that ``module`` manages; one until torch 2.12."""
+    state = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+
 
 def apply_zero(
     stage: StageModule,
@@ -65,10 +91,12 @@ def apply_zero(
     prefetch: int,
     precision: Precision,
     find: Callable[[str], torch.Tensor],
+    unmanaged: Container[str] = (),
 ) -> ZeroEngine:
     """Shard the parameters of ``stage`` over the last dimension of ``mesh`` and replicate them over the one before.
 
-    prefetch: number of blocks gathered ahead of the one that runs. find: gives a parameter by name.
+    prefetch: number of blocks gathered ahead of the one that runs. find: gives a parameter by name. unmanaged: names
+    of parameters to leave alone, though ZeRO could apply.
     """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
@@ -76,7 +104,8 @@ def apply_zero(
     ignored = {
         parameter
         for name, layout in program.parameters.items()
-        if isinstance(parameter := find(name), nn.Parameter) and not is_managed(layout, program.data_axes)
+        if isinstance(parameter := find(name), nn.Parameter)
+        and (name in unmanaged or not is_managed(layout, program.data_axes))
     }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = narrow_dtype(precision)

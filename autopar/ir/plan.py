@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.schedule import Pipelining, Schedule, splits_backward
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Schedule = Literal["gpipe", "1f1b"]
 
 
 class _Model(BaseModel):
@@ -85,10 +85,24 @@ class Prediction(_Model):
     breakdown_s: dict[str, float] = {}
 
 
+def split_obstacle(schedule: Schedule, zero: int, *, remat: bool) -> str | None:
+    """Why a schedule cannot leave weight gradients for later under this ZeRO and rematerialisation, if so."""
+    if not splits_backward(schedule) or (zero < 3 and not remat):
+        return None
+    what = "ZeRO 3 frees parameters" if zero == 3 else "rematerialisation frees activations"
+    return (
+        f"{schedule} computes the gradients of weights later than those of activations; {what} in between, and would "
+        "have to bring them back twice.\n  try: "
+        + ("zero=2" if zero == 3 else "no rematerialisation")
+        + ", or 1f1b or interleaved"
+    )
+
+
 class Plan(_Model):
     """How one model is trained on one cluster.
 
     mesh: axis name -> size, outermost first; the axes of every stage. The pipeline is ``stages``.
+    schedule, virtual_stages: of the pipeline; ``virtual_stages`` of the stages are on each of its ranks.
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
     zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
         it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
@@ -104,6 +118,7 @@ class Plan(_Model):
     mesh: dict[str, PositiveInt]
     inputs: list[str] = []
     schedule: Schedule = "1f1b"
+    virtual_stages: PositiveInt = 1
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     shard_axes: list[str] | None = None
     prefetch: PositiveInt = 1
@@ -128,8 +143,19 @@ class Plan(_Model):
         return size
 
     @property
+    def num_pipeline_ranks(self) -> int:
+        return self.num_stages // self.virtual_stages
+
+    @property
+    def pipelining(self) -> Pipelining:
+        """The schedule, by ranks of the pipeline."""
+        return Pipelining(
+            self.schedule, self.num_pipeline_ranks, self.batch.num_microbatches, virtual_stages=self.virtual_stages
+        )
+
+    @property
     def num_ranks(self) -> int:
-        return self.num_stages * self.stage_mesh.size
+        return self.num_pipeline_ranks * self.stage_mesh.size
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -156,6 +182,7 @@ class Plan(_Model):
                             f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; "
                             f"the mesh has {list(self.mesh)}"
                         )
+        self._check_schedule()
         rows = self.batch.num_microbatches * self.data_parallel_size
         if self.batch.global_size % rows:
             raise ValueError(
@@ -174,6 +201,18 @@ class Plan(_Model):
         for name in self.shard_axes:
             if name not in self.mesh:
                 raise ValueError(f"shard_axes: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
+
+    def _check_schedule(self) -> None:
+        if self.num_stages % self.virtual_stages:
+            raise ValueError(
+                f"virtual_stages: {self.num_stages} stages do not divide into {self.virtual_stages} a rank; "
+                f"try {self.num_stages // self.virtual_stages * self.virtual_stages} stages"
+            )
+        obstacle = self.pipelining.obstacle() or split_obstacle(
+            self.schedule, self.zero, remat=any(count for stage in self.stages for count in stage.remat.values())
+        )
+        if obstacle is not None:
+            raise ValueError(f"schedule: {obstacle}")
 
     def to_yaml(self) -> str:
         """The text that ``Plan.from_yaml`` reads back to an equal plan."""

@@ -22,7 +22,8 @@ from typing import Literal
 
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.plan import Precision, Schedule
+from autopar.ir.plan import Precision
+from autopar.ir.schedule import Schedule
 
 Remat = Literal["none", "selective", "full"]
 ROLES = ("dp", "cp", "ep", "tp")

@@ -11,9 +11,8 @@ from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.memory import state_memory
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Schedule
 from autopar.ir.rule import Assignment
-from autopar.ir.schedule import Pipelining
+from autopar.ir.schedule import Pipelining, Schedule
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import Priced, evaluate

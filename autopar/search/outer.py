@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Schedule
+from autopar.ir.schedule import Schedule
 from autopar.search.build import Weights
 from autopar.search.constraints import Constraints, divisors, role_of_axis
 from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver

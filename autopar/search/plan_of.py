@@ -9,9 +9,10 @@ from torch import fx
 from autopar.cost_model.ops import is_contraction
 from autopar.ir.clusters import BATCH, first_instances
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, Schedule, StagePlan
+from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
+from autopar.ir.schedule import Schedule
 from autopar.search.predict import Predicted, tokens_per_step
 from autopar.search.pricing import Pricing
 from autopar.search.roles import role_of

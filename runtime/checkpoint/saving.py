@@ -82,7 +82,7 @@ def _state(
     engine = pm.engine
     own: tuple[ByName, ByName] = (optimizers.settings(), optimizers.values())
     # Ranks at one place of each stage have all parameters between them.
-    parts: list[Any] = [None] * engine.mesh.num_stages
+    parts: list[Any] = [None] * engine.mesh.num_pipeline_ranks
     dist.all_gather_object(parts, own, group=engine.mesh.pipeline_group())
     settings: ByName = {}
     values: ByName = {}

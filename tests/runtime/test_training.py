@@ -76,6 +76,21 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for zero in (0, 3)
         for remat in ("full", "selective")
     },
+    **{
+        f"pp2 {schedule} v{stages // 2} x{chunks}": (
+            {"mesh": {}, "stages": stages, "chunks": chunks, "schedule": schedule, "virtual_stages": stages // 2},
+            {"clip": 0.05},
+        )
+        for schedule, stages, chunks in [
+            ("naive", 2, 4),
+            ("zb-h1", 2, 4),
+            ("zb-h1", 4, 4),
+            ("interleaved", 4, 4),
+            ("zb-v", 4, 1),
+            ("zb-v", 4, 4),
+            ("dualpipe-v", 4, 4),
+        ]
+    },
     "pp2 1f1b": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "1f1b"}, {"clip": 0.05}),
     "pp2 gpipe": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "gpipe"}, {"clip": 0.05}),
 }
@@ -96,6 +111,26 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mesh": {"outer": 2, "inner": 2}, "zero": 3, "chunks": 2, "shard_axes": ["inner"], "prefetch": 2},
         {},
     ),
+    **{
+        f"dp2 pp2 {schedule} zero{zero}": (
+            {
+                "mesh": {"dp": 2},
+                "stages": stages,
+                "chunks": 4,
+                "zero": zero,
+                "schedule": schedule,
+                "virtual_stages": stages // 2,
+            },
+            {"clip": 0.05},
+        )
+        for schedule, stages, levels in [
+            ("zb-h1", 2, (0, 1, 2)),
+            ("interleaved", 4, (0, 3)),
+            ("zb-v", 4, (0, 1, 2)),
+            ("dualpipe-v", 4, (2,)),
+        ]
+        for zero in levels
+    },
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 

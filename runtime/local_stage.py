@@ -1,0 +1,41 @@
+"""A pipeline stage on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.program import StageProgram
+from autopar.runtime.gradients import GradientReducer
+from autopar.runtime.stage_module import StageModule
+from autopar.runtime.zero import ZeroEngine
+
+
+@dataclass(slots=True)
+class LocalStage:
+    """A stage's program and module, and what sums its gradients: told before each backward whether it is the last."""
+
+    program: StageProgram
+    module: StageModule
+    reducer: GradientReducer
+    zero: ZeroEngine | None = None
+
+    def before_backward(self, last: bool) -> None:
+        """A whole backward of one microbatch follows."""
+        if self.zero is not None:
+            self.zero.before_backward(last)
+        if last:
+            self.reducer.arm(self.program.stage)
+
+    def before_inputs(self) -> None:
+        """The part of a backward follows that leaves most weights for later."""
+        if self.zero is not None:
+            self.zero.before_inputs()
+
+    def before_weights(self, last: bool) -> None:
+        """The rest of a backward follows."""
+        if last:
+            self.reducer.arm(self.program.stage)
+
+    def after_weights(self, last: bool) -> None:
+        if self.zero is not None:
+            self.zero.after_weights(last)

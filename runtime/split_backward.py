@@ -1,0 +1,132 @@
+"""Backward in two parts: to the inputs of a stage at once, to its weights later.
+
+Zero-bubble schedules send the gradient of a stage's inputs on before they compute those of its weights:
+
+    outputs ── linear ── gelu ── linear ── inputs          I: along the line
+                 │                  │
+                 w                  w'                     W: the branches
+
+The line is every node of the autograd graph from which an input can be reached. Where a branch leaves it, the
+gradient that arrives there in I is kept; in W the branch starts from it. A parameter that several branches reach
+gets its gradient in I already: computing it from each of them alone would count what they share twice.
+
+Unlike the split in ``torch.distributed.pipelining``, the second part runs the hooks that sum gradients over ranks,
+and outputs that depend on no input (an embedding that a later stage computes) lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Grads = dict[int, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Branches:
+    """What leaves the line at one node: gradients of the node's results, and the parameters to be reached."""
+
+    node: Node
+    parameters: list[torch.Tensor]
+    grads: Grads = field(default_factory=dict)
+
+    def keep(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self.grads = {number: grad for number, grad in enumerate(grads) if grad is not None}
+
+
+@dataclass(slots=True)
+class WeightPass:
+    """The second part of one backward; holds what it needs of the graph until it has run."""
+
+    _branches: list[_Branches]
+
+    def run(self) -> None:
+        """Accumulate the gradients of the parameters, as a backward would."""
+        for branches in self._branches:
+            if branches.grads:
+                edges = [GradientEdge(branches.node, number) for number in branches.grads]
+                torch.autograd.backward(edges, list(branches.grads.values()), inputs=branches.parameters)
+        self._branches = []
+
+
+def backward_to_inputs(
+    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> WeightPass:
+    """The first part: accumulates in ``grad`` of ``inputs`` (leaves) the gradients of ``outputs``."""
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+    roots = [(get_gradient_edge(output), grad) for output, grad in pairs]
+    leaves = {get_gradient_edge(value).node for value in inputs if value.requires_grad}
+    found = _branches([edge.node for edge, _ in roots], leaves)
+    uses: dict[Node, int] = {}
+    for _, ends in found.values():
+        for end in ends:
+            uses[end] = uses.get(end, 0) + 1
+    early = [end for end, count in uses.items() if count > 1]
+    kept: list[_Branches] = []
+    handles = []
+    for node, (on_line, ends) in found.items():
+        own = [_variable(end) for end in ends if uses[end] == 1]
+        if not own:
+            continue
+        branches = _Branches(node, own)
+        kept.append(branches)
+        if on_line:
+            handles.append(node.register_prehook(partial(_keep, branches)))
+        else:
+            for edge, grad in roots:
+                if edge.node is node:
+                    assert grad is not None, "a loss depends on what the stage received"
+                    branches.grads[edge.output_nr] = grad
+    targets = [*(_variable(leaf) for leaf in leaves), *(_variable(end) for end in early)]
+    try:
+        if targets:
+            torch.autograd.backward(
+                [output for output, _ in pairs], [grad for _, grad in pairs], retain_graph=True, inputs=targets
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightPass(kept)
+
+
+def _keep(branches: _Branches, grads: tuple[torch.Tensor | None, ...]) -> None:
+    branches.keep(grads)
+
+
+def _variable(leaf: Node) -> torch.Tensor:
+    value: torch.Tensor = leaf.variable  # type: ignore[attr-defined]  # of AccumulateGrad
+    return value
+
+
+def _branches(roots: Sequence[Node], inputs: set[Node]) -> dict[Node, tuple[bool, list[Node]]]:
+    """Nodes where branches start -> (whether the node is on the line, the parameters at their ends).
+
+    From the outputs on, the order in which a backward meets them. Time O(edges of the graph).
+    """
+    on_line: dict[Node, bool] = {}
+    ends: dict[Node, dict[Node, None]] = {}
+    order: list[Node] = []
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            children = [child for child, _ in node.next_functions if child is not None]
+            on_line[node] = node in inputs or any(on_line[child] for child in children)
+            below: dict[Node, None] = {}
+            for child in children:
+                if not on_line[child]:
+                    below.update(ends[child])
+            if not children and node not in inputs and hasattr(node, "variable"):
+                below[node] = None
+            ends[node] = below
+            order.append(node)
+        elif node not in on_line:
+            # A node on the stack twice is finished by its upper entry first.
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+    starts = set(roots)
+    return {node: (on_line[node], list(ends[node])) for node in reversed(order) if on_line[node] or node in starts}
