@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
     from autopar.cost_model.cluster import Cluster as Cluster
+    from autopar.ir.annotations import constrain as constrain
     from autopar.ir.errors import AutoparError as AutoparError
     from autopar.ir.plan import Plan as Plan
     from autopar.runtime.checkpoint.loading import load as load
@@ -35,6 +36,7 @@ _PUBLIC = {
     "LossScaler": "autopar.runtime.loss_scaler",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
+    "constrain": "autopar.ir.annotations",
     "load": "autopar.runtime.checkpoint.loading",
     "parallelize": "autopar.api",
     "save": "autopar.runtime.checkpoint.saving",
@@ -47,6 +49,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "__version__",
+    "constrain",
     "load",
     "parallelize",
     "save",

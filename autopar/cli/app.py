@@ -69,6 +69,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         num_microbatches: opt.NumMicrobatches = None,
         precision: opt.Precision = None,
         remat: opt.Remat = None,
+        constrain: opt.Constrain = None,
         output: opt.Output = None,
         report: opt.Report = None,
         json: opt.Json = False,
@@ -77,7 +78,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
             schedule=schedule, microbatch=microbatch, num_microbatches=num_microbatches, precision=precision,
-            remat=remat, output=output, report=report, json=json, pin_degrees=pin_degrees,
+            remat=remat, constrain=tuple(constrain or ()), output=output, report=report, json=json,
+            pin_degrees=pin_degrees,
         ).run()  # fmt: skip
 
     return command

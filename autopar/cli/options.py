@@ -96,6 +96,16 @@ Remat = Annotated[
     RematName | None, typer.Option("--remat", help="rematerialisation of every block", rich_help_panel=_PIN)
 ]
 
+Constrain = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--constrain",
+        metavar="'PATTERN: AXIS=DIM ...'",
+        help="placement of parameters, as in '*.up.weight: tp=0'; * for replicated",
+        rich_help_panel=_PIN,
+    ),
+]
+
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here", rich_help_panel=_OUT)]
 Report = Annotated[Path | None, typer.Option("--report", help="write a page about it here", rich_help_panel=_OUT)]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]

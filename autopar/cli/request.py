@@ -16,6 +16,7 @@ from rich.console import Console
 from autopar.cli.options import PrecisionName, RematName, ScheduleName, Switch
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.description import cluster_from_dict
+from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.model_file import load_model_file
 from autopar.search.constraints import Constraints
@@ -47,6 +48,7 @@ class Request:
     num_microbatches: int | None = None
     precision: PrecisionName | None = None
     remat: RematName | None = None
+    constrain: tuple[str, ...] = ()
     output: Path | None = None
     report: Path | None = None
     json: bool = False
@@ -84,6 +86,7 @@ class Request:
             num_microbatches=self.num_microbatches,
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
+            annotations=tuple(map(parse_annotation, self.constrain)),
         )
 
     def run(self) -> None:

@@ -184,7 +184,11 @@ def _choices_of_leader(node: fx.Node, rule: FactorRule, folding: Folding) -> tup
 def _has_loops_of_its_own(rule: FactorRule, mains: set[int]) -> bool:
     """Whether the op can be sharded in a way that the layout of its operands ``mains`` does not tell."""
     given = {factor for position in mains for dim in rule.operands[position] for factor in dim}
-    return bool(rule.joint) or any(f not in given or f in rule.summed or f in rule.lowered for f in rule.shardable())
+    return (
+        rule.leads
+        or bool(rule.joint)
+        or any(f not in given or f in rule.summed or f in rule.lowered for f in rule.shardable())
+    )
 
 
 def _prelude_cluster(folding: Folding, roles: Roles) -> Cluster:

@@ -58,6 +58,11 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
 
 
+def annotated(x: Tensor, *, placements: str) -> Tensor:
+    """``x`` itself, in placements that the user fixes with ``autopar.constrain`` (``tp=2 dp=*``)."""
+    return x.view_as(x)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last dimension.
 

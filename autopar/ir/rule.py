@@ -47,6 +47,7 @@ class FactorRule:
     joint: choices that put one axis on several factors at once, joined by "&", each with a lowering: queries and
         keys of an attention ("s&t": a ring), tokens and experts of a mixture ("d0&experts": an exchange). Their
         work is divided once. A factor may be in a joint choice though it is blocked by itself.
+    leads: the op chooses for itself though it could follow its operand, so that a redistribution may come between.
     linear: each entry is a set of operand positions in which, together, the op is linear: if these are
         Partial and the others Replicate, the results are Partial.
     flops: floating point operations of one forward execution, all ranks together.
@@ -64,6 +65,7 @@ class FactorRule:
     flops: float = 0.0
     couples: frozenset[str] = frozenset()
     joint: tuple[str, ...] = ()
+    leads: bool = False
 
     def __post_init__(self) -> None:
         named = {f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim}

@@ -13,6 +13,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules.moe import EXPERTS
+from autopar.search.annotations import check_annotations
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import data_axes_of, evaluate
 from autopar.search.infeasible import explain
@@ -43,6 +44,7 @@ def search_captured(
     load = workload or Workload.of(captured, constraints.precision)
     _check_microbatches(load, constraints)
     _check_experts(load, constraints)
+    check_annotations(load, constraints)
     solver = Solver(
         load=load,
         cluster=cluster,

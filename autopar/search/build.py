@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar.cost_model.activations import Saved
 from autopar.ir.clusters import BATCH, Cluster
+from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
 from autopar.search.instance import Flow, Instance, Ints, User
@@ -70,7 +71,13 @@ def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> tuple[Assi
     """Assignments of a cluster's leader in which every factor of every member divides."""
     choices = [allowed(group, axis) for axis in range(len(pricing.mesh))]
     kept = [joint for joint in product(*choices) if _divides(pricing, group, joint)]
-    assert kept, f"cluster {group.index} has no option left"
+    if not kept:
+        what = group.leader.name if group.leader is not None else "the step inputs"
+        raise InfeasiblePlan(
+            f"{what} cannot be divided as pinned on mesh {pricing.mesh}: its sizes do not divide.\n"
+            f"  its choices: {dict(zip(pricing.mesh.names, choices, strict=True))}\n"
+            "  try: other degrees, fewer microbatches, or other placements in autopar.constrain"
+        )
     return tuple(kept)
 
 

@@ -20,6 +20,7 @@ from itertools import combinations
 from math import prod
 from typing import Literal
 
+from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision
@@ -38,6 +39,7 @@ class Constraints:
     num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
+    annotations: placements of parameters that are fixed (``autopar.constrain``).
     """
 
     pp: int | None = None
@@ -55,6 +57,7 @@ class Constraints:
     remat: Remat | None = None
     memory_fraction: float = 0.94
     axes: tuple[MeshAxis, ...] | None = None
+    annotations: tuple[ParameterAnnotation, ...] = ()
 
     @classmethod
     def of_mesh(cls, sizes: dict[str, int], **others: object) -> Constraints:

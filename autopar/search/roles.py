@@ -8,10 +8,12 @@ from torch import fx
 
 from autopar.cost_model.ops import is_attention
 from autopar.ir.clusters import BATCH, Cluster
+from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
+from autopar.search.annotations import agrees
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.workload import Workload
 
@@ -61,7 +63,17 @@ class Rules:
                 return (BATCH,)
             return (None, BATCH) if self.constraints.may(name, "dp") else (None,)
         allowed = [c for c in group.choices if self._may(group, axis, c) and self._stores(group, axis, c)]
-        return tuple(self._put_to_use(group, axis, allowed))
+        agreed = [c for c in allowed if self._agrees(group, name, c)]
+        if not agreed:
+            raise InfeasiblePlan(
+                f"no way to compute {group.leader.name} ({group.leader.meta.get('source', 'no source line')}) on mesh "
+                f"axis {name!r} agrees with what autopar.constrain fixes there.\n  its choices: "
+                f"{', '.join(map(str, allowed))}\n  try: another dimension, or leave the axis out of the placements"
+            )
+        return tuple(self._put_to_use(group, axis, agreed))
+
+    def _agrees(self, group: Cluster, name: str, choice: Choice) -> bool:
+        return all(agrees(self.load, self.constraints, m, group.follow[choice][m], name) for m in group.members)
 
     def _put_to_use(self, group: Cluster, axis: int, allowed: list[Choice]) -> list[Choice]:
         """A pinned axis is there to be used: what can divide the model's work on it has to.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.graph import CapturedModel
+from autopar.passes.normalise.annotations import ReadAnnotations
 from autopar.passes.normalise.attention import RecogniseAttention
 from autopar.passes.normalise.clean_up import CleanUp
 from autopar.passes.normalise.creations import DetachCreations
@@ -29,6 +30,7 @@ from autopar.passes.pipeline import Pass, PassReport, run_passes
 def normal_form() -> tuple[Pass, ...]:
     """The rewrites, in the order in which they run."""
     return (
+        ReadAnnotations(),
         ScattersToCat(),
         DetachCreations(),
         IdentityIndexToView(),

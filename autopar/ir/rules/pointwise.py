@@ -5,6 +5,8 @@ add      d0 d1, d1 -> d0 d1
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autopar.ir.rule import FactorRule
@@ -70,7 +72,9 @@ PRODUCTS = frozenset({"aten::mul", "aten::multiply"})
 QUOTIENTS = frozenset({"aten::div", "aten::true_divide", "aten::divide"})
 
 # Copies and casts: no arithmetic.
-MOVES = frozenset(aten("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to copy"))
+MOVES = frozenset(aten("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to copy")) | {
+    "autopar::annotated"
+}
 
 # Pointwise ops that ATen does not tag as such. The tag (``torch.Tag.pointwise``) covers the rest.
 UNTAGGED = (
@@ -81,6 +85,12 @@ UNTAGGED = (
     "special_logit special_erf special_log1p special_expm1 special_xlogy special_gammaln special_digamma "
     "special_ndtr special_sinc special_exp2 float_power fix"
 )
+
+
+def annotated(call: Call) -> FactorRule | None:
+    """``autopar.ir.ops.annotated``: a tensor in a layout that the user fixes."""
+    rule = pointwise(call)
+    return None if rule is None else replace(rule, linear=(), leads=True)
 
 
 def is_pointwise(target: object) -> bool:
@@ -118,4 +128,4 @@ def prelu(call: Call) -> FactorRule | None:
 
 
 RULES: dict[str, Rule] = table(pointwise, UNTAGGED)
-RULES.update({"aten::glu": glu, "aten::prelu": prelu})
+RULES.update({"aten::glu": glu, "aten::prelu": prelu, "autopar::annotated": annotated})
