@@ -4,7 +4,6 @@ A lowering computes on shards what its op cannot compute from shards alone; the 
 own and no redistribution shows them.
 
     cross_entropy, classes    three all_reduces of one float32 a token forward: maximum, sum, target's logit
-    cross_entropy, tokens     one all_reduce of the number of counted targets forward
     batch_norm                all_reduce of two float32 statistics a channel forward, and of two backward
     moe, exchange             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
                               experts forward, with a local reordering each; two all_to_alls backward
@@ -80,12 +79,8 @@ def lowering_time(
         if choice is None or name is None or name in _SILENT or fabric.mesh.axes[number].size == 1:
             continue
         if name == "cross_entropy":
-            tokens = rule.operands[1]
-            if any(choice in dim for dim in tokens):
-                total += OpTime(fabric.time(Collective.ALL_REDUCE, _FLOAT32, number))
-            else:
-                payload = local(tokens, operands[1].meta["val"].numel())
-                total += 3 * OpTime(fabric.time(Collective.ALL_REDUCE, payload, number))
+            payload = local(rule.operands[1], operands[1].meta["val"].numel())
+            total += 3 * OpTime(fabric.time(Collective.ALL_REDUCE, payload, number))
         elif name == "moe":
             if choice in rule.joint:
                 rows = local(rule.operands[1], operands[1].meta["val"].numel()) / _FLOAT32

@@ -14,7 +14,8 @@ After, on local shapes:
     y_1 = all_reduce(y, group='tp', backward='none')
 
 The batch is cut into microbatches in the same sweep: a microbatch is the batch factor sharded in time, over an
-extra outermost axis that no collective crosses.
+extra outermost axis that no collective crosses. What is a sum over it and needed whole is had before the microbatches
+run, if it is made of step inputs alone (``autopar.ir.whole_batch``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment, Choice, FactorRule
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.sizes import local_arguments
+from autopar.ir.whole_batch import whole_batch
 from autopar.passes.parameters import Storage
 
 PRELUDE = -1
@@ -255,6 +257,9 @@ class _Sweep:
         wide: parameters are read in their own dtype, as an op that keeps statistics needs them.
         """
         made = self.layout(node)
+        if made[0].is_partial() and value[0].is_replicate() and self.block(node) == PRELUDE:
+            steps = redistribute(made[1:], value[1:], grad[1:])
+            return self.total(node, made, tuple(step for step in steps if step.forward is not Collective.NONE))
         if made[0] != value[0] and self.mesh.sizes[0] > 1 and node.name not in self.captured.parameters:
             raise PlanMismatch(
                 f"the batch cannot be cut into {self.mesh.sizes[0]} microbatches: {node.name} "
@@ -267,6 +272,16 @@ class _Sweep:
         if node not in self.differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
         return self.emit(node, self.made[node], steps, made, block, ())
+
+    def total(self, node: fx.Node, made: Layout, steps: tuple[Step, ...]) -> fx.Node:
+        """The sum over all microbatches of ``node``, after ``steps``."""
+        known = (node, steps, whole_batch)
+        if known not in self.uses:
+            one = self.emit(node, self.made[node], steps, made, PRELUDE, ())
+            new = self.graph.call_function(whole_batch, (one,))
+            new.meta.update(one.meta)
+            self.uses[known] = new
+        return self.uses[known]
 
     def read(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool) -> fx.Node:
         stored = self.storage[node.name]

@@ -18,6 +18,7 @@ from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
+from autopar.ir.whole_batch import whole_batch
 from autopar.passes.parameters import Storage
 from autopar.passes.shard import PRELUDE, ShardedProgram
 
@@ -54,11 +55,12 @@ def split_stages(
     }
     programs = []
     for number in range(plan.num_stages):
-        blocks = cut.blocks(number, folding)
+        blocks, totals = cut.blocks(number, folding), cut.totals(number)
+        parts = (*totals, *blocks)
         read_by_many, buffers_of_many = cut.shared(number)
         held = {p for b in blocks for p in b.parameters} | set(read_by_many)
-        used_buffers = {b for block in blocks for b in block.buffers} | set(buffers_of_many)
-        wanted = {name for block in blocks for name in block.inputs} | {n.name for n in sharded.outputs}
+        used_buffers = {b for block in parts for b in block.buffers} | set(buffers_of_many)
+        wanted = {name for block in parts for name in block.inputs} | {n.name for n in sharded.outputs}
         mine = [n.name if cut.stage_of(n) == number or n.op == "placeholder" else None for n in sharded.outputs]
         loss = mine[0] if outputs == "loss" and mine else None
         partial = sharded.output_layouts[0] if sharded.output_layouts else ()
@@ -90,6 +92,7 @@ def split_stages(
                 data_axes=data_axes,
                 shard_axes=shard_axes,
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
+                totals=totals,
             )
         )
     return tuple(programs)
@@ -184,9 +187,7 @@ class _Cut:
         plan = self.plan.stages[stage]
         own = range(plan.first, plan.last + 1)
         shared = {name for group in self.shared(stage) for name in group}
-        prelude = self._needed_prelude(
-            [n for b in own for n in self.by_block.get(b, [])], self.by_block.get(PRELUDE, []), stage
-        )
+        prelude = self._prelude(self._roots(stage))
         programs = []
         if prelude:
             programs.append(self._extract("prelude", -1, prelude, shared, "none", set(prelude)))
@@ -198,24 +199,63 @@ class _Cut:
                 programs.append(self._extract(block.name, block.kind, nodes, shared, remat, set(nodes)))
         return tuple(programs)
 
-    def _needed_prelude(self, nodes: Iterable[fx.Node], prelude: Sequence[fx.Node], stage: int) -> list[fx.Node]:
-        needed: set[fx.Node] = set()
-        stack = [n for node in nodes for n in node.all_input_nodes]
+    def totals(self, stage: int) -> tuple[BlockProgram, ...]:
+        """What ``stage`` has to run on every microbatch before the first, the sums that others are made of first."""
+        rounds: list[list[fx.Node]] = []
+        roots = self._roots(stage)
+        wanted = _sums(roots, self._prelude(roots))
+        while wanted:
+            rounds.insert(0, wanted)
+            roots = [operand for node in wanted for operand in node.all_input_nodes]
+            wanted = _sums(roots, self._prelude(roots))
+        shared = {name for group in self.shared(stage) for name in group}
+        programs: list[BlockProgram] = []
+        done: set[fx.Node] = set()
+        for number, wanted in enumerate(rounds):
+            new = [node for node in wanted if node not in done]
+            done.update(new)
+            inside = [*self._prelude([operand for node in new for operand in node.all_input_nodes]), *new]
+            programs.append(self._extract(f"total {number}", -1, inside, shared, "none", set(inside), new))
+        return tuple(programs)
+
+    def _roots(self, stage: int) -> list[fx.Node]:
+        """Every value that the blocks of ``stage`` read, and what it hands out that no block computes."""
+        plan = self.plan.stages[stage]
+        roots = [
+            operand
+            for block in range(plan.first, plan.last + 1)
+            for node in self.by_block.get(block, [])
+            for operand in node.all_input_nodes
+        ]
         if stage == self.plan.num_stages - 1:
-            stack += [n for n in self.sharded.outputs if n.meta["block"] == PRELUDE]
+            roots += [n for n in self.sharded.outputs if n.meta["block"] == PRELUDE]
         if stage == 0:
-            stack += [n for n in self.sharded.updates.values() if n.meta["block"] == PRELUDE]
+            roots += [n for n in self.sharded.updates.values() if n.meta["block"] == PRELUDE]
+        return roots
+
+    def _prelude(self, roots: Iterable[fx.Node]) -> list[fx.Node]:
+        """The part of the prelude that ``roots`` are made of. Sums over the whole batch are given, not made."""
+        needed: set[fx.Node] = set()
+        stack = list(roots)
         while stack:
             node = stack.pop()
-            if node.op == "call_function" and node.meta["block"] == PRELUDE and node not in needed:
+            inside = node.op == "call_function" and node.meta["block"] == PRELUDE
+            if inside and node.target is not whole_batch and node not in needed:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
-        return [node for node in prelude if node in needed]
+        return [node for node in self.by_block.get(PRELUDE, []) if node in needed]
 
     def _extract(
-        self, name: str, kind: int, nodes: list[fx.Node], shared: set[str], remat: Remat, inside: set[fx.Node]
+        self,
+        name: str,
+        kind: int,
+        nodes: list[fx.Node],
+        shared: set[str],
+        remat: Remat,
+        inside: set[fx.Node],
+        results: Sequence[fx.Node] | None = None,
     ) -> BlockProgram:
-        """A graph of ``nodes`` alone."""
+        """A graph of ``nodes`` alone. results: None for all that is needed outside."""
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         inputs: list[str] = []
@@ -238,7 +278,10 @@ class _Cut:
         for node in nodes:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
         kept = self.kept()
-        results = [n for n in nodes if n in kept or any(u not in inside and u.op == "call_function" for u in n.users)]
+        if results is None:
+            results = [
+                n for n in nodes if n in kept or any(u not in inside and u.op == "call_function" for u in n.users)
+            ]
         graph.output(tuple(copied[n] for n in results))
         return BlockProgram(
             name=name,
@@ -250,6 +293,12 @@ class _Cut:
             buffers=tuple(buffers),
             remat=remat,
         )
+
+
+def _sums(roots: Iterable[fx.Node], prelude: Iterable[fx.Node]) -> list[fx.Node]:
+    """The sums over the whole batch among ``roots`` and among what the nodes of a prelude read."""
+    read = [*roots, *(operand for node in prelude for operand in node.all_input_nodes)]
+    return list(dict.fromkeys(node for node in read if node.target is whole_batch))
 
 
 def _remat(stage: StagePlan, number: int) -> Remat:

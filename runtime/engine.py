@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,11 +87,12 @@ class Engine:
         self.reducer = GradientReducer()
         self.local = tuple(self._local_stage(part, state) for part in own)
         self._has_step = program.loss is not None or program.num_stages > 1
+        self._totals: dict[str, list[tuple[StageModule, str, tuple[str, ...]]]] = {}
         if self._has_step:
             for stage in self.local:
                 part = stage.program
                 results = (part.loss,) if part.loss else tuple(spec.name for spec in part.sent)
-                stage.module.add_variant(_STEP, part, results, self.device)
+                self._add_variant(_STEP, stage.module, part, results)
         self._forward_program = forward_program
         self._outputs: Outputs | None = None
         self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(dict.fromkeys(n for p in own for n in p.inputs))}
@@ -112,7 +114,7 @@ class Engine:
                 plan.pipelining,
                 group=self.mesh.pipeline_group(),
                 device=self.device,
-                batch_dims={name: captured.inputs[name].batch_dim for name in self._inputs[_STEP]},
+                batch_dims={name: self._batch_dim(name) for part in own for name in part.given},
                 randomness=self.randomness,
             )
 
@@ -217,6 +219,33 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
+    # Programs of the stage.
+
+    def _add_variant(self, variant: str, module: StageModule, program: StageProgram, results: tuple[str, ...]) -> None:
+        module.add_variant(variant, program, results, self.device)
+        totals = self._totals.setdefault(variant, [])
+        for number, block in enumerate(program.totals):
+            alone = replace(program, blocks=(block,), received=(), buffer_updates={}, loss=None)
+            module.add_variant(f"{variant} total {number}", alone, block.outputs, self.device)
+            totals.append((module, f"{variant} total {number}", block.outputs))
+
+    def _select(self, variant: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
+        own = {name: inputs[name] for name in self._inputs[variant]}
+        for module, total, names in self._totals[variant]:
+            module.select(total)
+            with torch.no_grad():
+                # Not through hooks: no parameter is read.
+                parts = [module.forward(**microbatch) for microbatch in self._microbatches(own)]
+            own |= {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
+        for stage in self.local:
+            stage.module.select(variant)
+        return own
+
+    def _batch_dim(self, name: str) -> int | None:
+        """Batch dimension of a step input; None of a sum over the whole batch."""
+        return self.captured.inputs[name].batch_dim if name in self.captured.inputs else None
+
     # A training step.
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -231,10 +260,9 @@ class Engine:
                 "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
                 "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
             )
+        own = self._select(_STEP, inputs)
         for stage in self.local:
-            stage.module.select(_STEP)
             stage.module.expert_loads = []
-        own = {name: inputs[name] for name in self._inputs[_STEP]}
         self._begin()
         self.randomness.next_call()
         if self.pipeline is not None:
@@ -267,7 +295,7 @@ class Engine:
             return [dict(inputs)]
         batches: list[dict[str, torch.Tensor]] = [{} for _ in range(chunks)]
         for name, value in inputs.items():
-            dim = self.captured.inputs[name].batch_dim
+            dim = self._batch_dim(name)
             parts = [value] * chunks if dim is None else value.chunk(chunks, dim)
             for batch, part in zip(batches, parts, strict=True):
                 batch[name] = part
@@ -293,8 +321,7 @@ class Engine:
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The model's output for this rank's rows, as the model would return it; differentiable."""
         outputs = self._forward_variant()
-        self.stage.select(_FORWARD)
-        own = {name: inputs[name] for name in self._inputs[_FORWARD]}
+        own = self._select(_FORWARD, inputs)
         self.randomness.next_call()
         self.stage.expert_loads = []
         parts = []
@@ -321,7 +348,7 @@ class Engine:
             )
         program = self._forward_program()
         names = tuple(name for name in program.outputs if name is not None)
-        self.stage.add_variant(_FORWARD, program, names, self.device)
+        self._add_variant(_FORWARD, self.stage, program, names)
         self._inputs[_FORWARD] = tuple(program.inputs)
         self._outputs = Outputs.of(self.captured, program, self.plan)
         return self._outputs

@@ -52,7 +52,7 @@ class _Stage(PipelineStage):
             group=group,
         )
         self._stage, self._random = stage, random
-        self._inputs = {_PREFIX + name: name for name in program.inputs}
+        self._inputs = {_PREFIX + name: name for name in program.given}
         self._sending: dict[int, list[dist.Work]] = {}
         self._returning: list[dist.Work] = []
 

@@ -81,6 +81,8 @@ class StageProgram:
         of them that ZeRO shards over, none without ZeRO; the others replicate the shards.
     input_layouts: placeholder name -> layout in which the step input arrives (its batch over the data-parallel
         ranks).
+    totals: what to run on every microbatch before the first; the results, added up, are step inputs of all of them
+        under the same names, and of the later ``totals``.
     buffer_updates: buffer name -> value to copy into it after each microbatch.
     """
 
@@ -105,3 +107,9 @@ class StageProgram:
     data_axes: tuple[int, ...]
     shard_axes: tuple[int, ...]
     input_layouts: dict[str, Layout]
+    totals: tuple[BlockProgram, ...] = ()
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of what every microbatch is given: step inputs, and sums over the whole batch."""
+        return (*self.inputs, *(name for block in self.totals for name in block.outputs))

@@ -5,6 +5,9 @@ that runs over the batch dimension of an operand runs over that of the results.
 
     ids (b, s)   embedding b s, v h -> b s h   linear b s k, n k -> b s n   mean b s n -> .  (partial over b)
 
+A sum over the batch of step inputs alone (how many tokens count) is known before any part of the batch runs; an op
+that needs it whole, as a mean does, is no obstacle (``whole_batch``).
+
 It is carried backwards too: where an op joins a batch with a tensor that was expanded to the size of the
 batch, that tensor has a batch dimension as well. This is what cuts a step into microbatches and what
 divides the step inputs among data-parallel ranks.
@@ -18,9 +21,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.ir.graph import CapturedModel, is_tensor, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.graph import CapturedModel, call_nodes, is_tensor, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.rule import Choice, FactorRule, TensorFactors
 from autopar.ir.rules import rule_for
+from autopar.ir.stream import dependents
 
 # A tensor that is a sum over the batch: a rank or microbatch with some of the rows has a summand of it.
 _PARTIAL = -1
@@ -107,12 +111,15 @@ class _BatchSweep:
     choice: dict[fx.Node, str] = field(default_factory=dict)
     obstacles: dict[fx.Node, str] = field(default_factory=dict)
     shardable: dict[int, frozenset[str]] = field(default_factory=dict)
+    # Ops that depend on parameters or chance; the others are the prelude.
+    trained: set[fx.Node] = field(init=False)
     # Values being asked for a batch dimension further up the call stack.
     asking: set[_Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rules = {node: rule_for(node) for node in op_nodes(self.captured.graph)}
         self.operands = {node: [source(o) for o in tensor_operands(node)] for node in self.rules}
+        self.trained = dependents(list(call_nodes(self.captured.graph)), self.captured)
         for node in self.captured.graph.nodes:
             step = self.captured.inputs.get(node.name) if node.op == "placeholder" else None
             if step is not None and step.batch_dim is not None and is_tensor(node):
@@ -138,9 +145,20 @@ class _BatchSweep:
         tagged = {p: self.tags[v] for p, v in enumerate(self.operands[node]) if v in self.tags}
         if not tagged and node not in self.choice:
             return
+        whole: set[int] = set()
         if any(tag == _PARTIAL for tag in tagged.values()):
-            self.add_sums(node, rule, tagged)
-            return
+            if self.add_sums(node, rule, tagged):
+                return
+            whole = {p for p, tag in tagged.items() if tag == _PARTIAL and self.before_microbatches(node, p)}
+            tagged = {p: tag for p, tag in tagged.items() if p not in whole}
+            if any(tag == _PARTIAL for tag in tagged.values()):
+                if not self.add_sums(node, rule, tagged):
+                    self.obstacles[node] = (
+                        f"{_title(node)} needs a sum over the whole batch, in other ways than to add to it"
+                    )
+                return
+            if not tagged and node not in self.choice:
+                return
         factors = {major(rule.operands[p], tag, rule) for p, tag in tagged.items()}
         if node in self.choice:
             factors.add(self.choice[node])
@@ -162,7 +180,9 @@ class _BatchSweep:
             self.obstacles[node] = f"{_title(node)} computes statistics over the whole batch"
         for position, value in enumerate(self.operands[node]):
             dim = dim_of(rule.operands[position], factor, rule)
-            if dim is not None and value not in self.tags and not self.demand(value, dim):
+            if dim is None:
+                continue
+            if position in whole or (value not in self.tags and not self.demand(value, dim)):
                 self.obstacles[node] = (
                     f"{_title(node)} reads {value[0].name}, which has a row for each row of the batch but cannot be "
                     "made in parts"
@@ -174,15 +194,19 @@ class _BatchSweep:
             elif factor in rule.summed:
                 self.tags[node, number] = _PARTIAL
 
-    def add_sums(self, node: fx.Node, rule: FactorRule, tagged: dict[int, int]) -> None:
-        """An op on sums over the batch. It follows them if it is linear in them."""
+    def before_microbatches(self, node: fx.Node, position: int) -> bool:
+        """Whether operand ``position`` is made of step inputs alone: its sum over the batch can be had first."""
+        return self.operands[node][position][0] not in self.trained
+
+    def add_sums(self, node: fx.Node, rule: FactorRule, tagged: dict[int, int]) -> bool:
+        """Have an op on sums over the batch follow them, if it is linear in them. Returns whether it is."""
         partial = {p for p, tag in tagged.items() if tag == _PARTIAL}
         for number, linear in enumerate(rule.linear):
             if linear == partial and len(partial) == len(tagged):
                 self.choice[node] = f"+{number}"
                 self.tags.update(((node, result), _PARTIAL) for result in range(len(rule.results)))
-                return
-        self.obstacles[node] = f"{_title(node)} needs a sum over the whole batch, in other ways than to add to it"
+                return True
+        return False
 
     def demand(self, value: _Value, dim: int) -> bool:
         """Give ``value`` the batch dimension ``dim`` if the op that makes it can make it in parts."""

@@ -65,7 +65,7 @@ def build_stream(captured: CapturedModel) -> Stream:
     """Sort the call nodes of ``captured`` into prelude, sources and stream. Linear in the graph."""
     calls = _getitems_after_producers(captured.graph)
     operands = {node: operand_nodes(node) for node in calls}
-    trained = _dependents(calls, captured)
+    trained = dependents(calls, captured)
     fed = _reached(calls, {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs})
     is_source: set[fx.Node] = set()
     prelude: list[fx.Node] = []
@@ -178,7 +178,7 @@ def _getitems_after_producers(graph: fx.Graph) -> list[fx.Node]:
     return ordered
 
 
-def _dependents(calls: list[fx.Node], captured: CapturedModel) -> set[fx.Node]:
+def dependents(calls: list[fx.Node], captured: CapturedModel) -> set[fx.Node]:
     """Nodes that may not be recomputed at will: they depend on parameters, state that a step updates, or chance."""
     names = set(captured.parameters) | {n for n, buffer in captured.buffers.items() if buffer.updated_by}
     seeds = {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in names}

@@ -18,6 +18,7 @@ from autopar.passes.normalise.eager_attention import FuseEagerAttention
 from autopar.passes.normalise.fused import SplitFusedLinear
 from autopar.passes.normalise.identity_index import IdentityIndexToView
 from autopar.passes.normalise.linear import RecogniseLinear
+from autopar.passes.normalise.loss_means import SplitLossMeans
 from autopar.passes.normalise.means import SplitMeans
 from autopar.passes.normalise.moe import RecogniseMoe
 from autopar.passes.normalise.picks import PicksToGather
@@ -43,6 +44,7 @@ def normal_form() -> tuple[Pass, ...]:
         FuseEagerAttention(),
         RecogniseAttention(),
         RecogniseCrossEntropy(),
+        SplitLossMeans(),
         RecogniseMoe(),
         SplitMeans(),
         CleanUp(),

@@ -28,7 +28,6 @@ LOWERINGS: dict[str, Builder] = {
     "embedding": embedding.build,
     "moe": moe.build,
     "mean": reductions.build_mean,
-    "nll_loss": cross_entropy.build,
     "random": random.build,
     "ring": ring.build,
 }

@@ -1,6 +1,6 @@
 """Losses.
 
-cross_entropy   d0 d1 c, d0 d1 ->           c and, under a mean, d0 and d1 are lowered; d0 and d1 are summed
+cross_entropy   d0 d1 c, d0 d1 ->           c is lowered; d0 and d1 are summed; blocked under a mean
 mse_loss        d0 d1, d0 d1 ->             d0 and d1 are summed; lowered "mean" under a mean
 """
 
@@ -29,21 +29,18 @@ def _token_loss(
     known: dict[int, TensorFactors],
     lead: TensorFactors,
     reduction: str,
-    *,
-    lowering: str = "cross_entropy",
 ) -> FactorRule:
-    """A loss of one class index per token, which a mean counts unless it is ``ignore_index``."""
+    """A loss of one class index per token. A mean counts those that are not ``ignore_index``, of all tokens at once."""
     tokens = [f for dim in lead for f in dim]
-    lowered = {"c": lowering}
     if reduction == "mean":
-        lowered.update(dict.fromkeys(tokens, lowering))
+        factors.blocked.update(tokens)
     results: list[TensorFactors] = [lead if reduction == "none" else ()]
     results += [()] * (len(call.results) - 1)  # the count of targets
     return factors.rule(
         operand_factors(call, known, factors),
         results,
-        summed=tokens if reduction != "none" else (),
-        lowered=lowered,
+        summed=tokens if reduction == "sum" else (),
+        lowered={"c": "cross_entropy"},
         flops=6 * numel(call.operands[0].shape),
     )
 
@@ -99,7 +96,7 @@ def nll_loss(call: Call) -> FactorRule | None:
     }
     if isinstance(weight, Operand):
         known[weight.position] = (c,)
-    return _token_loss(call, factors, known, lead, _REDUCTIONS[bound["reduction"]], lowering="nll_loss")
+    return _token_loss(call, factors, known, lead, _REDUCTIONS[bound["reduction"]])
 
 
 def elementwise(call: Call) -> FactorRule | None:

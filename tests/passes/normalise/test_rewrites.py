@@ -88,9 +88,21 @@ def test_cross_entropy(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert aten.cross_entropy_loss.default not in left
 
 
-def test_weighted_cross_entropy_is_left_alone() -> None:
-    weighted = remaining(lambda m, x, y: F.cross_entropy((x @ m.matrix).view(-1, C), y.view(-1), weight=torch.rand(C)))
-    assert aten.cross_entropy_loss.default in weighted
+WEIGHTS = torch.linspace(0.5, 2, C)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, y: F.cross_entropy(logits, y),
+        lambda logits, y: F.cross_entropy(logits, y, weight=WEIGHTS, label_smoothing=0.1),
+        lambda logits, y: F.nll_loss(logits.log_softmax(-1), y.clamp(min=0), ignore_index=3),
+        lambda logits, y: F.nll_loss(logits.log_softmax(-1), y, weight=WEIGHTS),
+    ],
+)
+def test_mean_of_a_loss_is_a_sum_over_a_count(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    left = remaining(lambda m, x, y: loss((x @ m.matrix).view(-1, C), y.view(-1)))
+    assert left[-1] is aten.div.Tensor and left.count(aten.sum.default) == 1
 
 
 def test_conv1d_of_gpt2_is_a_linear_layer() -> None:
