@@ -29,7 +29,7 @@ from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_r
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
-from autopar.ir.sequence import Sight, imbalance
+from autopar.ir.sequence import Sight, folds_for, imbalance
 
 # Fused attention recomputes the scores in its backward: five products for the forward's two.
 _ATTENTION_BACKWARD = 2.5
@@ -257,7 +257,8 @@ class OpCost:
         count = degrees.get(QUERIES, 1)
         if self.sight is None or count == 1:
             return 1.0
-        return imbalance(self.sight, self.lengths, count if self.balanced else 1, count)
+        folds = folds_for(self.lengths, count, balanced=self.balanced)
+        return imbalance(self.sight, self.lengths, folds, count)
 
     def _saturation(self, degrees: dict[str, int], num_microbatches: int) -> float:
         """Fraction of the large-matrix rate that the local matrices reach, by their smallest dimension."""

@@ -21,7 +21,7 @@ from autopar.cost_model.seconds import OpTime
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
-from autopar.ir.sequence import RingShape, hops_needed
+from autopar.ir.sequence import RingShape, folds_for, hops_needed
 
 _FLOAT32 = 4
 
@@ -46,10 +46,11 @@ def ring_time(
     cuts_queries = [axis for axis, choice in enumerate(assignment) if QUERIES in factors_of_choice(choice)]
     ring = [axis for axis in cuts_queries if assignment[axis] in rule.joint]
     sizes = tuple(mesh.axes[axis].size for axis in cuts_queries)
+    lengths = lengths_of(rule)
     shape = RingShape(
         sight_of(node),
-        lengths_of(rule),
-        prod(sizes) if balanced else 1,
+        lengths,
+        folds_for(lengths, prod(sizes), balanced=balanced),
         sizes,
         tuple(axis in ring for axis in cuts_queries),
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
+
+from torch import fx
 
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import cluster
 from autopar.ir.errors import PlanMismatch
+from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
-from autopar.ir.roles import find_roles, microbatch_obstacle
+from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
+from autopar.ir.rule import Assignment
 from autopar.passes.assign import assign
 from autopar.passes.parameters import find_uses, store
 from autopar.passes.settle import settle
@@ -51,6 +56,27 @@ def partition(
     assignments = assign(captured, folding, clusters, plan)
     uses = find_uses(captured, assignments)
     storage, data_axes, shard_axes = store(captured, uses, plan)
-    sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs)
+    folded = _folded(captured, folding, roles, assignments, plan)
+    sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs, folded=folded)
     settle(sharded.graph, plan.stage_mesh, narrow_dtype(plan.precision))
     return split_stages(captured, folding, clusters, sharded, storage, data_axes, shard_axes, plan, outputs=outputs)
+
+
+def _folded(
+    captured: CapturedModel, folding: Folding, roles: Roles, assignments: Mapping[fx.Node, Assignment], plan: Plan
+) -> FoldedSequence | None:
+    """How the sequence is folded; None in natural order. Raises PlanMismatch if it cannot be folded."""
+    if plan.sequence_layout == "contiguous":
+        return None
+    folded = find_folds(captured, folding, roles)
+    reason = folded.obstacle
+    if reason is None:
+        ranks = folded.num_folds(assignments, plan.stage_mesh)
+        if ranks > 1 and not folded.divides(ranks):
+            reason = f"{folded.length} positions do not divide into 2 chunks for each of {ranks} ranks"
+    if reason is not None:
+        raise PlanMismatch(
+            f"sequence_layout: {captured.name} cannot be run in zigzag order: {reason}.\n"
+            "  try: sequence_layout: contiguous"
+        )
+    return folded

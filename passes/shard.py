@@ -21,7 +21,7 @@ run, if it is made of step inputs alone (``autopar.ir.whole_batch``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from autopar.ir.blocks import Folding
 from autopar.ir.clusters import BATCH, Clusters
 from autopar.ir.collectives import step_call
 from autopar.ir.errors import PlanMismatch
+from autopar.ir.folds import Fold, FoldedSequence, fold_sequence, unfold_sequence
 from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_results
 from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -76,13 +77,16 @@ def shard(
     plan: Plan,
     *,
     outputs: str,
+    folded: FoldedSequence | None = None,
 ) -> ShardedProgram:
     """The local program of every rank under ``assignments``.
+
+    folded: where the sequence is put in folded order and back, for ``sequence_layout: zigzag``.
 
     outputs: "loss" keeps only the loss, in the layout that it is produced in; "model" keeps the model's
     outputs, their batch over the data-parallel ranks and otherwise whole.
     """
-    sweep = _Sweep(captured, folding, clusters, roles, assignments, storage, plan)
+    sweep = _Sweep(captured, folding, clusters, roles, assignments, storage, plan, folded)
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             sweep.placeholder(node)
@@ -99,7 +103,7 @@ def shard(
         wanted = sweep.layout(value)
         if outputs == "model":
             wanted = sweep.output_layout(value)
-            results.append(sweep.use(value, wanted, wanted, max(folding.block_of.values(), default=PRELUDE)))
+            results.append(sweep.use_in_order(value, wanted, max(folding.block_of.values(), default=PRELUDE)))
         else:
             results.append(sweep.made[value])
         layouts.append(wanted[1:])
@@ -108,7 +112,7 @@ def shard(
         if buffer.updated_by is not None:
             new = next(n for n in captured.graph.nodes if n.name == buffer.updated_by)
             whole = replicated(sweep.mesh)
-            updates[captured.buffers[name].name] = sweep.use(new, whole, whole, sweep.block(new))
+            updates[captured.buffers[name].name] = sweep.use_in_order(new, whole, sweep.block(new))
     sweep.graph.output(tuple(results) + tuple(updates.values()))
     sweep.graph.eliminate_dead_code()
     sweep.graph.lint()
@@ -126,6 +130,8 @@ class _Sweep:
     assignments: Mapping[fx.Node, Assignment]
     storage: Mapping[str, Storage]
     plan: Plan
+    folded: FoldedSequence | None = None
+    num_folds: int = 1
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     uses: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
@@ -135,6 +141,8 @@ class _Sweep:
     def __post_init__(self) -> None:
         time = MeshAxis(_TIME, self.plan.batch.num_microbatches)
         self.mesh = Mesh((time, *self.plan.stage_mesh.axes))
+        if self.folded is not None:
+            self.num_folds = self.folded.num_folds(self.assignments, self.plan.stage_mesh)
 
     # Layouts of the original nodes, time axis first.
 
@@ -194,7 +202,7 @@ class _Sweep:
             self.differentiable.add(node)
         wanted = iter(
             [
-                self.use(operand, *rule.operand_layout(position, choices), block, wide=bool(rule.couples))
+                self.operand(node, position, operand, *rule.operand_layout(position, choices), block)
                 for position, operand in enumerate(operands)
             ]
         )
@@ -235,10 +243,13 @@ class _Sweep:
     def lower(self, node: fx.Node, new: fx.Node, rule: FactorRule) -> None:
         """Replace the op by its lowering where a lowered factor is sharded over the mesh."""
         assignment = self.assignments[node]
-        name = lowering_of(rule, assignment)
+        folded = self.folded is not None and self.num_folds > 1 and node in self.folded.attentions
+        name = "ring" if folded else lowering_of(rule, assignment)
         if name is None:
             return
         function, args, kwargs = LOWERINGS[name](new, rule, assignment, self.plan.stage_mesh)
+        if folded:
+            kwargs["folds"] = self.num_folds
         new.target, new.args, new.kwargs = function, args, kwargs
 
     def mean_over_time(self, node: fx.Node, new: fx.Node, rule: FactorRule, choice: Choice, block: int) -> fx.Node:
@@ -251,10 +262,53 @@ class _Sweep:
 
     # Uses: reads of parameters and redistributions, shared by the consumers in one block.
 
-    def use(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool = False) -> fx.Node:
+    def operand(self, user: fx.Node, position: int, node: fx.Node, value: Layout, grad: Layout, block: int) -> fx.Node:
+        """The operand of ``user`` in the layout and in the order of the sequence that it needs."""
+        wide = bool(rule_for(user).couples)
+        if self.folded is None or self.num_folds == 1:
+            return self.use(node, value, grad, block, wide=wide)
+        into, back = (side.get((user, position), ()) for side in (self.folded.into, self.folded.back))
+        return self.reorder(self.use(node, value, grad, block, wide=wide, into=into), back, unfold_sequence, block)
+
+    def use_in_order(self, node: fx.Node, layout: Layout, block: int) -> fx.Node:
+        """``node`` for the caller or for a buffer."""
+        found = self.use(node, layout, layout, block)
+        if self.folded is None or self.num_folds == 1:
+            return found
+        return self.reorder(found, self.folded.results.get(source(node), ()), unfold_sequence, block)
+
+    def reorder(
+        self, node: fx.Node, folds: tuple[Fold, ...], function: Callable[..., torch.Tensor], block: int
+    ) -> fx.Node:
+        """``node`` of the new graph with its sequence in another order. It is whole there on every rank."""
+        for fold in folds:
+            key = (node, fold, function, block)
+            if key not in self.uses:
+                assert self.folded is not None
+                length = self.folded.length
+                assert not node.meta["val"].shape[fold.dim] % (length * fold.inner), f"{node} has parts of a sequence"
+                options = {"length": length, "inner": fold.inner, "folds": self.num_folds}
+                new = self.graph.call_function(function, (node,), {"dim": fold.dim, **options})
+                new.meta.update(node.meta)
+                new.meta["block"] = block
+                self.uses[key] = new
+            node = self.uses[key]
+        return node
+
+    def use(
+        self,
+        node: fx.Node,
+        value: Layout,
+        grad: Layout,
+        block: int,
+        *,
+        wide: bool = False,
+        into: tuple[Fold, ...] = (),
+    ) -> fx.Node:
         """The node that holds ``node`` in layout ``value`` for consumers in ``block``.
 
-        wide: parameters are read in their own dtype, as an op that keeps statistics needs them.
+        wide: parameters are read in their own dtype, as an op that keeps statistics needs them. into: sequences that
+        are put in folded order first.
         """
         made = self.layout(node)
         if made[0].is_partial() and value[0].is_replicate() and self.block(node) == PRELUDE:
@@ -271,7 +325,8 @@ class _Sweep:
         steps = redistribute(made[1:], value[1:], grad[1:])
         if node not in self.differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
-        return self.emit(node, self.made[node], steps, made, block, ())
+        start = self.reorder(self.made[node], into, fold_sequence, PRELUDE)
+        return self.emit(node, start, steps, made, block, into)
 
     def total(self, node: fx.Node, made: Layout, steps: tuple[Step, ...]) -> fx.Node:
         """The sum over all microbatches of ``node``, after ``steps``."""

@@ -19,6 +19,11 @@ class Switch(str, Enum):
     off = "off"
 
 
+class SequenceLayoutName(str, Enum):
+    contiguous = "contiguous"
+    zigzag = "zigzag"
+
+
 class ScheduleName(str, Enum):
     one_f_one_b = "1f1b"
     gpipe = "gpipe"
@@ -77,6 +82,10 @@ Zero = Annotated[
 Shard = Annotated[
     int | None,
     typer.Option("--shard", min=1, help="data ranks ZeRO shards over; the others replicate", rich_help_panel=_PIN),
+]
+SequenceLayout = Annotated[
+    SequenceLayoutName | None,
+    typer.Option("--sequence-layout", help="order of a sequence that ranks share", rich_help_panel=_PIN),
 ]
 Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
 VirtualStages = Annotated[

@@ -13,7 +13,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from autopar.cli.options import PrecisionName, RematName, ScheduleName, Switch
+from autopar.cli.options import PrecisionName, RematName, ScheduleName, SequenceLayoutName, Switch
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.description import cluster_from_dict
 from autopar.ir.annotations import parse_annotation
@@ -43,6 +43,7 @@ class Request:
     sp: Switch | None = None
     zero: int | None = None
     shard: int | None = None
+    sequence_layout: SequenceLayoutName | None = None
     schedule: ScheduleName | None = None
     microbatch: int | None = None
     num_microbatches: int | None = None
@@ -81,6 +82,7 @@ class Request:
             sequence_parallel=None if self.sp is None else self.sp is Switch.on,
             zero=self.zero,
             shard=self.shard,
+            sequence_layout=None if self.sequence_layout is None else self.sequence_layout.value,  # type: ignore[arg-type]
             schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
             microbatch_size=self.microbatch,
             num_microbatches=self.num_microbatches,

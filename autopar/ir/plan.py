@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward
+from autopar.ir.sequence import SequenceLayout
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -107,6 +108,8 @@ class Plan(_Model):
     zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
         it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
     prefetch: blocks gathered ahead of the one that runs, at level 3.
+    sequence_layout: order of the sequence where ranks share it. "zigzag" gives each rank one chunk of the first half
+        and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``).
     params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
         dimension.
     """
@@ -119,6 +122,7 @@ class Plan(_Model):
     inputs: list[str] = []
     schedule: Schedule = "1f1b"
     virtual_stages: PositiveInt = 1
+    sequence_layout: SequenceLayout = "contiguous"
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     shard_axes: list[str] | None = None
     prefetch: PositiveInt = 1

@@ -231,6 +231,11 @@ def hops_needed(shape: RingShape) -> tuple[int, ...]:
     return ()
 
 
+def folds_for(lengths: tuple[int, int], count: int, *, balanced: bool) -> int:
+    """How the sequence of an attention is stored that ``count`` ranks share: folded, if asked for and it divides."""
+    return count if balanced and lengths[0] == lengths[1] and lengths[0] % (2 * count) == 0 else 1
+
+
 @lru_cache(maxsize=4096)
 def imbalance(sight: Sight, lengths: tuple[int, int], folds: int, count: int) -> float:
     """Work of the rank that has most of it over the mean, when ``count`` ranks share the queries."""

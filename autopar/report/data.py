@@ -36,6 +36,7 @@ def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
         "num_stages": plan.num_stages,
         "num_ranks": plan.num_ranks,
         "schedule": plan.schedule,
+        "sequence_layout": plan.sequence_layout,
         "zero": plan.zero,
         "shard_axes": plan.shard_axes,
         "precision": plan.precision,

@@ -42,6 +42,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     )
     flags = Text(
         f"{plan.precision}   {_zero(plan)}   remat {remat_level(plan)}"
+        + ("" if plan.sequence_layout == "contiguous" else f"   sequence {plan.sequence_layout}")
         + (f"   schedule {plan.schedule}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
     )
     return Group(title, mesh, flags)

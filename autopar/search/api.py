@@ -50,6 +50,7 @@ def search_captured(
         cluster=cluster,
         budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
+        balanced=_balanced(load, constraints),
     )
     outer = Outer(solver=solver, constraints=constraints)
     best = outer.run()
@@ -98,7 +99,7 @@ def predict_plan(
 ) -> Predicted:
     """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
     load = workload or Workload.of(captured, plan.precision)
-    solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"))
+    solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
     leaders = leaders_of(load, plan)
     configuration = Configuration(
         num_stages=plan.num_stages,
@@ -156,3 +157,16 @@ def _check_experts(load: Workload, constraints: Constraints) -> None:
             f"ep={degree} does not divide the {' or '.join(map(str, sorted(counts)))} experts of a layer of "
             f"{load.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
         )
+
+
+def _balanced(load: Workload, constraints: Constraints) -> bool:
+    """Whether sequences that ranks share are folded. They are where they can be, unless asked otherwise."""
+    if constraints.sequence_layout == "contiguous":
+        return False
+    obstacle = load.folded.obstacle
+    if obstacle is not None and constraints.sequence_layout == "zigzag":
+        raise InfeasiblePlan(
+            f"{load.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
+            "  try: --sequence-layout contiguous"
+        )
+    return obstacle is None

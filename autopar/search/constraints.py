@@ -18,13 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision
 from autopar.ir.schedule import Schedule
+from autopar.ir.sequence import SequenceLayout
 
 Remat = Literal["none", "selective", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
@@ -35,7 +36,8 @@ class Constraints:
     """None leaves a question to the search.
 
     pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
-    zero: level 0 to 3. shard: data ranks that ZeRO shards over, the others replicate.
+    zero: level 0 to 3. shard: data ranks that ZeRO shards over, the others replicate. sequence_layout: of sequences
+    that ranks share; zigzag where causal attention can be so, if left open.
     num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
@@ -50,6 +52,7 @@ class Constraints:
     sequence_parallel: bool | None = None
     zero: int | None = None
     shard: int | None = None
+    sequence_layout: SequenceLayout | None = None
     schedule: Schedule | None = None
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -92,6 +95,10 @@ class Constraints:
         if self.zero is not None and not 0 <= self.zero <= 3:
             raise InfeasiblePlan(f"zero is {self.zero}; expected 0, 1, 2 or 3")
         self._check_shard(num_gpus)
+        if self.sequence_layout not in (None, *get_args(SequenceLayout)):
+            raise InfeasiblePlan(
+                f"sequence_layout is {self.sequence_layout!r}; expected {' or '.join(get_args(SequenceLayout))}"
+            )
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
         if self.num_microbatches is not None and self.microbatch_size is not None:

@@ -92,13 +92,15 @@ class Inner:
 class Solver:
     """Answers for configurations of one workload on one cluster, each worked out once.
 
-    work: variables of the inner problems so far, a measure of time that is the same on every machine.
+    balanced: the sequence is folded where ranks share causal attention. work: variables of the inner problems so far,
+    a measure of time that is the same on every machine.
     """
 
     load: Workload
     cluster: Cluster
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
+    balanced: bool = False
     num_solved: int = 0
     work: int = 0
     ops: OpPrices = field(init=False)
@@ -108,7 +110,7 @@ class Solver:
     _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ops = OpPrices(self.load, self.cluster)
+        self.ops = OpPrices(self.load, self.cluster, self.balanced)
         self.floor = Floor.of(self.ops)
 
     @property

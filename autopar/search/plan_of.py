@@ -13,6 +13,8 @@ from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Predic
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Schedule
+from autopar.ir.sequence import SequenceLayout
+from autopar.search.evaluate import spread
 from autopar.search.predict import Predicted, tokens_per_step
 from autopar.search.pricing import Pricing
 from autopar.search.roles import role_of
@@ -49,6 +51,7 @@ def plan_of(
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=schedule,
+        sequence_layout=_sequence_layout(pricing, leaders),
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
         prefetch=pricing.prefetch,
@@ -57,6 +60,15 @@ def plan_of(
         stages=[_stage(stage) for stage in stages],
         prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),
     )
+
+
+def _sequence_layout(pricing: Pricing, leaders: tuple[Assignment, ...]) -> SequenceLayout:
+    """Zigzag where ranks share a causal attention, and its sequence divides."""
+    if not pricing.ops.balanced:
+        return "contiguous"
+    folded = pricing.workload.folded
+    ranks = folded.num_folds(spread(pricing.workload, leaders), pricing.mesh)
+    return "zigzag" if ranks > 1 and folded.divides(ranks) else "contiguous"
 
 
 def _stage(stage: Stage) -> StagePlan:

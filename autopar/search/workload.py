@@ -20,6 +20,7 @@ from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.ops import compute_itemsize, needs_gradient
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
+from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
@@ -105,6 +106,11 @@ class Workload:
     def obstacle(self) -> str | None:
         """Why the batch may not be cut into microbatches."""
         return microbatch_obstacle(self.captured, self.roles)
+
+    @cached_property
+    def folded(self) -> FoldedSequence:
+        """How its sequence could be folded."""
+        return find_folds(self.captured, self.folding, self.roles)
 
     @cached_property
     def differentiable(self) -> frozenset[fx.Node]:
