@@ -172,7 +172,7 @@ class _Report:
         self.job, self.plan, self.done, self.quiet = job, plan, done, quiet
         self.seconds: list[float] = []
         self.differences: list[float] = []
-        mesh = "  ".join([f"pp {plan.num_stages}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
+        mesh = "  ".join([f"pp {plan.num_pipeline_ranks}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
         self._print(f"{plan.model.name} on {plan.num_ranks} {device.type} ranks: {mesh}  {plan.precision}")
         columns = "   one process   relative difference" if job.compare_single else ""
         self._print(f"step        loss{columns}   seconds")

@@ -49,6 +49,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp": (2, {"tp": 2, "sp": True}),
     "pp4 1f1b": (4, {"pp": 4, "schedule": "1f1b", "num_microbatches": 4}),
     "pp2 gpipe": (2, {"pp": 2, "schedule": "gpipe", "num_microbatches": 4}),
+    "pp2 naive": (2, {"pp": 2, "schedule": "naive", "num_microbatches": 4}),
+    "pp2 interleaved": (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4}),
+    "pp4 zb-h1": (4, {"pp": 4, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4}),
+    "pp2 zb-v": (2, {"pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
+    "pp2 dualpipe-v": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
+    "tp2 pp2 zb-v": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
+    "dp2 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4}),
     "dp2 tp2": (4, {"dp": 2, "tp": 2}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
@@ -178,9 +185,8 @@ def describe(plan: Plan) -> str:
     axes = " ".join(
         f"{name}{size}[{','.join(sorted(used.get(name, set())))}]" for name, size in plan.mesh.items() if size > 1
     )
-    return f"pp{plan.num_stages} {axes} zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule}".replace(
-        "  ", " "
-    )
+    batches = f"zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule} v{plan.virtual_stages}"
+    return f"pp{plan.num_pipeline_ranks} {axes} {batches}".replace("  ", " ")
 
 
 def relative(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], zeros: Collection[str] = ()) -> float:

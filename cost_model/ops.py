@@ -252,6 +252,14 @@ class OpCost:
             backward += launch * self.backward_launches
         return OpTime(forward, backward)
 
+    def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
+        """Bytes of the results of one microbatch on one rank."""
+        degrees: dict[str, int] = {}
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            for factor in factors_of_choice(choice):
+                degrees[factor] = degrees.get(factor, 1) * axis.size
+        return sum(t.local(degrees, num_microbatches) for t in self.written)
+
     def _largest_share(self, degrees: dict[str, int]) -> float:
         """Work of the rank that has most, over the mean."""
         count = degrees.get(QUERIES, 1)

@@ -48,26 +48,23 @@ def simulate(
     shape: Pipelining,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    weights_s: Sequence[float] | None = None,
+    split_s: tuple[Sequence[float], Sequence[float]] | None = None,
     *,
     p2p_forward_s: Sequence[float] | float = 0.0,
     p2p_backward_s: Sequence[float] | float | None = None,
 ) -> Timeline:
     """Run a schedule on stages with these seconds a microbatch.
 
-    backward_s: of a whole backward; weights_s: the part of it that can wait where the schedule splits it (half if
-    not given). p2p_forward_s[i]: to send a microbatch from stage i to i + 1; p2p_backward_s[i]: its gradient back
-    (as forward if not given). Stages of one rank send nothing to each other. Sends overlap with the sender's next
-    action; the receiver waits for them. Raises InvalidPlan if there is no such schedule.
+    backward_s: of a whole backward; split_s: of its parts, to the inputs and to the weights, where the schedule
+    splits it (half each if not given). p2p_forward_s[i]: to send a microbatch from stage i to i + 1;
+    p2p_backward_s[i]: its gradient back (as forward if not given). Stages of one rank send nothing to each other.
+    Sends overlap with the sender's next action; the receiver waits for them. Raises InvalidPlan if there is no such
+    schedule.
     """
     assert len(forward_s) == len(backward_s) == shape.num_stages, "seconds of every stage"
-    later = [b / 2 for b in backward_s] if weights_s is None else weights_s
-    seconds = {
-        "F": forward_s,
-        "B": backward_s,
-        "I": [b - w for b, w in zip(backward_s, later, strict=True)],
-        "W": later,
-    }
+    half = [seconds / 2 for seconds in backward_s]
+    inputs_s, weights_s = split_s or (half, half)
+    seconds = {"F": forward_s, "B": backward_s, "I": inputs_s, "W": weights_s}
     sends = _per_link(p2p_forward_s, shape)
     returns = sends if p2p_backward_s is None else _per_link(p2p_backward_s, shape)
     events = run_actions(shape.orders(), shape.num_stages, lambda kind: seconds[kind], sends, returns)

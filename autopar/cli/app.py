@@ -65,7 +65,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         shard: opt.Shard = None,
         sequence_layout: opt.SequenceLayout = None,
         schedule: opt.Schedule = None,
-        virtual_stages: opt.VirtualStages = 1,
+        virtual_stages: opt.VirtualStages = None,
         microbatch: opt.Microbatch = None,
         num_microbatches: opt.NumMicrobatches = None,
         precision: opt.Precision = None,
@@ -78,7 +78,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         Request(
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
-            sequence_layout=sequence_layout, schedule=schedule, microbatch=microbatch,
+            sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, precision=precision, remat=remat, constrain=tuple(constrain or ()),
             output=output, report=report, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip

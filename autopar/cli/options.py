@@ -25,8 +25,13 @@ class SequenceLayoutName(str, Enum):
 
 
 class ScheduleName(str, Enum):
-    one_f_one_b = "1f1b"
+    naive = "naive"
     gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+    zb_h1 = "zb-h1"
+    zb_v = "zb-v"
+    dualpipe_v = "dualpipe-v"
 
 
 class PrecisionName(str, Enum):
@@ -68,7 +73,7 @@ ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="YAML file that describes the cluster", rich_help_panel=_CLUSTER)
 ]
 
-Pp = Annotated[int | None, typer.Option("--pp", min=1, help="pipeline stages", rich_help_panel=_PIN)]
+Pp = Annotated[int | None, typer.Option("--pp", min=1, help="ranks of the pipeline", rich_help_panel=_PIN)]
 Dp = Annotated[int | None, typer.Option("--dp", min=1, help="data parallelism", rich_help_panel=_PIN)]
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="tensor parallelism", rich_help_panel=_PIN)]
 Cp = Annotated[int | None, typer.Option("--cp", min=1, help="context parallelism", rich_help_panel=_PIN)]
@@ -89,7 +94,7 @@ SequenceLayout = Annotated[
 ]
 Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
 VirtualStages = Annotated[
-    int, typer.Option("--virtual-stages", min=1, max=1, help="model chunks a pipeline rank", rich_help_panel=_PIN)
+    int | None, typer.Option("--virtual-stages", min=1, help="stages a pipeline rank", rich_help_panel=_PIN)
 ]
 Microbatch = Annotated[
     int | None, typer.Option("--microbatch", min=1, help="samples a microbatch and data rank", rich_help_panel=_PIN)

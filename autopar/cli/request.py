@@ -45,6 +45,7 @@ class Request:
     shard: int | None = None
     sequence_layout: SequenceLayoutName | None = None
     schedule: ScheduleName | None = None
+    virtual_stages: int | None = None
     microbatch: int | None = None
     num_microbatches: int | None = None
     precision: PrecisionName | None = None
@@ -84,6 +85,7 @@ class Request:
             shard=self.shard,
             sequence_layout=None if self.sequence_layout is None else self.sequence_layout.value,  # type: ignore[arg-type]
             schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
+            virtual_stages=self.virtual_stages,
             microbatch_size=self.microbatch,
             num_microbatches=self.num_microbatches,
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal

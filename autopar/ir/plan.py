@@ -72,7 +72,12 @@ class StagePlan(_Model):
 
 
 class Prediction(_Model):
-    """What the cost model says of the plan. Seconds and bytes; memory of the fullest rank."""
+    """What the cost model says of the plan. Seconds and bytes; memory of the fullest rank.
+
+    stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
+    the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
+    in the pipeline, which holds one stage or several.
+    """
 
     step_time_s: float
     tokens_per_s_per_gpu: float
@@ -82,6 +87,8 @@ class Prediction(_Model):
     stage_memory_bytes: list[int] = []
     stage_forward_s: list[float] = []
     stage_backward_s: list[float] = []
+    stage_inputs_s: list[float] = []
+    stage_weights_s: list[float] = []
     memory_parts_bytes: list[dict[str, int]] = []
     breakdown_s: dict[str, float] = {}
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.ir.plan import BlockPlan, Plan, StagePlan
-from autopar.ir.schedule import Pipelining
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
@@ -34,8 +33,9 @@ def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
         "mesh": dict(plan.mesh),
         "data_axes": list(plan.inputs),
         "num_stages": plan.num_stages,
+        "num_pipeline_ranks": plan.num_pipeline_ranks,
         "num_ranks": plan.num_ranks,
-        "schedule": plan.schedule,
+        "schedule": schedule_words(plan),
         "sequence_layout": plan.sequence_layout,
         "zero": plan.zero,
         "shard_axes": plan.shard_axes,
@@ -47,6 +47,11 @@ def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
         "timeline": None if timeline is None else _timeline_data(timeline),
         "search": None if planned is None else _search_data(planned),
     }
+
+
+def schedule_words(plan: Plan) -> str:
+    """The schedule, with the stages of a rank where they are several."""
+    return plan.schedule + (f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else "")
 
 
 def microbatch_size(plan: Plan) -> int:
@@ -112,17 +117,17 @@ def _op_groups(block: BlockPlan) -> list[dict[str, Json]]:
 
 def _stage(plan: Plan, number: int) -> dict[str, Json]:
     stage = plan.stages[number]
-    per_stage = plan.stage_mesh.size
+    per_stage, rank = plan.stage_mesh.size, plan.pipelining.rank_of(number)
     prediction = plan.prediction
     names = block_names(plan)
 
-    def of(values: Sequence[Any]) -> Any:
-        return values[number] if number < len(values) else None
+    def of(values: Sequence[Any], place: int = number) -> Any:
+        return values[place] if place < len(values) else None
 
     return {
         "number": number,
-        "first_rank": number * per_stage,
-        "last_rank": (number + 1) * per_stage - 1,
+        "first_rank": rank * per_stage,
+        "last_rank": (rank + 1) * per_stage - 1,
         "first_block": stage.first,
         "last_block": stage.last,
         "num_blocks": stage.last - stage.first + 1,
@@ -131,8 +136,8 @@ def _stage(plan: Plan, number: int) -> dict[str, Json]:
         "remat": _remat_of(stage),
         "forward_s": prediction and of(prediction.stage_forward_s),
         "backward_s": prediction and of(prediction.stage_backward_s),
-        "memory_bytes": prediction and of(prediction.stage_memory_bytes),
-        "memory_parts_bytes": prediction and of(prediction.memory_parts_bytes),
+        "memory_bytes": prediction and of(prediction.stage_memory_bytes, rank),
+        "memory_parts_bytes": prediction and of(prediction.memory_parts_bytes, rank),
     }
 
 
@@ -148,8 +153,8 @@ def _timeline(plan: Plan, planned: Planned | None) -> Timeline | None:
     prediction = plan.prediction
     if prediction is None or len(prediction.stage_forward_s) != plan.num_stages:
         return None
-    shape = Pipelining(plan.schedule, plan.num_stages, plan.batch.num_microbatches)
-    return simulate(shape, prediction.stage_forward_s, prediction.stage_backward_s)
+    split = (prediction.stage_inputs_s, prediction.stage_weights_s) if prediction.stage_inputs_s else None
+    return simulate(plan.pipelining, prediction.stage_forward_s, prediction.stage_backward_s, split)
 
 
 def _timeline_data(timeline: Timeline) -> dict[str, Json]:

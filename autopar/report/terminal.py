@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.report.data import block_names, microbatch_size, remat_level
+from autopar.report.data import block_names, microbatch_size, remat_level, schedule_words
 from autopar.report.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     title = Text.assemble(
         (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {cluster.gpus_per_node} a node"
     )
-    sizes = [Text(f"pp {plan.num_stages}", "bold")] if plan.num_stages > 1 else []
+    sizes = [Text(f"pp {plan.num_pipeline_ranks}", "bold")] if plan.num_stages > 1 else []
     sizes += [Text(f"{axis} {size}", f"bold {styles[axis]}") for axis, size in plan.mesh.items()]
     mesh = Text("mesh ") + (Text("  ").join(sizes) if sizes else Text("one rank", "bold"))
     mesh.append(
@@ -43,7 +43,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     flags = Text(
         f"{plan.precision}   {_zero(plan)}   remat {remat_level(plan)}"
         + ("" if plan.sequence_layout == "contiguous" else f"   sequence {plan.sequence_layout}")
-        + (f"   schedule {plan.schedule}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
+        + (f"   schedule {schedule_words(plan)}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
     )
     return Group(title, mesh, flags)
 
@@ -92,13 +92,14 @@ def _stages(plan: Plan) -> RenderableType:
     size = plan.stage_mesh.size
     for number, stage in enumerate(plan.stages):
         first, last = names[stage.first], names[stage.last]
-        ranks = f"{number * size}–{(number + 1) * size - 1}" if size > 1 else str(number)
+        place = plan.pipelining.rank_of(number)
+        ranks = f"{place * size}–{(place + 1) * size - 1}" if size > 1 else str(place)
         times = ["", "", ""]
         if plan.prediction is not None and number < len(plan.prediction.stage_forward_s):
             times = [
                 seconds(plan.prediction.stage_forward_s[number]),
                 seconds(plan.prediction.stage_backward_s[number]),
-                gib(plan.prediction.stage_memory_bytes[number]),
+                gib(plan.prediction.stage_memory_bytes[place]),
             ]
         remat = ", ".join(f"{level} {count}" for level, count in stage.remat.items() if count) or "none"
         table.add_row(str(number), ranks, first if first == last else f"{first} … {last}", remat, *times)

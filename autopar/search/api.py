@@ -56,7 +56,7 @@ def search_captured(
     best = outer.run()
     if best is None:
         raise explain(solver, constraints, outer.closest)
-    plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.schedule, best.predicted)
+    plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
     return SearchResult(
         plan=plan,
@@ -77,9 +77,12 @@ def estimate_captured(
 ) -> SearchResult:
     """The prediction with every degree pinned: degrees not given are 1, and dp takes the ranks left over.
 
-    The number of microbatches, ZeRO and rematerialisation are the best ones unless given.
+    The schedule is 1F1B, interleaved if there are virtual stages. The number of microbatches, ZeRO and
+    rematerialisation are the best ones unless given.
     """
     constraints = constraints or Constraints()
+    if constraints.schedule is None:
+        constraints = replace(constraints, schedule="interleaved" if (constraints.virtual_stages or 1) > 1 else "1f1b")
     constraints.check(cluster.num_gpus, captured.batch_size)
     if constraints.axes is None:
         pp, tp, cp, ep = (getattr(constraints, name) or 1 for name in ("pp", "tp", "cp", "ep"))
@@ -102,12 +105,13 @@ def predict_plan(
     solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
     leaders = leaders_of(load, plan)
     configuration = Configuration(
-        num_stages=plan.num_stages,
+        num_stages=plan.num_pipeline_ranks,
         mesh=plan.stage_mesh,
         num_microbatches=plan.batch.num_microbatches,
         zero=plan.zero,
         data_axes=(),
         schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
         constraints=Constraints(),
     )
     plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)

@@ -23,12 +23,16 @@ from typing import Literal, get_args
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.plan import Precision
-from autopar.ir.schedule import Schedule
+from autopar.ir.plan import Precision, split_obstacle
+from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 
 Remat = Literal["none", "selective", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
+
+# What a search considers. naive takes longest and least memory, so it is the last resort.
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
+VIRTUAL_STAGES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +40,9 @@ class Constraints:
     """None leaves a question to the search.
 
     pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
-    zero: level 0 to 3. shard: data ranks that ZeRO shards over, the others replicate. sequence_layout: of sequences
-    that ranks share; zigzag where causal attention can be so, if left open.
-    num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    schedule, virtual_stages: of the pipeline. zero: level 0 to 3. shard: data ranks that ZeRO shards over, the
+    others replicate. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so, if left
+    open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
     annotations: placements of parameters that are fixed (``autopar.constrain``).
@@ -54,6 +58,7 @@ class Constraints:
     shard: int | None = None
     sequence_layout: SequenceLayout | None = None
     schedule: Schedule | None = None
+    virtual_stages: int | None = None
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     precision: Precision = "fp32"
@@ -88,7 +93,7 @@ class Constraints:
 
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
-        for name in ("pp", *ROLES, "shard", "num_microbatches", "microbatch_size"):
+        for name in ("pp", *ROLES, "shard", "num_microbatches", "microbatch_size", "virtual_stages"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
@@ -99,6 +104,7 @@ class Constraints:
             raise InfeasiblePlan(
                 f"sequence_layout is {self.sequence_layout!r}; expected {' or '.join(get_args(SequenceLayout))}"
             )
+        self._check_schedule()
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
         if self.num_microbatches is not None and self.microbatch_size is not None:
@@ -128,6 +134,42 @@ class Constraints:
                 f"the global batch of {batch_size} does not divide by {' * '.join(parts)} = {pieces}.\n"
                 f"  try: a batch of {-(-batch_size // pieces) * pieces}, or smaller degrees"
             )
+
+    def _check_schedule(self) -> None:
+        """Contradictions that hold for every plan; with what is open taken as it suits the schedule best."""
+        if self.schedule is not None:
+            least, _ = virtual_stages_of(self.schedule)
+            ranks, virtual = self.pp or 2, self.virtual_stages or least
+            count = self.num_microbatches or 2 * ranks
+            obstacle = Pipelining(self.schedule, ranks, count, virtual).obstacle()
+            remat = self.remat in ("selective", "full")
+            obstacle = obstacle or split_obstacle(self.schedule, self.zero or 0, remat=remat)
+            if obstacle is not None:
+                raise InfeasiblePlan(f"schedule: {obstacle}")
+        elif self.virtual_stages is not None and self.virtual_stages > 1 and self.pp == 1:
+            raise InfeasiblePlan(
+                f"virtual_stages is {self.virtual_stages}, but there is no pipeline.\n"
+                "  try: --pp 2, or no virtual stages"
+            )
+
+    def shapes(
+        self, num_ranks: int, num_microbatches: int, num_blocks: int, zero: int = 0, *, remat: bool = False
+    ) -> tuple[Pipelining, ...]:
+        """Schedules to consider for a pipeline of ``num_ranks``, the plainest first.
+
+        num_blocks: bounds the stages. remat: whether every block is rematerialised. GPipe is not among them unless
+        it is pinned, as 1F1B takes the same time in less memory.
+        """
+        names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
+        sizes = VIRTUAL_STAGES if self.virtual_stages is None else (self.virtual_stages,)
+        found = []
+        for name in names if self.schedule is None else (self.schedule,):
+            for size in sizes:
+                shape = Pipelining(name, num_ranks, num_microbatches, size)
+                possible = shape.num_stages <= num_blocks and shape.obstacle() is None
+                if possible and split_obstacle(name, zero, remat=remat) is None:
+                    found.append(shape)
+        return tuple(found)
 
     def _check_degrees(self, num_gpus: int) -> None:
         named = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}

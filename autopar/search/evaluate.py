@@ -26,6 +26,8 @@ class BlockPrice:
     compute, communication: of one microbatch, forward and backward. recomputed_s: forward seconds run again in
     the backward, at each of LEVELS.
     sync: gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
+    weights_s: of the backward of a microbatch, what a schedule may leave for later; twice_s: what it then does twice,
+    and the bytes that it keeps until then.
     states: bytes held all the time. saved_bytes: kept of a microbatch at each level. working_bytes: gradients
     of the largest op; gathered_bytes: parameters and gradients that ZeRO has whole while the block runs.
     send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
@@ -34,6 +36,9 @@ class BlockPrice:
     compute: OpTime
     communication: OpTime
     recomputed_s: tuple[float, float, float]
+    weights_s: float
+    twice_s: float
+    later_bytes: float
     sync: SyncTime
     optimiser_s: float
     states: MemoryParts
@@ -163,6 +168,9 @@ class _Ops:
     compute: OpTime
     inside: OpTime
     contraction_s: float
+    weights_s: float
+    twice_s: float
+    later_bytes: float
     saved: tuple[float, float, float]
     working: float
 
@@ -171,7 +179,7 @@ class _Ops:
         load = pricing.workload
         first = next(block for block in load.folding.blocks if block.kind == kind)
         compute = inside = ZERO
-        contraction = 0.0
+        contraction = weights = twice = later = 0.0
         for node in first.nodes:
             if node not in assignments:
                 continue
@@ -179,8 +187,15 @@ class _Ops:
             lowered = pricing.lowering(node, assignments[node])
             compute += total + -1.0 * lowered
             inside += lowered
-            if is_contraction(node, load.rule(node)):
+            contracts = is_contraction(node, load.rule(node))
+            if contracts:
                 contraction += total.forward_s
+            share = load.weights_share(node)
+            weights += share * (total + -1.0 * lowered).backward_s
+            if 0.0 < share < 1.0:
+                later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.num_microbatches)
+                # A matrix product has one product for each part; others read the incoming gradient again.
+                twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
         activations = load.activations[kind]
         saved = tuple(
             activations.saved_bytes(assignments, pricing.mesh, pricing.num_microbatches, level) for level in LEVELS
@@ -189,6 +204,9 @@ class _Ops:
             compute=compute,
             inside=inside,
             contraction_s=contraction,
+            weights_s=weights,
+            twice_s=twice,
+            later_bytes=later,
             saved=(saved[0], min(saved[0], saved[1]), min(saved[0], saved[2])),
             working=activations.working_bytes(assignments, pricing.mesh, pricing.num_microbatches),
         )
@@ -210,6 +228,9 @@ class _Ops:
                 rematerialised_s("selective", forward, kept_s),
                 rematerialised_s("full", forward, kept_s),
             ),
+            weights_s=self.weights_s + micro.backward_s,
+            twice_s=self.twice_s,
+            later_bytes=self.later_bytes,
             sync=pricing.bucket_sync(held),
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
             states=states,

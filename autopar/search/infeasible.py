@@ -8,7 +8,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
 from autopar.search.constraints import Constraints
 from autopar.search.leaf import Configuration, Inner, Solver
-from autopar.search.predict import stage_parts
+from autopar.search.predict import rank_parts, stage_activations
 from autopar.search.stages import stage_memory
 
 GIB = float(1 << 30)
@@ -32,7 +32,8 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     costs = inner.priced.block_costs(inner.pricing, configuration.num_stages)
     live = solver.live(configuration)
     number = max(range(len(stages)), key=lambda n: stage_memory(costs, stages[n], live[n]))
-    parts = stage_parts(inner.pricing, inner.priced, stages[number], live[number])
+    own = stages[number]
+    parts = rank_parts(inner.pricing, inner.priced, [own], live[number] * stage_activations(inner.priced, own))
     lines = [
         f"nothing fits {cluster.num_gpus} x {cluster.device.name}: stage {number} on mesh {configuration.mesh} needs "
         f"{need / GIB:.1f} GiB per rank; budget is {solver.budget_bytes / GIB:.1f} GiB.",

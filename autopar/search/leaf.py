@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.memory import state_memory
+from autopar.cost_model.simulator import time_weights
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
@@ -34,8 +35,9 @@ _CUT_WORK = 1500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What the outer search decides.
+    """What the outer search decides. num_stages: ranks of the pipeline, of ``virtual_stages`` stages each.
 
+    schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others.
     data_axes: those that ZeRO shards over; on others, gradients of what is sharded are all-reduced.
     constraints: what ops may do on the axes of ``mesh``.
     """
@@ -45,13 +47,14 @@ class Configuration:
     num_microbatches: int
     zero: int
     data_axes: tuple[int, ...]
-    schedule: Schedule
     constraints: Constraints
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
     batch_axes: tuple[int, ...] | None = None
 
     @property
     def pipelining(self) -> Pipelining:
-        return Pipelining(self.schedule, self.num_stages, self.num_microbatches)
+        return Pipelining(self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages)
 
     def __str__(self) -> str:
         zero = f", zero {self.zero}" if self.zero else ""
@@ -173,13 +176,50 @@ class Solver:
             )
         return self._rules[key]
 
-    def complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
-        """Cut the stages for an answer to the inner problem and predict; None if it does not fit."""
+    def complete(self, configuration: Configuration, inner: Inner, record_s: float = float("inf")) -> Candidate | None:
+        """Cut the stages for an answer to the inner problem and predict, under the best schedule; None if nothing fits.
+
+        A plan that cannot be as fast as ``record_s`` seconds is not looked for beyond the plainest schedule.
+        """
+        best: Candidate | None = None
+        for shape in self.shapes(configuration):
+            if best is not None and (
+                shape.schedule == "naive"
+                or self._least_s(configuration, inner) >= min(record_s, best.predicted.step_time_s)
+            ):
+                break
+            own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
+            found = self._complete(own, inner)
+            if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
+                best = found
+        return best
+
+    def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
+        """The schedules that a configuration leaves open."""
+        return configuration.constraints.shapes(
+            configuration.num_stages,
+            configuration.num_microbatches,
+            self.load.num_blocks,
+            configuration.zero,
+            remat="none" not in self.levels,
+        )
+
+    def _least_s(self, configuration: Configuration, inner: Inner) -> float:
+        """Bound on a step of any schedule: no rank waits, and all have the same to do."""
+        once = inner.priced.prelude_s + sum(block.forward_s + block.backward_s(0) for block in inner.priced.blocks)
+        return configuration.num_microbatches * once / configuration.num_stages
+
+    def _complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+        """The same under the schedule of ``configuration``."""
         self.work += _CUT_WORK
         stages = self.cuts(configuration, inner, self.budget_bytes)
         if stages is None:
             return None
         predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.pipelining)
+        # The cuts give each virtual stage its part of the memory, but know nothing of what a split backward keeps.
+        shape = configuration.pipelining
+        if (shape.splits_backward or shape.virtual_stages > 1) and predicted.peak_bytes > self.budget_bytes:
+            return None
         return Candidate(
             configuration=configuration,
             pricing=inner.pricing,
@@ -191,12 +231,13 @@ class Solver:
 
     def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> tuple[Stage, ...] | None:
         """The best stage cuts under a memory budget; None if nothing fits."""
+        shape = configuration.pipelining
         found = cut(
             inner.priced.block_costs(inner.pricing, configuration.num_stages),
-            self.live(configuration),
-            configuration.num_microbatches,
-            budget_bytes,
-            self.levels,
+            shape.live(),
+            time_weights(shape),
+            budget_bytes / shape.virtual_stages,
+            ("none",) if shape.splits_backward else self.levels,
         )
         return None if found is None else found.stages
 

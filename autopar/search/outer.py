@@ -4,12 +4,15 @@ Best first over three levels. A *mesh* is a pipeline degree P and a stage mesh o
 the number of microbatches M; a *leaf* adds ZeRO (level and axes). Lower bounds on the seconds of a step:
 
     mesh    min over M of the pace's bound                    floor(n, M): every op perfectly divided
-    pace    floor(n, M) (1 + (M - 1) / P)
-    leaf    T / P + floor(n, M) (P - 1) / P                   T: optimum of the inner problem of the pace without
+    pace    floor(n, M) (M + P - 1) / P                       if only naive, GPipe and 1F1B may run
+            max(floor(n, M) M / P, path(n, M))                else
+    leaf    T / P + floor(n, M) (P - 1) / P, or else T / P    T: optimum of the inner problem of the pace without
                                                               gradient sums, optimiser and casts, on one mesh
 
-since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P), and M sum t_i
-is at least T. A leaf's own inner problem, with gradient sums at the slow-down they cause at least, sharpens T.
+since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P) under 1F1B, no
+schedule takes less than its busiest rank, which has M (sum t_i) / P to do at least, nor than a microbatch on its way
+through all stages and back, and M sum t_i is at least T. A leaf's own inner problem, with gradient sums at the
+slow-down they cause at least, sharpens T.
 
 It stops when the best plan is as good as every bound left. At each leaf the price of memory is swept from 0; a
 leaf that fits at price 0 without rematerialisation is done.
@@ -23,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Schedule
 from autopar.search.build import Weights
 from autopar.search.constraints import Constraints, divisors, role_of_axis
 from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver
@@ -73,16 +75,8 @@ class Outer:
         heap: list[tuple[float, int, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
             for num in self.microbatches(self.constraints, mesh):
-                root = Configuration(
-                    num_stages=num_stages,
-                    mesh=mesh,
-                    num_microbatches=num,
-                    zero=0,
-                    data_axes=(),
-                    schedule=self.schedule(),
-                    constraints=self.constraints,
-                )
-                heapq.heappush(heap, (self.floor(num_stages, num), next(self._order), _Pace(root)))
+                for root in self.roots(num_stages, mesh, num, self.constraints):
+                    heapq.heappush(heap, (self.floor(num_stages, num), next(self._order), _Pace(root)))
         # The bounds of the baselines are no better than those of the leaves that contain them.
         self.bound = self.unproved = float("inf")
         while heap:
@@ -135,8 +129,18 @@ class Outer:
             kept = [m for m in kept if batch % (m * size) == 0 and mesh.size % (batch // (m * size)) == 0]
         return tuple(kept)
 
-    def schedule(self) -> Schedule:
-        return self.constraints.schedule or "1f1b"
+    def roots(self, num_stages: int, mesh: Mesh, num: int, constraints: Constraints) -> Iterator[Configuration]:
+        """The configuration without ZeRO, under the plainest schedule; none if there is no schedule for it."""
+        root = Configuration(
+            num_stages=num_stages,
+            mesh=mesh,
+            num_microbatches=num,
+            zero=0,
+            data_axes=(),
+            constraints=constraints,
+        )
+        for shape in self.solver.shapes(root)[:1]:
+            yield replace(root, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
 
     def variants(self, root: Configuration) -> Iterator[Configuration]:
         """``root`` with each ZeRO level and set of data axes, the cheapest in time first."""
@@ -193,15 +197,7 @@ class Outer:
                 named = replace(given, pp=num_stages, dp=size // tensor, tp=tensor, cp=1, ep=1)
                 for mesh in named.meshes(size, node if given.dp is None else None):
                     for num in self._few(self.microbatches(named, mesh), num_stages):
-                        yield Configuration(
-                            num_stages=num_stages,
-                            mesh=mesh,
-                            num_microbatches=num,
-                            zero=0,
-                            data_axes=(),
-                            schedule=self.schedule(),
-                            constraints=named,
-                        )
+                        yield from self.roots(num_stages, mesh, num, named)
 
     def seed(self) -> None:
         """A good plan to begin with: every baseline at its leanest, then the neighbours of the best few."""
@@ -226,8 +222,9 @@ class Outer:
             options = self.microbatches(best.constraints, best.mesh)
             near = options.index(best.num_microbatches)
             for num in options[max(0, near - 1) : near + 2]:
-                for configuration in self._with_zero(replace(best, num_microbatches=num, zero=0, data_axes=())):
-                    attempt(configuration)
+                for root in self.roots(best.num_stages, best.mesh, num, best.constraints):
+                    for configuration in self._with_zero(root):
+                        attempt(configuration)
 
     def _with_zero(self, root: Configuration) -> list[Configuration]:
         """A baseline at every level of ZeRO, the one with the least memory last."""
@@ -251,13 +248,20 @@ class Outer:
     def floor(self, num_stages: int, num_microbatches: int) -> float:
         """Seconds of a step in which every op is perfectly divided, with the bubble."""
         ranks = self.solver.cluster.num_gpus // num_stages
-        return self.solver.floor.microbatch_s(ranks, num_microbatches) * (1 + (num_microbatches - 1) / num_stages)
+        passes = num_microbatches + self.bubble * (num_stages - 1)
+        busy = self.solver.floor.microbatch_s(ranks, num_microbatches) * passes / num_stages
+        return max(busy, self.solver.floor.path_s(ranks, num_microbatches))
+
+    @property
+    def bubble(self) -> int:
+        """What is sure to be waited for: P - 1 passes under plain schedules, nothing under others."""
+        return int(self.constraints.schedule in ("naive", "gpipe", "1f1b"))
 
     def pipelined(self, stage_s: float, configuration: Configuration) -> float:
         """Bound on a step whose ops take ``stage_s`` seconds in all on one stage mesh, sums of gradients included."""
         stages, num = configuration.num_stages, configuration.num_microbatches
         bubble = self.solver.floor.microbatch_s(configuration.mesh.size, num) * (stages - 1) / stages
-        return max(stage_s / stages + bubble, self.floor(stages, num))
+        return max(stage_s / stages + self.bubble * bubble, self.floor(stages, num))
 
     def expand(self, configuration: Configuration) -> float | None:
         """Try a leaf: first with memory for free, then at rising prices. Returns the seconds of its best plan."""
@@ -318,7 +322,8 @@ class Outer:
 
     def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """Complete an answer; keep it if it is the best so far."""
-        found = self.solver.complete(configuration, inner)
+        record_s = float("inf") if self.best is None else self.best.predicted.step_time_s
+        found = self.solver.complete(configuration, inner, record_s)
         if found is None:
             self.closest.append((configuration, inner))
             return None

@@ -12,7 +12,7 @@ from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Pipelining
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.evaluate import spread
 from autopar.search.predict import Predicted, tokens_per_step
@@ -26,7 +26,7 @@ def plan_of(
     pricing: Pricing,
     leaders: tuple[Assignment, ...],
     stages: Sequence[Stage],
-    schedule: Schedule,
+    shape: Pipelining,
     predicted: Predicted,
 ) -> Plan:
     """The plan that says what the arguments say. Free axes get names by what they do."""
@@ -50,7 +50,8 @@ def plan_of(
         batch=Batch(global_size=captured.batch_size, num_microbatches=pricing.num_microbatches),
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
-        schedule=schedule,
+        schedule=shape.schedule,
+        virtual_stages=shape.virtual_stages,
         sequence_layout=_sequence_layout(pricing, leaders),
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
@@ -97,6 +98,8 @@ def prediction_of(
         stage_memory_bytes=[int(parts.total) for parts in predicted.memory],
         stage_forward_s=list(predicted.forward_s),
         stage_backward_s=list(predicted.backward_s),
+        stage_inputs_s=list(predicted.inputs_s),
+        stage_weights_s=list(predicted.weights_s),
         memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
     )

@@ -6,7 +6,7 @@ The search, an estimate of pinned degrees and a plan edited by hand are all judg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
@@ -15,7 +15,7 @@ from autopar.cost_model.step import exposed_time
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
-from autopar.ir.schedule import Pipelining
+from autopar.ir.schedule import Order, Pipelining
 from autopar.search.evaluate import Priced, layout_of, spread
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
@@ -24,14 +24,17 @@ from autopar.search.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """One step. Per stage: seconds of a microbatch forward and backward, and bytes of a rank.
+    """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
-    breakdown_s: of the stage that finishes last; its parts add up to ``step_time_s``.
+    memory: of each rank of the pipeline.
+    breakdown_s: of the rank that finishes last; its parts add up to ``step_time_s``.
     """
 
     step_time_s: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    inputs_s: tuple[float, ...]
+    weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
     breakdown_s: dict[str, float]
     timeline: Timeline
@@ -45,68 +48,121 @@ def predict(
     pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
 ) -> Predicted:
     """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
-    blocks = priced.blocks
-    cluster = pricing.ops.cluster
-    forward, backward, tails, sync = [], [], [], []
-    for stage in stages:
+    blocks, cluster = priced.blocks, pricing.ops.cluster
+    forward, backward, inputs, weights = [], [], [], []
+    for number, stage in enumerate(stages):
         inside = range(stage.first, stage.last + 1)
+        whole = sum(blocks[b].backward_s(stage.level(b)) for b in inside)
+        later = sum(blocks[b].weights_s for b in inside)
         forward.append(priced.prelude_s + sum(blocks[b].forward_s for b in inside))
-        backward.append(sum(blocks[b].backward_s(stage.level(b)) for b in inside))
-        once = exposed_time(
-            sum(blocks[b].sync.step_s for b in inside), sum(blocks[b].compute.backward_s for b in inside)
-        )
+        backward.append(whole)
+        # The first stage sends no gradient: its whole backward can wait.
+        inputs.append(whole - later if number else 0.0)
+        weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
+    held = [[stages[number] for number in shape.stages_of(rank)] for rank in range(shape.num_ranks)]
+    tails, sync = [], []
+    for own in held:
+        mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
+        once = exposed_time(sum(b.sync.step_s for b in mine), sum(b.compute.backward_s for b in mine))
         sync.append(once)
-        tails.append(once + sum(blocks[b].optimiser_s for b in inside) + cluster.device.kernel_launch_s)
+        tails.append(once + sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     sends: list[float] = []
     if len(stages) > 1:
-        link = cluster.stage_link(pricing.mesh, len(stages))
+        link = cluster.stage_link(pricing.mesh, shape.num_ranks)
         sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
-    timeline = simulate(shape, forward, backward, p2p_forward_s=sends)
+    timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
     ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
     last = max(range(len(ends)), key=ends.__getitem__)
     return Predicted(
         step_time_s=ends[last],
         forward_s=tuple(forward),
         backward_s=tuple(backward),
+        inputs_s=tuple(inputs) if shape.splits_backward else (),
+        weights_s=tuple(weights) if shape.splits_backward else (),
         memory=tuple(
-            stage_parts(pricing, priced, stage, live) for stage, live in zip(stages, shape.live(), strict=True)
+            rank_parts(pricing, priced, own, _peak_activations(priced, stages, order))
+            for own, order in zip(held, shape.orders(), strict=True)
         ),
-        breakdown_s=_breakdown(pricing, leaders, priced, stages[last], ends[last], sync[last], tails[last]),
+        breakdown_s=_breakdown(pricing, leaders, priced, held[last], ends[last], sync[last], tails[last]),
         timeline=timeline,
     )
 
 
-def stage_parts(pricing: Pricing, priced: Priced, stage: Stage, live: int) -> MemoryParts:
-    """Bytes of one rank of a stage with ``live`` microbatches in flight; adds up to ``stages.stage_memory``."""
-    inside = [(b, priced.blocks[b]) for b in range(stage.first, stage.last + 1)]
-    strongest = 2 if stage.full else 1 if stage.selective else 0
-    activations = live * sum(block.saved_bytes[stage.level(b)] for b, block in inside)
-    recomputed = max(block.saved_bytes[0] - block.saved_bytes[strongest] for _, block in inside)
-    transient = max(block.working_bytes + block.gathered_bytes for _, block in inside)
-    return sum((block.states for _, block in inside), MemoryParts()) + MemoryParts(
-        activations=activations,
-        transient=transient + recomputed,
-        workspace=FRAGMENTATION * (activations + recomputed),
+def rank_parts(pricing: Pricing, priced: Priced, stages: Sequence[Stage], activations: float) -> MemoryParts:
+    """Bytes of one rank that has ``stages`` and keeps ``activations``; of one stage, those of ``stage_memory``."""
+    inside = [(stage, b, priced.blocks[b]) for stage in stages for b in range(stage.first, stage.last + 1)]
+    recomputed = max(
+        block.saved_bytes[0] - block.saved_bytes[2 if stage.full else 1 if stage.selective else 0]
+        for stage, _, block in inside
     )
+    transient = max(block.working_bytes + block.gathered_bytes for _, _, block in inside)
+    states = sum((block.states for _, _, block in inside), MemoryParts())
+    return (
+        states
+        + _whole_copies(pricing, priced, stages)
+        + MemoryParts(
+            activations=activations,
+            transient=transient + recomputed,
+            workspace=FRAGMENTATION * (activations + recomputed),
+        )
+    )
+
+
+def stage_activations(priced: Priced, stage: Stage) -> float:
+    """Bytes that a rank keeps of one microbatch for the backward of ``stage``."""
+    return sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
+
+
+def _peak_activations(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
+    """Most bytes at once that the passes of one rank keep, those of a split backward for its second part included."""
+    kept = {number: stage_activations(priced, stages[number]) for number in {action.stage for action in order}}
+    later = {
+        number: sum(priced.blocks[b].later_bytes for b in range(stages[number].first, stages[number].last + 1))
+        for number in kept
+    }
+    now = most = 0.0
+    for stage, kind, _ in order:
+        if kind == "F":
+            now += kept[stage]
+        elif kind == "I":
+            now += later[stage] if stage else 0.0
+        else:
+            now -= kept[stage] + (later[stage] if stage and kind == "W" else 0.0)
+        most = max(most, now)
+    return most
+
+
+def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:
+    """What it adds that a parameter of two stages of a rank is held once, but whole, while ZeRO shards one of each."""
+    total = MemoryParts()
+    if len(stages) == 1:
+        return total
+    for group in pricing.workload.parameters:
+        for name, used in zip(group.names, group.blocks, strict=True):
+            copies = len({block for block in used for s in stages if s.first <= block <= s.last})
+            if sum(any(s.first <= block <= s.last for block in used) for s in stages) > 1:
+                price = priced.parameters[name]
+                total += replace(pricing, zero=0).state(price) + -copies * pricing.state(price)
+    return total
 
 
 def _breakdown(
     pricing: Pricing,
     leaders: tuple[Assignment, ...],
     priced: Priced,
-    stage: Stage,
+    stages: Sequence[Stage],
     step_s: float,
     sync_s: float,
     tail_s: float,
 ) -> dict[str, float]:
     count = pricing.num_microbatches
-    inside = range(stage.first, stage.last + 1)
-    blocks = [priced.blocks[b] for b in inside]
-    parts = {"compute": count * (priced.prelude_s + sum(b.compute.total_s for b in blocks))}
-    recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for b in inside)
+    inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
+    blocks = [priced.blocks[b] for _, b in inside]
+    parts = {"compute": count * (len(stages) * priced.prelude_s + sum(b.compute.total_s for b in blocks))}
+    recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for stage, b in inside)
     if recomputed:
         parts["rematerialization"] = recomputed
-    parts.update(_by_axis(pricing, leaders, stage, count * sum(b.communication.total_s for b in blocks)))
+    parts.update(_by_axis(pricing, leaders, stages, count * sum(b.communication.total_s for b in blocks)))
     micro = count * sum(
         b.forward_s
         - b.compute.forward_s
@@ -123,13 +179,19 @@ def _breakdown(
     return parts
 
 
-def _by_axis(pricing: Pricing, leaders: tuple[Assignment, ...], stage: Stage, total_s: float) -> dict[str, float]:
-    """``total_s`` seconds of communication in a stage, divided among the mesh axes they are spent on."""
+def _by_axis(
+    pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage], total_s: float
+) -> dict[str, float]:
+    """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
     load, mesh = pricing.workload, pricing.mesh
     assignments = spread(load, leaders)
     spent = [0.0] * len(mesh)
+
+    def here(block: int) -> bool:
+        return any(stage.first <= block <= stage.last for stage in stages)
+
     for transfer in load.transfers:
-        times = sum(stage.first <= block <= stage.last for block in transfer.blocks)
+        times = sum(map(here, transfer.blocks))
         if not times:
             continue
         source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
@@ -141,7 +203,7 @@ def _by_axis(pricing: Pricing, leaders: tuple[Assignment, ...], stage: Stage, to
         block = load.folding.block_of.get(node)
         lowered = load.rule(node).lowered
         for axis, choice in enumerate(assignment):
-            if block is not None and choice in lowered and stage.first <= block <= stage.last:
+            if block is not None and choice in lowered and here(block):
                 spent[axis] += pricing.lowering(node, assignment).total_s
     whole = sum(spent)
     if not whole or not total_s:

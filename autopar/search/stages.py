@@ -9,14 +9,14 @@ critical path. Stage i keeps K_i microbatches alive and must fit
 
 where R, present only if the stage rematerialises, is what one block holds while it is recomputed: the largest
 A_none - A_level over the blocks of the stage, for the strongest level used. The objective is the closed form of
-1F1B and GPipe:
+the schedule (``simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
 
-    sum_i t_i  +  (M - 1) max_i t_i  +  sum of S over the cuts
+    alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
 
 A stage wants nothing but little time, so every range of blocks has one best use of levels for each K
 (``_range_times``, all ranges at once). Then, over the number of stages and the blocks they cover,
 
-    F_0(0) = {(0, 0)},   F_{i+1}(b) = Pareto of { (sum + S[a] + t_i(a, b), max(max, t_i(a, b))) : a < b, F_i(a) }
+    F_0(0) = {(0, 0)},   F_{i+1}(b) = Pareto of { (sum + S[a] + alpha t_i(a, b), max(max, t_i(a, b))) : a < b, F_i(a) }
 
 which is exact because the objective grows with both the sum and the maximum. Time O(P n^2 |F|).
 """
@@ -94,30 +94,35 @@ def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
     )
 
 
-def cuts_time(blocks: Sequence[BlockCost], stages: Sequence[Stage], num_microbatches: int) -> float:
-    """The objective."""
+def cuts_time(blocks: Sequence[BlockCost], stages: Sequence[Stage], weights: tuple[float, float]) -> float:
+    """The objective. weights: alpha and beta."""
     times = [stage_time(blocks, stage) for stage in stages]
     sends = sum(blocks[stage.first].send_s for stage in stages[1:])
-    return sum(times) + (num_microbatches - 1) * max(times) + sends
+    return weights[0] * sum(times) + weights[1] * max(times) + sends
 
 
 def cut(
     blocks: Sequence[BlockCost],
     live: Sequence[int],
-    num_microbatches: int,
+    weights: tuple[float, float],
     budget_bytes: float,
     levels: Sequence[str] = LEVELS,
 ) -> Cuts | None:
     """The best cuts into ``len(live)`` stages; None if nothing fits.
 
-    live: microbatches in flight in each stage. levels: rematerialisation levels that may be used.
+    live: microbatches in flight in each stage. weights: alpha and beta of the objective. levels: rematerialisation
+    levels that may be used.
     """
-    return _cut(tuple(blocks), tuple(live), num_microbatches, budget_bytes, tuple(levels))
+    return _cut(tuple(blocks), tuple(live), weights, budget_bytes, tuple(levels))
 
 
 @lru_cache(maxsize=256)
 def _cut(
-    blocks: tuple[BlockCost, ...], live: tuple[int, ...], num_microbatches: int, budget: float, levels: tuple[str, ...]
+    blocks: tuple[BlockCost, ...],
+    live: tuple[int, ...],
+    weights: tuple[float, float],
+    budget: float,
+    levels: tuple[str, ...],
 ) -> Cuts | None:
     n, num_stages = len(blocks), len(live)
     if num_stages > n:
@@ -137,7 +142,7 @@ def _cut(
                 if begin >= end or not np.isfinite(time[begin, end]):
                     continue
                 grown = np.empty_like(rows)
-                grown[:, 0] = rows[:, 0] + sends[begin] + time[begin, end]
+                grown[:, 0] = rows[:, 0] + sends[begin] + weights[0] * time[begin, end]
                 grown[:, 1] = np.maximum(rows[:, 1], time[begin, end])
                 grown[:, 2] = begin
                 grown[:, 3] = np.arange(len(rows))
@@ -148,7 +153,7 @@ def _cut(
     final = fronts[-1].get(n)
     if final is None:
         return None
-    objective = final[:, 0] + (num_microbatches - 1) * final[:, 1]
+    objective = final[:, 0] + weights[1] * final[:, 1]
     row, end = int(objective.argmin()), n
     best = float(objective[row])
     stages = []

@@ -209,6 +209,17 @@ class Workload:
         return found
 
     @cached_property
+    def reads_weights(self) -> frozenset[fx.Node]:
+        """Representative ops that read a trainable parameter."""
+        return frozenset(node for group in self.parameters if group.requires_grad for node, _ in group.uses)
+
+    def weights_share(self, node: fx.Node) -> float:
+        """Share of the backward of a representative op that computes gradients of parameters."""
+        if node not in self.reads_weights:
+            return 0.0
+        return 0.5 if any(o in self.differentiable and o.op != "placeholder" for o in tensor_operands(node)) else 1.0
+
+    @cached_property
     def parameters(self) -> tuple[ParameterGroup, ...]:
         """Parameters, those alike together."""
         uses: dict[str, list[tuple[int, fx.Node, int]]] = {name: [] for name in self.captured.parameters}

@@ -72,7 +72,8 @@ def test_every_schedule_runs_without_deadlock(
 ) -> None:
     forward_s, backward_s, share = zip(*stages[: shape.num_stages], strict=True)
     weights_s = [b * w for b, w in zip(backward_s, share, strict=True)]
-    timeline = simulate(shape, forward_s, backward_s, weights_s, p2p_forward_s=p2p_s)
+    inputs_s = [b - w for b, w in zip(backward_s, weights_s, strict=True)]
+    timeline = simulate(shape, forward_s, backward_s, (inputs_s, weights_s), p2p_forward_s=p2p_s)
     for rank, events in enumerate(timeline.events):
         assert tuple(event.action for event in events) == shape.orders()[rank]
         assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(events))

@@ -52,11 +52,8 @@ def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: i
 def every_leaf(outer: Outer) -> Iterator[Configuration]:
     for num_stages, mesh in outer.nodes(outer.constraints):
         for num in outer.microbatches(outer.constraints, mesh):
-            root = Configuration(
-                num_stages=num_stages, mesh=mesh, num_microbatches=num, zero=0, data_axes=(),
-                schedule=outer.schedule(), constraints=outer.constraints,
-            )  # fmt: skip
-            yield from outer.variants(root)
+            for root in outer.roots(num_stages, mesh, num, outer.constraints):
+                yield from outer.variants(root)
 
 
 def brute_force(outer: Outer) -> float | None:

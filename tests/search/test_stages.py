@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.search.stages import LEVELS, BlockCost, Stage, cut, cuts_time, stage_memory
 
 
-def brute_force(blocks, live, num_microbatches, budget, levels) -> float | None:
+def brute_force(blocks, live, weights, budget, levels) -> float | None:
     n = len(blocks)
     best = None
     for inner in combinations(range(1, n), len(live) - 1):
@@ -28,7 +28,7 @@ def brute_force(blocks, live, num_microbatches, budget, levels) -> float | None:
                         mine.append(stage)
             options.append(mine)
         for stages in _product(options):
-            objective = cuts_time(blocks, stages, num_microbatches)
+            objective = cuts_time(blocks, stages, weights)
             if best is None or objective < best:
                 best = objective
     return best
@@ -67,21 +67,22 @@ def problems(draw: st.DrawFn):
     blocks = [block() for _ in range(draw(st.integers(1, 5)))]
     live = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     levels = draw(st.sampled_from([("none",), ("full",), ("selective",), ("none", "full"), LEVELS]))
-    return blocks, live, draw(st.integers(1, 4)), draw(st.integers(0, 60)), levels
+    weights = draw(st.sampled_from([(1.0, 0.0), (1.0, 3.0), (0.5, 7.5), (1 / 3, 1.0)]))
+    return blocks, live, weights, draw(st.integers(0, 60)), levels
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_cuts_equal_brute_force(problem) -> None:
-    blocks, live, num_microbatches, budget, levels = problem
-    expected = brute_force(blocks, live, num_microbatches, budget, levels)
-    found = cut(blocks, live, num_microbatches, budget, levels)
+    blocks, live, weights, budget, levels = problem
+    expected = brute_force(blocks, live, weights, budget, levels)
+    found = cut(blocks, live, weights, budget, levels)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.time_s == pytest.approx(expected)
-    assert cuts_time(blocks, found.stages, num_microbatches) == pytest.approx(expected)
+    assert cuts_time(blocks, found.stages, weights) == pytest.approx(expected)
     for stage, count in zip(found.stages, live, strict=True):
         assert stage_memory(blocks, stage, count) <= budget * (1 + 1e-9) + 1e-5
 
@@ -94,7 +95,7 @@ def test_deep_model_takes_well_under_a_second() -> None:
     ]
     blocks = [ends[0], *[layer] * 84, ends[1]]
     start = time.process_time()
-    found = cut(blocks, [16 - i for i in range(16)], 64, 700.0)
+    found = cut(blocks, [16 - i for i in range(16)], (1.0, 63.0), 700.0)
     assert found is not None
     assert time.process_time() - start < 1.0
     assert any(stage.full or stage.selective for stage in found.stages)

@@ -131,7 +131,7 @@
       type: "bar",
       orientation: "h",
       name: words(part),
-      y: stages.map((_, stage) => `stage ${stage}`),
+      y: stages.map((_, rank) => `${stages.length < data.num_stages ? "rank" : "stage"} ${rank}`),
       x: stages.map((parts) => (parts[part] || 0) / unit),
       marker: { color: PARTS[number % PARTS.length] },
       hovertemplate: `${words(part)}: %{x:.2f} ${name}<extra></extra>`,

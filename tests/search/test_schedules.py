@@ -1,0 +1,105 @@
+"""The search chooses the schedule; pins and predictions of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.capture import capture
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.schedule import Schedule
+from autopar.passes.normalise import normalise
+from autopar.passes.partition import partition
+from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.constraints import Constraints
+from autopar.search.workload import Workload
+from tests.search.test_search import Model
+
+SCHEDULES: list[tuple[Schedule, int]] = [
+    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("interleaved", 2), ("zb-v", 2),
+    ("dualpipe-v", 2),
+]  # fmt: skip
+PIPELINE = Constraints(pp=2, num_microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def tied() -> CapturedModel:
+    with torch.device("meta"):
+        tokens = torch.zeros(16, 64, dtype=torch.long)
+        return normalise(capture(Model(1024, tied=True), (tokens, tokens)))
+
+
+@pytest.fixture(scope="module")
+def load(tied: CapturedModel) -> Workload:
+    return Workload.of(tied, "fp32")
+
+
+def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, load: Workload) -> None:
+    cluster = make_cluster("a100-80gb", 2, 2)
+    pinned = {}
+    for schedule, virtual in SCHEDULES:
+        limits = replace(PIPELINE, schedule=schedule, virtual_stages=virtual)
+        found = search_captured(tied, cluster, limits, workload=load)
+        plan = found.plan
+        assert (plan.schedule, plan.virtual_stages, plan.num_ranks) == (schedule, virtual, 2)
+        assert Plan.from_yaml(plan.to_yaml()) == plan
+        again = predict_plan(tied, cluster, plan, workload=load)
+        assert again.step_time_s == pytest.approx(found.predicted.step_time_s)
+        assert again.memory == found.predicted.memory and len(again.memory) == 2
+        assert len(partition(tied, plan)) == 2 * virtual
+        pinned[schedule, virtual] = found.predicted
+    best = search_captured(tied, cluster, PIPELINE, workload=load)
+    least = min(predicted.step_time_s for predicted in pinned.values())
+    assert best.predicted.step_time_s == pytest.approx(least, rel=0.005)
+    assert best.predicted.step_time_s * (1 - best.optimality_gap) <= least
+    assert pinned["zb-h1", 1].step_time_s < pinned["1f1b", 1].step_time_s < pinned["naive", 1].step_time_s
+    assert pinned["gpipe", 1].peak_bytes > pinned["1f1b", 1].peak_bytes
+
+
+def test_a_split_backward_is_not_chosen_where_it_cannot_run(tied: CapturedModel, load: Workload) -> None:
+    cluster = make_cluster("a100-80gb", 4, 4)
+    for limits in (replace(PIPELINE, dp=2, zero=3), replace(PIPELINE, remat="full")):
+        plan = search_captured(tied, cluster, limits, workload=load).plan
+        assert plan.schedule in ("1f1b", "interleaved")
+
+
+def test_zero_leaves_whole_what_two_stages_of_a_rank_share(tied: CapturedModel, load: Workload) -> None:
+    """The embedding is also the head: under a v placement both are on rank 0."""
+    cluster = make_cluster("a100-80gb", 8, 8)
+    limits = replace(PIPELINE, dp=4, tp=1, num_microbatches=4, zero=1)
+    sizes = {}
+    for schedule, virtual in (("zb-h1", 2), ("zb-v", 2)):
+        pinned = replace(limits, schedule=schedule, virtual_stages=virtual)
+        sizes[schedule] = search_captured(tied, cluster, pinned, workload=load).predicted.memory[0]
+    # One whole copy of 128 x 1024 float32 moments, where there would be a quarter.
+    assert sizes["zb-v"].optimizer - sizes["zb-h1"].optimizer > 0
+
+
+def test_an_estimate_is_of_1f1b(tied: CapturedModel, load: Workload) -> None:
+    cluster = make_cluster("a100-80gb", 2, 2)
+    assert estimate_captured(tied, cluster, PIPELINE, workload=load).plan.schedule == "1f1b"
+    plan = estimate_captured(tied, cluster, replace(PIPELINE, virtual_stages=2), workload=load).plan
+    assert (plan.schedule, plan.virtual_stages) == ("interleaved", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "zb-v", "virtual_stages": 3}, "schedule: zb-v has 2 virtual stages a rank, not 3"),
+        ({"schedule": "zb-v", "pp": 1}, "2 virtual stages need a pipeline of 2 ranks"),
+        ({"schedule": "zb-h1", "zero": 3}, "ZeRO 3 frees parameters in between"),
+        ({"schedule": "zb-h1", "remat": "full"}, "rematerialisation frees activations in between"),
+        ({"schedule": "dualpipe-v", "pp": 2, "num_microbatches": 2}, "needs 4 microbatches or more, not 2"),
+        ({"virtual_stages": 2, "pp": 1}, "virtual_stages is 2, but there is no pipeline"),
+        ({"virtual_stages": 0}, "virtual_stages is 0"),
+    ],
+)
+def test_contradictions(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=words):
+        Constraints(**given).check(4, 16)
