@@ -20,6 +20,7 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.expert_load import sum_loads
+from autopar.runtime.fused_steps import register_fused_steps
 from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
@@ -60,6 +61,7 @@ class Engine:
         compile_blocks: with ``torch.compile``, each distinct block once.
         """
         self.captured, self.plan = captured, plan
+        register_fused_steps()
         self.device = this_device()
         if compile_blocks and plan.num_stages > 1 and plan.pipelining.splits_backward:
             raise PlanMismatch(

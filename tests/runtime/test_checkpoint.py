@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.errors import AutoparError
 from autopar.runtime.checkpoint.folder import AtomicWriter
+from autopar.runtime.checkpoint.loading import Progress
 from tests.harness import RankFailure, run_ranks
 
 ROWS, SEQ, WIDTH, VOCAB = 8, 4, 12, 18
@@ -151,6 +152,38 @@ def test_saved_under_one_plan_goes_on_under_another(tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     value, expected_state[key], rtol=1e-4, atol=1e-5, msg=f"{source} -> {name}: {key}"
                 )
+
+
+def _two_optimizers(folder: str) -> None:
+    """Saved on a tensor axis, loaded under ZeRO: one optimiser for matrices, another for vectors."""
+    found = []
+    for number, constraints in enumerate(({"tp": 2}, {"dp": 2, "zero": 3})):
+        pm = autopar.parallelize(_net(number), 2, example_inputs=_batch(0), **constraints)
+        optimizers = [
+            torch.optim.AdamW([p for p in pm.parameters() if p.dim() > 1], lr=0.01, fused=number == 0),
+            torch.optim.SGD([p for p in pm.parameters() if p.dim() == 1], lr=0.1 + number, momentum=0.9),
+        ]
+
+        def train(steps: range, pm: Any = pm, optimizers: Any = optimizers) -> None:
+            for step in steps:
+                pm.zero_grad()
+                pm.step(**pm.shard_batch(_batch(step)))
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        if number == 0:
+            train(range(2))
+            autopar.save(pm, optimizers, folder)
+        else:
+            assert autopar.load(pm, optimizers, folder) == Progress(0, None)
+            assert optimizers[1].param_groups[0]["lr"] == 0.1
+        train(range(2, 4))
+        found.append({name: value for name, value in pm.full_state_dict().items() if name != "seen"})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    run_ranks(_two_optimizers, 2, str(tmp_path))
 
 
 def _dropout(folder: str) -> tuple[list[float], list[float], Tensor, Tensor]:
