@@ -7,6 +7,7 @@ own and no redistribution shows them.
     batch_norm                all_reduce of two float32 statistics a channel forward, and of two backward
     moe, exchange             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
                               experts forward, with a local reordering each; two all_to_alls backward
+    moe, tokens               with a capacity, all_gather of the experts' counts forward
     moe, experts alone        none: each rank keeps the rows of its own
     embedding, attention      none: the result is a partial sum; the shard needs its offset only
     ring                      keys and values from rank to rank, as far as compute does not hide it (``ring.py``)
@@ -15,6 +16,7 @@ own and no redistribution shows them.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -82,12 +84,17 @@ def lowering_time(
             payload = local(rule.operands[1], operands[1].meta["val"].numel())
             total += 3 * OpTime(fabric.time(Collective.ALL_REDUCE, payload, number))
         elif name == "moe":
+            x = operands[0].meta["val"]
+            factor: Any = node.kwargs.get("capacity_factor")
+            counts = _INT64 * rule.sizes[EXPERTS] * fabric.mesh.axes[number].size
+            gathered = OpTime(fabric.time(Collective.ALL_GATHER, counts, number))
+            if factor is not None and not set(rule.results[0][0]).isdisjoint(factors_of_choice(choice)):
+                total += gathered
             if choice in rule.joint:
                 rows = local(rule.operands[1], operands[1].meta["val"].numel()) / _FLOAT32
-                x, num_experts = operands[0].meta["val"], rule.sizes[EXPERTS]
-                rows /= _degree(EXPERTS, assignment, fabric)
+                rows *= min(1.0, factor or 1.0) / _degree(EXPERTS, assignment, fabric)
                 payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
-                total += _exchange_time(payload, num_experts, number, fabric)
+                total += gathered + _exchange_time(payload, number, fabric)
         elif name == "batch_norm":
             channels = operands[0].meta["val"].shape[1]
             seconds = fabric.time(Collective.ALL_REDUCE, 2 * _FLOAT32 * channels, number)
@@ -104,10 +111,9 @@ def _degree(choice: str, assignment: Assignment, fabric: Fabric) -> int:
     return prod(axis.size for own, axis in zip(assignment, fabric.mesh.axes, strict=True) if own == choice)
 
 
-def _exchange_time(payload_bytes: float, num_experts: int, axis: int, fabric: Fabric) -> OpTime:
+def _exchange_time(payload_bytes: float, axis: int, fabric: Fabric) -> OpTime:
     """Rows of ``payload_bytes`` to their experts and back along one axis: two all_to_alls and two reorderings a way."""
     device = fabric.cluster.device
-    counts = fabric.time(Collective.ALL_GATHER, _INT64 * num_experts * fabric.mesh.axes[axis].size, axis)
     reorder = device.kernel_launch_s + device.memory_seconds(2 * payload_bytes)
     way = 2 * (fabric.time(Collective.ALL_TO_ALL, payload_bytes, axis) + reorder)
-    return OpTime(counts + way, way)
+    return OpTime(way, way)

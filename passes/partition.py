@@ -8,6 +8,7 @@ from typing import Literal
 from torch import fx
 
 from autopar.ir.blocks import Folding, fold
+from autopar.ir.capacity import limit_experts
 from autopar.ir.clusters import cluster
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.folds import FoldedSequence, find_folds
@@ -29,7 +30,6 @@ def partition(
     plan: Plan,
     *,
     outputs: Literal["loss", "model"] = "loss",
-    folding: Folding | None = None,
 ) -> tuple[StageProgram, ...]:
     """The local program of every stage of ``plan``.
 
@@ -46,12 +46,13 @@ def partition(
             f"batch: the plan is for {plan.batch.global_size} samples a step, the example inputs have "
             f"{captured.batch_size}.\n  try: example inputs with {plan.batch.global_size} rows (the global batch)"
         )
+    captured = limit_experts(captured, plan.expert_capacity)
     roles = find_roles(captured)
     if plan.batch.num_microbatches > 1:
         obstacle = microbatch_obstacle(captured, roles)
         if obstacle is not None:
             raise PlanMismatch(f"batch: cannot be cut into {plan.batch.num_microbatches} microbatches: {obstacle}")
-    folding = folding or fold(captured)
+    folding = fold(captured)
     clusters = cluster(captured, folding, roles)
     assignments = assign(captured, folding, clusters, plan)
     uses = find_uses(captured, assignments)

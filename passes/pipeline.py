@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx, nn
-
 from autopar.ir.building import remove_dead
-from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
 from autopar.passes.verify import Memo, verify
 
 
@@ -83,15 +81,6 @@ def run_passes(
             )
     captured.graph_module.recompile()
     return captured
-
-
-def copy_captured(captured: CapturedModel) -> CapturedModel:
-    """The same model with a graph of its own."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda old: copies[old])
-    return replace(captured, graph_module=fx.GraphModule(nn.Module(), graph))
 
 
 def with_updates(captured: CapturedModel) -> CapturedModel:

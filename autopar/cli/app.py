@@ -68,6 +68,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         virtual_stages: opt.VirtualStages = None,
         microbatch: opt.Microbatch = None,
         num_microbatches: opt.NumMicrobatches = None,
+        expert_capacity: opt.ExpertCapacity = None,
         precision: opt.Precision = None,
         remat: opt.Remat = None,
         constrain: opt.Constrain = None,
@@ -79,7 +80,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
-            num_microbatches=num_microbatches, precision=precision, remat=remat, constrain=tuple(constrain or ()),
+            num_microbatches=num_microbatches, expert_capacity=expert_capacity, precision=precision, remat=remat,
+            constrain=tuple(constrain or ()),
             output=output, report=report, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip
 

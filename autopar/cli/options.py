@@ -102,6 +102,12 @@ Microbatch = Annotated[
 NumMicrobatches = Annotated[
     int | None, typer.Option("--num-microbatches", min=1, help="pieces of the batch", rich_help_panel=_PIN)
 ]
+ExpertCapacity = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-capacity", min=0.0, help="even shares of tokens that an expert takes at most", rich_help_panel=_PIN
+    ),
+]
 Precision = Annotated[
     PrecisionName | None,
     typer.Option("--precision", help="of compute: bf16 on GPUs, fp32 on cpu if not given", rich_help_panel=_PIN),

@@ -48,6 +48,7 @@ class Request:
     virtual_stages: int | None = None
     microbatch: int | None = None
     num_microbatches: int | None = None
+    expert_capacity: float | None = None
     precision: PrecisionName | None = None
     remat: RematName | None = None
     constrain: tuple[str, ...] = ()
@@ -88,6 +89,7 @@ class Request:
             virtual_stages=self.virtual_stages,
             microbatch_size=self.microbatch,
             num_microbatches=self.num_microbatches,
+            expert_capacity=self.expert_capacity,
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),

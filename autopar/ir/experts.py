@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,22 @@ def rows_of_experts(expert: Tensor, num_experts: int) -> Tensor:
     return torch.zeros(num_experts, dtype=torch.int64, device=expert.device).scatter_add_(
         0, expert, torch.ones_like(expert, dtype=torch.int64)
     )
+
+
+def capacity_of(num_rows: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows that an expert takes at most: ``capacity_factor`` times an even share, rounded up."""
+    return ceil(capacity_factor * num_rows / num_experts)
+
+
+def first_of_experts(expert: Tensor, before: Tensor, capacity: int) -> Tensor:
+    """(rows,) boolean: whether a row is among the first ``capacity`` of its expert.
+
+    expert: (rows,). before: (E,), rows of each expert that come before all of these.
+    """
+    chosen, order = expert.sort(stable=True)
+    counts = rows_of_experts(expert, len(before))
+    place = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[chosen] + before[chosen]
+    return torch.empty_like(place, dtype=torch.bool).index_copy(0, order, place < capacity)
 
 
 def combine(x: Tensor, expert_weight: Tensor, rows: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:

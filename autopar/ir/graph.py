@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 
@@ -186,3 +186,12 @@ def tensor_results(node: fx.Node) -> list[torch.Tensor]:
 def call_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The ops of a graph in execution order, without placeholders and output."""
     return (node for node in graph.nodes if node.op == "call_function")
+
+
+def copy_captured(captured: CapturedModel) -> CapturedModel:
+    """The same model with a graph of its own."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in captured.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+    return replace(captured, graph_module=fx.GraphModule(nn.Module(), graph))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.experts import combine, record_load, run_experts
+from autopar.ir.experts import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -107,18 +107,26 @@ def moe(
     *,
     activation: str,
     gated: bool,
+    capacity_factor: float | None = None,
 ) -> Tensor:
     """Mixture of experts: each token through its K experts, summed with their weights.
 
     x: (..., h). expert_index: (..., K) integers below E. expert_weight: (..., K).
     w_up: (E, u, h) with u = 2 i if gated, the gate's rows first, else i. w_down: (E, h, i).
     b_up: (E, u). b_down: (E, h). activation: a key of ``experts.ACTIVATIONS``. Result: (..., h).
+    capacity_factor: an expert takes at most this many times an even share of the rows, ``ceil(factor * T * K / E)``
+        for T tokens: the first in order of tokens, and of a token's choices. The rest of its rows count as zero.
 
-    Tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
+    But for that, tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
     Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
     """
-    expert, order = expert_index.reshape(-1).sort(stable=True)
-    record_load(expert, w_up.shape[0])
+    chosen, num_experts = expert_index.reshape(-1), w_up.shape[0]
+    record_load(chosen, num_experts)
+    order = chosen.argsort(stable=True)
+    if capacity_factor is not None and has_values(x):
+        capacity = capacity_of(len(chosen), num_experts, capacity_factor)
+        order = order[first_of_experts(chosen, torch.zeros_like(chosen[:1]).expand(num_experts), capacity)[order]]
+    expert = chosen[order]
 
     def experts(rows: Tensor) -> Tensor:
         return run_experts(

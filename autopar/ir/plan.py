@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -117,6 +117,8 @@ class Plan(_Model):
     prefetch: blocks gathered ahead of the one that runs, at level 3.
     sequence_layout: order of the sequence where ranks share it. "zigzag" gives each rank one chunk of the first half
         and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``).
+    expert_capacity: most rows that an expert takes of a microbatch, as a multiple of an even share; tokens beyond it
+        pass it by. None: every expert takes all that is sent to it.
     params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
         dimension.
     """
@@ -134,6 +136,7 @@ class Plan(_Model):
     shard_axes: list[str] | None = None
     prefetch: PositiveInt = 1
     precision: Precision = "fp32"
+    expert_capacity: PositiveFloat | None = None
     blocks: list[BlockPlan]
     stages: list[StagePlan]
     prediction: Prediction | None = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import gcd
 
 from autopar.cost_model.cluster import Cluster
+from autopar.ir.capacity import limit_experts
 from autopar.ir.clusters import BATCH, first_instances
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
@@ -41,7 +42,10 @@ def search_captured(
     start = time.perf_counter()
     constraints = constraints or Constraints()
     constraints.check(cluster.num_gpus, captured.batch_size)
-    load = workload or Workload.of(captured, constraints.precision)
+    captured = limit_experts(captured, constraints.expert_capacity)
+    if workload is None or constraints.expert_capacity is not None:
+        workload = Workload.of(captured, constraints.precision)
+    load = workload
     _check_microbatches(load, constraints)
     _check_experts(load, constraints)
     check_annotations(load, constraints)
@@ -59,7 +63,7 @@ def search_captured(
     plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
     return SearchResult(
-        plan=plan,
+        plan=plan.model_copy(update={"expert_capacity": constraints.expert_capacity}),
         predicted=best.predicted,
         optimality_gap=max(0.0, 1.0 - outer.bound / step),
         num_configurations=solver.num_solved,
@@ -101,7 +105,7 @@ def predict_plan(
     captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
 ) -> Predicted:
     """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
-    load = workload or Workload.of(captured, plan.precision)
+    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
     solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
     leaders = leaders_of(load, plan)
     configuration = Configuration(

@@ -44,8 +44,8 @@ class Constraints:
     others replicate. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so, if left
     open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
-    plan to fit. axes: the stage mesh in order, as a named DeviceMesh gives it (without ``pp``).
-    annotations: placements of parameters that are fixed (``autopar.constrain``).
+    plan to fit. expert_capacity: see ``Plan``. axes: the stage mesh in order, as a named DeviceMesh gives it (without
+    ``pp``). annotations: placements of parameters that are fixed (``autopar.constrain``).
     """
 
     pp: int | None = None
@@ -64,6 +64,7 @@ class Constraints:
     precision: Precision = "fp32"
     remat: Remat | None = None
     memory_fraction: float = 0.94
+    expert_capacity: float | None = None
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
 
@@ -107,6 +108,8 @@ class Constraints:
         self._check_schedule()
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
+        if self.expert_capacity is not None and self.expert_capacity <= 0:
+            raise InfeasiblePlan(f"expert_capacity is {self.expert_capacity}; expected a number above 0")
         if self.num_microbatches is not None and self.microbatch_size is not None:
             dp = self.degree("dp")
             if dp is not None and self.num_microbatches * self.microbatch_size * dp != batch_size:

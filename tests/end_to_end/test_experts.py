@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
@@ -32,6 +33,7 @@ PLANS: list[tuple[str, dict[str, Any], int, int]] = [
     ("deepseek_v3", {"ep": 2, "tp": 2}, 1, 2),
     ("olmoe", {"ep": 2, "pp": 2, "num_microbatches": 2}, 2, 1),
     ("qwen3_moe", {"ep": 2, "dp": 2, "zero": 3}, 1, 2),
+    ("mixtral", {"ep": 2, "dp": 2, "zero": 0, "expert_capacity": 1.0}, 1, 4),
 ]
 
 
@@ -70,17 +72,31 @@ def _all(plans: list[tuple[str, dict[str, Any]]]) -> list[Trained]:
     return [_parallel(*plan) for plan in plans]
 
 
-def _alone(name: str) -> Trained:
+def _admitted(index: Tensor, num_experts: int, factor: float) -> Tensor:
+    """Whether each choice is among those that its expert takes, in order of tokens."""
+    taken, capacity = [0] * num_experts, math.ceil(factor * index.numel() / num_experts)
+    admitted = []
+    for expert in index.flatten().tolist():
+        admitted.append(taken[expert] < capacity)
+        taken[expert] += 1
+    return torch.tensor(admitted).view_as(index)
+
+
+def _alone(name: str, capacity: float | None) -> Trained:
     case = CASES[name]
     model = build(case)
     loads: dict[str, Tensor] = {}
 
-    def count(path: str, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        loads[path] = torch.bincount(args[1].flatten(), minlength=experts.num_experts)  # type: ignore[arg-type]
+    def watch(path: str, experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x, index, weight = args
+        loads[path] = torch.bincount(index.flatten(), minlength=experts.num_experts)
+        if capacity is None:
+            return None
+        return x, index, weight * _admitted(index, experts.num_experts, capacity)
 
     for path, module in model.named_modules():
         if path.endswith(".experts"):
-            module.register_forward_pre_hook(lambda module, args, path=path: count(path, module, args))
+            module.register_forward_pre_hook(lambda module, args, path=path: watch(path, module, args))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = Trained([], [], [], {}, {}, False)
     for step in range(STEPS):
@@ -103,8 +119,8 @@ def ranks() -> list[list[Trained]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=[f"{name}-{mesh}" for name, mesh, *_ in PLANS])
 def test_experts_on_every_mesh(number: int, ranks: list[list[Trained]]) -> None:
-    name, _, microbatches, layers = PLANS[number]
-    expected = _alone(name)
+    name, constraints, microbatches, layers = PLANS[number]
+    expected = _alone(name, constraints.get("expert_capacity"))
     for found in (rank[number] for rank in ranks):
         assert found.exchanged
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)

@@ -176,6 +176,8 @@ CASES = {
     "moe": _moe_case(*range(8), activation="silu", gated=True),
     "moe-biased": _moe_case(*range(8), biases=2, activation="gelu", gated=False),
     "moe-skewed": _moe_case(0, 5, 5, 5, activation="silu", gated=True),
+    "moe-capacity": _moe_case(*range(8), activation="silu", gated=True, capacity_factor=0.9),
+    "moe-capacity-skewed": _moe_case(0, 5, 5, 5, biases=2, activation="gelu", gated=False, capacity_factor=1.5),
     "moe-one-expert": _moe_case(3, activation="relu", gated=False),
     "mean": Case(aten.mean.default, lambda: [_randn(4, 8)], (T(0),)),
     "mean-dim": Case(aten.mean.dim, lambda: [_randn(4, 8, 4)], (T(0), [0, 2], True)),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,3 +131,21 @@ def test_moe_equals_every_expert_on_every_token(
         strict=True,
     ):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), factor=st.sampled_from([0.1, 0.5, 1.0, 1.3, 4.0]))
+def test_a_full_expert_passes_later_tokens_by(seed: int, factor: float) -> None:
+    torch.manual_seed(seed)
+    num_experts, top_k, tokens = 3, 2, (2, 5)
+    x, weight = torch.randn(*tokens, 4), torch.rand(*tokens, top_k)
+    index = torch.randint(0, num_experts, (*tokens, top_k))
+    w_up, w_down = torch.randn(num_experts, 6, 4), torch.randn(num_experts, 4, 6)
+    options = {"activation": "relu", "gated": False}
+    limited = ops.moe(x, index, weight, w_up, w_down, **options, capacity_factor=factor)
+    taken, capacity = [0] * num_experts, math.ceil(factor * index.numel() / num_experts)
+    admitted = weight.clone().view(-1)
+    for row, expert in enumerate(index.flatten().tolist()):
+        admitted[row] *= taken[expert] < capacity
+        taken[expert] += 1
+    torch.testing.assert_close(limited, ops.moe(x, index, admitted.view_as(weight), w_up, w_down, **options))

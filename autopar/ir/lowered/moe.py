@@ -3,6 +3,7 @@
     moe(x, index, weight, w_up, w_down)                                    w_up (E, u, h), w_down (E, h, i)
     moe(.., expert_groups=('tp',), exchanged=(False,))                     w_up (E / tp, u, h): a summand over tp
     moe(.., expert_groups=('ep',), exchanged=(True,))                      x (b / ep, ..): rows travel to their experts
+    moe(.., capacity_factor=1.25, token_groups=('dp', 'ep'))               rows beyond what an expert takes are dropped
 
 A row is a token on its way to one of its K experts. Where the ranks of an axis have the same tokens, each keeps the
 rows for its own experts, and the results are summands. Where they have different tokens the rows are exchanged: an
@@ -20,8 +21,17 @@ from torch import Tensor, fx
 
 from autopar.ir.collectives import apply
 from autopar.ir.communicate import exchange_rows, group_rank, group_size, stack_ranks
-from autopar.ir.experts import Experts, combine, has_values, record_load, rows_of_experts, run_experts
-from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count
+from autopar.ir.experts import (
+    Experts,
+    capacity_of,
+    combine,
+    first_of_experts,
+    has_values,
+    record_load,
+    rows_of_experts,
+    run_experts,
+)
+from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
@@ -51,16 +61,18 @@ def moe(
     *,
     activation: str,
     gated: bool,
+    capacity_factor: float | None = None,
     expert_groups: Groups = (),
     exchanged: tuple[bool, ...] = (),
     inner_groups: Groups = (),
+    token_groups: Groups = (),
 ) -> Tensor:
     """``ops.moe`` on this rank's tokens and experts; a summand over groups that are not exchanged.
 
     x: (.., h), expert_index, expert_weight: (.., K): this rank's tokens; the indices are global. w_up and the
     other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. exchanged: for each
     of them, whether its ranks have different tokens. inner_groups: these cut the inner width, and divide a bias on
-    the way out among them.
+    the way out among them. token_groups: these cut the first token dimension; a capacity counts the tokens of all.
     """
     if b_down is not None and inner_groups:
         b_down = b_down / shard_count(inner_groups)
@@ -71,19 +83,34 @@ def moe(
         expert_groups, exchanged = (), ()
     chosen, num_local = expert_index.reshape(-1), w_up.shape[0]
     record_load(chosen, num_local * shard_count(expert_groups))
-    rows, address = _route(chosen, num_local, expert_groups, exchanged)
+    kept = torch.ones_like(chosen, dtype=torch.bool)
+    if capacity_factor is not None and has_values(x):
+        kept = _within_capacity(chosen, num_local * shard_count(expert_groups), capacity_factor, token_groups)
+    rows, address = _route(chosen, kept, num_local, expert_groups, exchanged)
     travelled = tuple(group for group, moves in zip(expert_groups, exchanged, strict=True) if moves)
     num_addresses = num_local * shard_count(travelled)
     return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_addresses, travelled, experts))
 
 
-def _route(expert: Tensor, num_local: int, groups: Groups, exchanged: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
-    """The rows in play, sorted by address, and their addresses.
+def _within_capacity(expert: Tensor, num_experts: int, capacity_factor: float, groups: Groups) -> Tensor:
+    """(rows,) boolean: whether a row is among those that its expert takes of the tokens of all ``groups``."""
+    counts = rows_of_experts(expert, num_experts)
+    for group in reversed(groups):
+        counts = stack_ranks(counts, group)
+    before = counts.view(-1, num_experts)[: shard_index(groups)].sum(0)
+    capacity = capacity_of(len(expert) * shard_count(groups), num_experts, capacity_factor)
+    return first_of_experts(expert, before, capacity)
+
+
+def _route(
+    expert: Tensor, kept: Tensor, num_local: int, groups: Groups, exchanged: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """Those of the rows ``kept`` that are in play, sorted by address, and their addresses.
 
     An address is (places on the exchanged axes, number of the expert there) as one number. A row whose expert is
     elsewhere on an axis that is not exchanged is another rank's to compute.
     """
-    address, kept = torch.zeros_like(expert), torch.ones_like(expert, dtype=torch.bool)
+    address = torch.zeros_like(expert)
     left = num_local * shard_count(groups)
     for group, moves in zip(groups, exchanged, strict=True):
         size = group_size(group)
@@ -92,9 +119,9 @@ def _route(expert: Tensor, num_local: int, groups: Groups, exchanged: tuple[bool
         if moves:
             address = address * size + place
         else:
-            kept &= place == group_rank(group)
+            kept = kept & (place == group_rank(group))
     address = address * num_local + expert % num_local
-    rows = kept.nonzero().squeeze(1) if groups else torch.arange(len(expert), device=expert.device)
+    rows = kept.nonzero().squeeze(1) if has_values(expert) else torch.arange(len(expert), device=expert.device)
     address, order = address[rows].sort(stable=True)
     return rows[order], address
 
@@ -123,10 +150,12 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces ``ops.moe``."""
     call = arguments(node)
     names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
-    kwargs = {name: call[name] for name in ("activation", "gated")}
+    kwargs = {name: call[name] for name in ("activation", "gated", "capacity_factor")}
     groups = axes_with({EXPERTS}, assignment, mesh)
     moving = axes_with(set(rule.joint), assignment, mesh)
     kwargs["expert_groups"] = groups
     kwargs["exchanged"] = tuple(group in moving for group in groups)
     kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
+    if kwargs["capacity_factor"] is not None:
+        kwargs["token_groups"] = axes_with(set(rule.results[0][0]), assignment, mesh)
     return moe, tuple(call[name] for name in names), kwargs

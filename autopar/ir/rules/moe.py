@@ -6,6 +6,9 @@ Tokens are independent of each other, so every token dimension is a factor. Expe
 own contribute to its tokens. Tokens and experts on one axis ("d0&experts") is the exchange: tokens travel to their
 experts and back. An expert's inner width ``f`` is summed; with a gate the two halves of ``w_up``'s rows would have
 to be cut alike, which contiguous pieces are not.
+
+A capacity makes tokens depend on those before them: only the outermost token dimension is a factor then, and it is
+lowered, to count over its pieces.
 """
 
 from __future__ import annotations
@@ -42,14 +45,24 @@ def moe(call: Call) -> FactorRule | None:
         known[b_up.position] = (e, u)
     if b_down is not None:
         known[b_down.position] = (e, h)
-    exchanges = [f"{name}&{EXPERTS}" for dim in lead for name in dim] if e else []
+    limited = bound["capacity_factor"] is not None
+    if limited:
+        # Which rows an expert takes depends on their order, which only the outermost dimension keeps.
+        factors.blocked |= {name for dim in lead[1:] for name in dim}
+    exchanges = [f"{name}&{EXPERTS}" for dim in lead[: 1 if limited else None] for name in dim] if e else []
+    lowered = dict.fromkeys((EXPERTS, *exchanges), "moe")
+    if b_down is not None:
+        lowered["f"] = "moe"
+    if limited:
+        lowered |= dict.fromkeys((name for dim in lead[:1] for name in dim), "moe")
+    rows = numel(index.shape) * min(1.0, bound["capacity_factor"] or 1.0)
     return factors.rule(
         operand_factors(call, known, factors),
         [(*lead, h)],
         summed=("f", EXPERTS),
-        lowered={EXPERTS: "moe", **({"f": "moe"} if b_down is not None else {}), **dict.fromkeys(exchanges, "moe")},
+        lowered=lowered,
         joint=exchanges,
-        flops=2 * numel(x.shape[:-1]) * index.shape[-1] * x.shape[-1] * (up.shape[1] + inner),
+        flops=2 * rows * x.shape[-1] * (up.shape[1] + inner),
     )
 
 

@@ -333,6 +333,7 @@ OTHER = [
     case("d0 d1", aten.dropout.default, r(4, 6), 0.0, True),
     moe_case("d0 d1 f experts!", (2, 4), 8, activation="gelu", gated=False),
     moe_case("d0 d1 experts!", (2, 4), 16, activation="silu", gated=True),
+    moe_case("d0! experts!", (2, 4), 16, activation="silu", gated=True, capacity_factor=1.0),
     moe_case("d0 f experts!", (4,), 8, r(3, 8), activation="relu", gated=False),
     moe_case("d0 f! experts!", (4,), 8, None, r(3, 6), activation="relu", gated=False),
 ]
