@@ -235,7 +235,7 @@ def _minds_no_order(rule: FactorRule, factor: str) -> bool:
     """Whether an op does the same at every position of ``factor``, and loses none."""
     if goes_round(rule) and factor in (QUERIES, KEYS):
         return True
-    if factor in rule.blocked or rule.lowered.get(factor) == "attention":
+    if factor in rule.blocked or rule.lowered.get(factor) in ("attention", "moe"):
         return False
     tensors = (*rule.operands, *rule.results)
     if any(sum(factor in dim for dim in tensor) > 1 for tensor in tensors):
