@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity bench dist clean
+.PHONY: help demo test test-all lint types format parity parity-full choices bench dist clean
 .DEFAULT_GOAL := help
 
 help:            ## print this list
@@ -47,6 +47,12 @@ format: $(VENV)/.dev  ## let ruff fix and format the tree
 
 parity: $(VENV)/.dev  ## models × plans: largest relative error against one process
 	$(BIN)/python benchmarks/parity.py
+
+parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; more than an hour
+	$(BIN)/python benchmarks/parity.py --full
+
+choices: $(VENV)/.dev  ## what the free search picks, and what the alternatives would have cost
+	$(BIN)/python benchmarks/choices.py
 
 bench: $(VENV)/.dev  ## step time against DDP, FSDP2, DTensor and hand-split pipelines
 	$(BIN)/python benchmarks/execution.py

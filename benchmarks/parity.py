@@ -1,6 +1,6 @@
 """Parity: five training steps of unmodified models under many plans, against one process, in float32.
 
-    python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4]
+    python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4] [--full]
 
 Prints the largest relative error, over the steps, of the loss, of any parameter's gradient and of any updated
 parameter, and exits with 1 above the limits. The error of a tensor is |a - b| / max(|b|, 1e-5 |all of them|). A
@@ -42,28 +42,43 @@ LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
 # Name of a plan -> number of ranks and constraints of the search.
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
+    "one remat": (1, {"remat": "full"}),
+    "dp2": (2, {"dp": 2, "zero": 0}),
+    "dp2 remat": (2, {"dp": 2, "zero": 0, "remat": "selective"}),
     "dp4": (4, {"dp": 4, "zero": 0}),
+    "zero1": (2, {"dp": 2, "zero": 1, "num_microbatches": 2}),
     "zero2": (4, {"dp": 4, "zero": 2}),
     "zero3": (4, {"dp": 4, "zero": 3}),
-    "tp4": (4, {"tp": 4, "sp": False}),
+    "hsdp 2x2": (4, {"dp": 4, "zero": 3, "shard": 2}),
+    "tp2": (2, {"tp": 2, "sp": False}),
     "tp2 sp": (2, {"tp": 2, "sp": True}),
-    "pp4 1f1b": (4, {"pp": 4, "schedule": "1f1b", "num_microbatches": 4}),
-    "pp2 gpipe": (2, {"pp": 2, "schedule": "gpipe", "num_microbatches": 4}),
+    "tp4": (4, {"tp": 4, "sp": False}),
+    "cp2": (2, {"cp": 2}),
+    "dp2 tp2": (4, {"dp": 2, "tp": 2}),
+    "dp2 cp2": (4, {"dp": 2, "cp": 2}),
+    "cp2 tp2": (4, {"cp": 2, "tp": 2}),
+    "zero3 tp2 sp": (4, {"dp": 2, "tp": 2, "zero": 3, "sp": True}),
     "pp2 naive": (2, {"pp": 2, "schedule": "naive", "num_microbatches": 4}),
+    "pp2 gpipe": (2, {"pp": 2, "schedule": "gpipe", "num_microbatches": 4}),
+    "pp4 1f1b": (4, {"pp": 4, "schedule": "1f1b", "num_microbatches": 4}),
     "pp2 interleaved": (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4}),
-    "pp4 zb-h1": (4, {"pp": 4, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4}),
+    "pp2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4}),
+    "dp2 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4}),
+    "tp2 pp2 zb-v": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 zb-v": (2, {"pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 dualpipe-v": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
-    "tp2 pp2 zb-v": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
-    "dp2 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4}),
-    "dp2 tp2": (4, {"dp": 2, "tp": 2}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
+    "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),
     "ep2": (2, {"ep": 2, "dp": 1, "tp": 1}),
     "ep2 dp2": (4, {"ep": 2, "dp": 2, "zero": 0}),
     "ep2 zero3": (4, {"ep": 2, "dp": 2, "zero": 3}),
     "ep2 tp2": (4, {"ep": 2, "tp": 2}),
     "ep2 pp2": (4, {"ep": 2, "pp": 2, "num_microbatches": 2}),
+    "dp2 tp2 pp2": (8, {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 2}),
+    "dp2 cp2 pp2": (8, {"dp": 2, "cp": 2, "pp": 2, "num_microbatches": 2}),
+    "ep2 tp2 pp2": (8, {"ep": 2, "tp": 2, "pp": 2, "num_microbatches": 2}),
+    "ep2 cp2 pp2": (8, {"ep": 2, "cp": 2, "pp": 2, "num_microbatches": 2}),
     "free": (4, {}),
 }
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
@@ -88,6 +103,23 @@ class Cell:
     def passed(self) -> bool:
         errors = {"loss": self.loss, "gradient": self.gradient, "parameter": self.parameter}
         return not self.failure and all(errors[name] <= limit for name, limit in LIMITS.items())
+
+
+# Plans of experts: for models that have some.
+EXPERT_PLANS = frozenset(plan for plan in PLANS if "ep2" in plan)
+MIXTURES = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepseek_v3"})
+# Every model under these, and these models under every plan: ``make parity``. --full: all under all.
+CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")
+CORE_MODELS = ("llama", "t5", "mixtral")
+
+
+def cells_of(models: Sequence[str], plans: Sequence[str]) -> list[tuple[str, str]]:
+    """All pairs that have a meaning."""
+    return [(m, p) for m in models for p in plans if m in MIXTURES or p not in EXPERT_PLANS]
+
+
+def core_cells() -> list[tuple[str, str]]:
+    return list(dict.fromkeys([*cells_of(list(CASES), CORE_PLANS), *cells_of(CORE_MODELS, list(PLANS))]))
 
 
 def constraints_of(case: Case, plan: str) -> dict[str, Any]:
@@ -278,7 +310,7 @@ def run(cells: Sequence[tuple[str, str]]) -> list[Cell]:
 
 
 def _print_cell(cell: Cell) -> None:
-    where = f"{cell.model:8} {cell.plan:10}"
+    where = f"{cell.model:10} {cell.plan:15}"
     if cell.impossible:
         print(f"{where} cannot be: {cell.impossible}", flush=True)
     elif cell.failure:
@@ -318,13 +350,20 @@ def table(cells: Sequence[Cell]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(CASES))
-    parser.add_argument("--plans", default=",".join(PLANS))
-    parser.add_argument("--cells", help="model:plan,... instead of all pairs")
+    parser.add_argument("--models", help="model,... under every plan, or those of --plans")
+    parser.add_argument("--plans", help="plan,... for every model, or those of --models")
+    parser.add_argument("--cells", help="model:plan,... instead")
+    parser.add_argument(
+        "--full", action="store_true", help="every model under every plan: more than an hour on 2 cores"
+    )
     options = parser.parse_args()
-    pairs = [(model, plan) for model in options.models.split(",") for plan in options.plans.split(",")]
     if options.cells:
         pairs = [(model, plan) for model, _, plan in (cell.partition(":") for cell in options.cells.split(","))]
+    elif options.models or options.plans or options.full:
+        models = options.models.split(",") if options.models else list(CASES)
+        pairs = cells_of(models, options.plans.split(",") if options.plans else list(PLANS))
+    else:
+        pairs = core_cells()
     for model, plan in pairs:
         if model not in CASES or plan not in PLANS:
             parser.error(f"no cell {model}:{plan}; models: {', '.join(CASES)}; plans: {', '.join(PLANS)}")
