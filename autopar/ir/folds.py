@@ -93,8 +93,8 @@ def find_folds(captured: CapturedModel, folding: Folding, roles: Roles) -> Folde
     """Follow the sequence of the causal attentions through the blocks. Linear in the graph."""
     lengths = {
         lengths_of(rule)
-        for node in folding.block_of
-        if node.op == "call_function" and goes_round(rule := rule_for(node)) and sight_of(node).kind == "causal"
+        for node in op_nodes(captured.graph)
+        if node in folding.block_of and goes_round(rule := rule_for(node)) and sight_of(node).kind == "causal"
     }
     if len(lengths) != 1:
         return _impossible(
