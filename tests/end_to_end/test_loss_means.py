@@ -97,7 +97,7 @@ PLANS: dict[int, list[dict[str, Any]]] = {
         {"dp": 2, "num_microbatches": 4},
         {"dp": 2, "zero": 3, "num_microbatches": 2},
         {"pp": 2, "num_microbatches": 4},
-        {"pp": 2, "num_microbatches": 4, "schedule": "zb-h1"},
+        {"pp": 2, "num_microbatches": 4, "schedule": "zb-v", "virtual_stages": 2},
         {"tp": 2, "num_microbatches": 2},
     ],
 }

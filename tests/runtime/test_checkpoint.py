@@ -98,7 +98,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 dp2 tp2": (4, {"dp": 2, "tp": 2, "zero": 3}),
     "zero3 x4": (4, {"dp": 4, "zero": 3}),
     "zero3 x2": (2, {"dp": 2, "zero": 3}),
-    "pp2": (2, {"pp": 2, "num_microbatches": 2}),
+    "interleaved": (2, {"pp": 2, "num_microbatches": 2, "schedule": "interleaved", "virtual_stages": 2}),
     "one rank": (1, {}),
 }
 

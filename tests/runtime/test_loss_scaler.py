@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def _both(constraints: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def _overflow(constraints: dict[str, Any]) -> list[tuple[float, bool, bool]]:
+def _overflow(constraints: dict[str, Any], folder: str) -> list[tuple[float, bool, bool]]:
     """(scale, stepped, changed) of each step; on the last rank alone a gradient of the second is not finite."""
     pm = autopar.parallelize(stack(), dist.get_world_size(), example_inputs=batch(), precision="fp16", **constraints)
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
@@ -98,12 +99,16 @@ def _overflow(constraints: dict[str, Any]) -> list[tuple[float, bool, bool]]:
         after = pm.full_state_dict()
         found.append((scaler.scale, stepped, any(not torch.equal(before[name], after[name]) for name in before)))
         assert all(value.isfinite().all() for value in after.values())
+    autopar.save(pm, optimizer, folder, scaler=scaler)
+    other = autopar.LossScaler(pm)
+    autopar.load(pm, optimizer, folder, scaler=other)
+    assert other.state_dict() == {"scale": 512.0, "good_steps": 1}
     return found
 
 
 @pytest.mark.parametrize("plan", ["pp2", "tp2"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str) -> None:
-    for rank in run_ranks(_overflow, 2, PLANS[plan][1]):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str, tmp_path: Path) -> None:
+    for rank in run_ranks(_overflow, 2, PLANS[plan][1], str(tmp_path)):
         assert rank == [(1024.0, True, True), (512.0, False, False), (512.0, True, True)]
 
 
