@@ -116,3 +116,6 @@ def _backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
 
 
 _constrain.register_autograd(_backward)
+
+CONSTRAIN = torch.ops.autopar.constrain.default
+"""The op that a capture records."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from autopar.ir.annotations import CONSTRAIN
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import annotated
 from autopar.passes.pipeline import Pass
@@ -23,6 +22,6 @@ class ReadAnnotations(Pass):
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         for node in call_nodes(captured.graph):
-            if node.target is torch.ops.autopar.constrain.default:
+            if node.target is CONSTRAIN:
                 node.target, node.args, node.kwargs = annotated, node.args[:1], {"placements": node.args[1]}
         return captured
