@@ -71,8 +71,11 @@ def ring_time(
     itemsize = compute_itemsize(operands[1].meta["val"].dtype, precision)
     results = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
     device, steps = fabric.cluster.device, len(taken) + 1
-    merge = device.memory_seconds(results * (2 * _FLOAT32 + itemsize)) + _MERGE_LAUNCHES * device.kernel_launch_s
-    merge_back = merge + device.memory_seconds(sent * (4 * _FLOAT32 + itemsize))
+    # Forward a block's result is scaled, the sum scaled and added to; backward gradients are added to float32 sums.
+    launches = _MERGE_LAUNCHES * device.kernel_launch_s
+    merge = device.memory_seconds(results * (6 * _FLOAT32 + itemsize)) + launches
+    added = results * (2 * _FLOAT32 + itemsize) + sent * (6 * _FLOAT32 + itemsize)
+    merge_back = device.memory_seconds(added) + launches
     forward, backward = steps * merge, steps * merge_back
     for hop in taken:
         keys, grads = (_send_s(fabric, ring[hop], sent * size) for size in (itemsize, _FLOAT32))

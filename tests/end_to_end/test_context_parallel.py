@@ -91,6 +91,7 @@ CASES: dict[str, tuple[str, dict[str, str], str, dict[str, Any]]] = {
     "llama-ulysses-ring-zigzag": ("llama", {"cp": "s&t", "tp": "h"}, "zigzag", {"cp": 2, "tp": 2, "sp": True}),
     "llama-padded-zigzag": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 4, "padded": True}),
     "gpt2-ring-zigzag": ("gpt2", {"cp": "s&t"}, "zigzag", {"cp": 4}),
+    "gpt2-ulysses": ("gpt2", {"cp": "h"}, "contiguous", {"cp": 4}),
     "llama-pipeline-zigzag": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 2, "pp": 2, "num_microbatches": 2}),
 }
 FAST = ("llama-ulysses-ring-zigzag", "gpt2-ring-zigzag")
@@ -102,6 +103,8 @@ def test_equals_one_process(case: str) -> None:
     fields = _plan(name, attention, layout, **constraints)
     for differences, sent in run_ranks(_differences, RANKS, name, fields, constraints.get("padded", False)):
         assert max(map(abs, differences.values())) < 2e-5, differences
+        if attention["cp"] == "h":
+            assert sent.count("all_to_all") == 2, "from the sequence to heads and back, forward and backward"
         if attention["cp"] == "s&t" and "pp" not in constraints:
             # A layer of N ranks: N - 1 sends of keys and values forward, 2 N - 1 of them and of gradients backward.
             layers, count = (1 if name == "gpt2" else 2), constraints["cp"]
