@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import GB, Device, Link, MatmulRate
+from autopar.cost_model.hardware import GB, Device, Host, Link, MatmulRate
 from autopar.ir.errors import InvalidCluster
 
 
@@ -65,6 +65,24 @@ class LinkEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostEntry:
+    """One GPU's share of its host: GB/s (decimal) of the link in one direction and of memory."""
+
+    link_gb_s: Published | Assumed
+    link_efficiency: Assumed
+    memory_gb_s: Published | Assumed
+    memory_efficiency: Assumed
+
+    def host(self) -> Host:
+        return Host(
+            link_bandwidth=self.link_gb_s.value * GB,
+            link_efficiency=self.link_efficiency.value,
+            memory_bandwidth=self.memory_gb_s.value * GB,
+            memory_efficiency=self.memory_efficiency.value,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEntry:
     """One device type in its usual node."""
 
@@ -79,6 +97,7 @@ class GpuEntry:
     gpus_per_node: Published | Assumed
     intra_node: LinkEntry
     inter_node: LinkEntry
+    host: HostEntry
 
     def device(self) -> Device:
         return Device(
@@ -98,6 +117,7 @@ class GpuEntry:
             memory_efficiency=self.memory_efficiency.value,
             kernel_launch_s=self.kernel_launch_us.value * 1e-6,
             half_saturation=self.half_saturation.value,
+            host=self.host.host(),
         )
 
 
@@ -195,6 +215,21 @@ def _pcie(name: str, gb_s: float, source: str) -> LinkEntry:
     )
 
 
+def _host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> HostEntry:
+    return HostEntry(
+        link_gb_s=Published(link_gb_s, f"recalled: PCI Express {generation}.0 specification, 16 lanes, 128b/130b"),
+        link_efficiency=Assumed(
+            0.79, "nvbandwidth on 8 A100: 24.8 of 31.5 GB/s either way (forums.developer.nvidia.com/t/352186)"
+        ),
+        memory_gb_s=Assumed(memory_gb_s, f"recalled: {memory}, divided among eight GPUs"),
+        memory_efficiency=Assumed(0.60, "a guess, not measured: AdamW streams seven arrays on the cores of one GPU"),
+    )
+
+
+_HOST_V100 = _host(3, 15.75, 32, "2 Xeon of 6 channels DDR4-2666 (DGX-2)")
+_HOST_A100 = _host(4, 31.5, 51, "2 EPYC 7742 of 8 channels DDR4-3200 (DGX A100)")
+_HOST_H100 = _host(5, 63, 77, "2 Xeon 8480C of 8 channels DDR5-4800 (DGX H100)")
+
 _IB_A100 = _network("HDR InfiniBand", Published(25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Megatron-LM paper"))
 _IB_H100 = _network("NDR InfiniBand", Published(50, f"DGX H100: 8 x NDR 400 Gb/s, {_NETWORK}"))
 _NVLINK_A100 = _nvlink("NVLink 3", 300, 0.76, "nccl busbw 229-235 of 300 GB/s at 1-16 GiB, 8 GPUs")
@@ -225,6 +260,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(900, _V100),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_V100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_nvlink(
@@ -242,6 +278,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(1555, _A100),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_A100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_A100,
@@ -255,6 +292,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(2039, _A100),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_A100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_A100,
@@ -278,6 +316,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(1940, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_A100,
         half_saturation=_SATURATION,
         gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
         intra_node=_pcie("PCIe 4 x16", 31.5, "recalled: PCI Express 4.0 specification, 16 GT/s x 16 lanes, 128b/130b"),
@@ -293,6 +332,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(3350, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_H100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_H100,
@@ -311,6 +351,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(2000, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_H100,
         half_saturation=_SATURATION,
         gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
         intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
@@ -329,6 +370,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(4800, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_H100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_H100,
@@ -352,6 +394,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(7700, "NVIDIA/dgxc-benchmarking README.md @v26.06.01"),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
+        host=_HOST_H100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=_nvlink(
@@ -381,6 +424,7 @@ _ENTRIES = (
         bandwidth_gb_s=Published(5300, _ACCELERATORS),
         memory_efficiency=Assumed(0.75, "recalled: stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
         kernel_launch_us=Assumed(6.0, "a guess, not measured: HIP launches are slower than CUDA's"),
+        host=_HOST_H100,
         half_saturation=_SATURATION,
         gpus_per_node=_EIGHT,
         intra_node=LinkEntry(
@@ -414,6 +458,12 @@ _ENTRIES = (
         bandwidth_gb_s=Assumed(10, "a guess: one core's share of two DDR4-2666 channels"),
         memory_efficiency=Assumed(0.5, "a guess; one run on a busy machine gave 2.6 GB/s, which is half of this"),
         kernel_launch_us=Assumed(12.0, "11.6 us measured for an eager addition of 16 numbers"),
+        host=HostEntry(
+            link_gb_s=Assumed(10, "host and device memory are the same"),
+            link_efficiency=Assumed(0.8, "as the memory"),
+            memory_gb_s=Assumed(10, "the rank's own memory"),
+            memory_efficiency=Assumed(0.8, "as the memory"),
+        ),
         half_saturation=Assumed(32.0, "a guess, not measured: small tiles, a matmul of size 64 reaches more than half"),
         gpus_per_node=Assumed(8, "ranks on one machine"),
         intra_node=LinkEntry(

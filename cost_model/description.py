@@ -4,6 +4,7 @@ gpu: a100-80gb
 num_gpus: 64
 gpus_per_node: 8
 memory_gb: 80
+host_gb_s: 24.8
 inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
 """
 
@@ -52,6 +53,7 @@ class ClusterDescription(_Model):
     gpus_per_node: PositiveInt | None = None
     memory_gb: PositiveFloat | None = None
     matmul_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    host_gb_s: PositiveFloat | None = None
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
 
@@ -62,6 +64,9 @@ class ClusterDescription(_Model):
             device = replace(device, memory_bytes=int(self.memory_gb * GB))
         if self.matmul_efficiency is not None:
             device = replace(device, matmul=tuple(replace(r, efficiency=self.matmul_efficiency) for r in device.matmul))
+        if self.host_gb_s is not None:
+            host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
+            device = replace(device, host=host)
         return replace(
             base,
             device=device,

@@ -35,6 +35,28 @@ class MatmulRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One device's share of its node's CPUs, for what is offloaded.
+
+    link_bandwidth: bytes/s between host and device memory in one direction. memory_bandwidth: bytes/s of host memory.
+    Both as specified, with the fractions achieved.
+    """
+
+    link_bandwidth: float
+    link_efficiency: float
+    memory_bandwidth: float
+    memory_efficiency: float
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Seconds to copy ``num_bytes`` to the device or back."""
+        return num_bytes / (self.link_bandwidth * self.link_efficiency)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move ``num_bytes`` to or from host memory."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator (or one CPU rank).
 
@@ -53,6 +75,7 @@ class Device:
     memory_efficiency: float
     kernel_launch_s: float
     half_saturation: float
+    host: Host
 
     @property
     def precisions(self) -> tuple[str, ...]:

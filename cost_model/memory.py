@@ -17,6 +17,9 @@ runs and those that are prefetched, one if the plan does not say more. With one 
 accumulate, and level 1 scatters each gradient as it comes, like level 2. Between steps what was gathered is gone: 16n
 at level 0 (the copies are made in each microbatch), 16n/d at the others. ``tests/runtime/test_memory_held.py``
 measures all of it.
+
+Level 3 without resharding after forward keeps cn like level 2, from a microbatch's forward to its backward. Offload
+moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; what is gathered or accumulated whole stays.
 """
 
 from __future__ import annotations
@@ -65,20 +68,28 @@ class MemoryParts:
 
 
 def state_memory(
-    numel: float, *, zero: int, data_size: int, precision: str, num_microbatches: int | None = None
+    numel: float,
+    *,
+    zero: int,
+    data_size: int,
+    precision: str,
+    num_microbatches: int | None = None,
+    reshard: bool = True,
+    offload: bool = False,
 ) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
-    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. Excludes what level 3 gathers; see
+    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether level 3 gives
+    parameters back after forward. offload: count only what stays on the device. Excludes what level 3 gathers; see
     ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
     copy = compute if compute < _MASTER else 0
     if zero == 0 or data_size == 1:
         return MemoryParts(parameters=(_MASTER + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
-    shard = numel / data_size
+    shard = 0.0 if offload else numel / data_size
     return MemoryParts(
-        parameters=_MASTER * shard + (compute * numel if zero < 3 else 0.0),
+        parameters=_MASTER * shard + (compute * numel if zero < 3 or not reshard else 0.0),
         gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
         optimizer=_ADAM * shard,
     )
@@ -92,6 +103,7 @@ def gathered_bytes(
     precision: str,
     num_microbatches: int | None = None,
     prefetch: int = 1,
+    reshard: bool = True,
 ) -> float:
     """Transient bytes of ZeRO for blocks of at most ``block_numel`` elements on this rank.
 
@@ -100,7 +112,7 @@ def gathered_bytes(
     """
     if zero == 0 or (zero == 1 and num_microbatches != 1) or data_size == 1:
         return 0.0
-    parameters = (1 + prefetch) * ITEMSIZE[precision] * block_numel if zero == 3 else 0.0
+    parameters = (1 + prefetch) * ITEMSIZE[precision] * block_numel if zero == 3 and reshard else 0.0
     return parameters + _MASTER * block_numel
 
 

@@ -9,7 +9,10 @@ Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of 
     3       all_gather cn (forward), all_gather cn and             -
             reduce_scatter 4n (backward)
 
-So level 3 moves 1.5 times the bytes of level 0 in float32.
+So level 3 moves 1.5 times the bytes of level 0 in float32. Without resharding after forward it gathers once.
+
+Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
+one to the host with each scatter, and runs AdamW at the bandwidth of host memory.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ def sync_time(
     zero: int = 0,
     precision: str = "fp32",
     num_collectives: int = 1,
+    reshard: bool = True,
 ) -> SyncTime:
     """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
 
@@ -85,7 +89,44 @@ def sync_time(
         return SyncTime(step_s=scatter + gather)
     if zero == 2:
         return SyncTime(backward_s=scatter, step_s=gather)
-    return SyncTime(forward_s=gather, backward_s=gather + scatter)
+    return SyncTime(forward_s=gather, backward_s=(gather if reshard else 0.0) + scatter)
+
+
+def buffer_copies(
+    numel: float, *, zero: int, itemsize: int, num_microbatches: int, reshard: bool = True
+) -> tuple[float, float]:
+    """Bytes that FSDP moves in device memory for its buffers: in forward and backward, a microbatch on average.
+
+    What is gathered is copied out of the buffer into parameters, gradients are copied into one to be scattered.
+    """
+    out, into = 2 * itemsize * numel, (itemsize + _MASTER) * numel
+    if zero == 1:
+        return out / num_microbatches, into / num_microbatches
+    if zero == 2:
+        return out / num_microbatches, into
+    return out, into + (out if reshard else 0.0)
+
+
+def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int) -> tuple[float, float]:
+    """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
+
+    Parameters are cast for compute and gradients back, by ZeRO the ``shards``-th part of them; from the second
+    microbatch on gradients are added to those before, at level 1 whole.
+    """
+    cast = (_MASTER + itemsize) * numel / shards if itemsize != _MASTER else 0.0
+    again = (num_microbatches - 1) / num_microbatches
+    added = (itemsize + 2 * _MASTER) * numel if zero == 1 else 3 * _MASTER * numel / shards
+    return cast, cast + again * added
+
+
+def offload_time(shard_numel: float, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
+    """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters."""
+    copy = device.host.copy_seconds(_MASTER * shard_numel)
+    if zero == 1:
+        return SyncTime(step_s=2 * copy)
+    if zero == 2:
+        return SyncTime(backward_s=copy, step_s=copy)
+    return SyncTime(forward_s=copy, backward_s=2 * copy if reshard else copy)
 
 
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
@@ -97,8 +138,10 @@ def exposed_time(communication_s: float, compute_s: float, overlap: float = OVER
     return communication_s - hidden + OVERLAP_SLOWDOWN * hidden
 
 
-def optimizer_time(numel: float, device: Device) -> float:
-    """Seconds of a fused AdamW step over ``numel`` float32 elements: it is bound by memory."""
+def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> float:
+    """Seconds of a fused AdamW step over ``numel`` float32 elements: bound by memory, of the host if offloaded."""
+    if offload:
+        return device.host.memory_seconds(_ADAMW_BYTES * numel)
     return device.kernel_launch_s + device.memory_seconds(_ADAMW_BYTES * numel)
 
 

@@ -31,7 +31,7 @@ from autopar.runtime.parameters import materialize, tensor_axes
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored
-from autopar.runtime.zero import ZeroEngine, apply_zero, is_managed
+from autopar.runtime.zero import ZeroEngine, apply_zero
 
 if TYPE_CHECKING:
     from autopar.runtime.loss_scaler import LossScaler
@@ -86,7 +86,7 @@ class Engine:
         axes = tensor_axes(program)
         state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
-        self.reducer = GradientReducer()
+        self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
         self._has_step = program.loss is not None or program.num_stages > 1
         self._totals: dict[str, list[tuple[StageModule, str, tuple[str, ...]]]] = {}
@@ -101,7 +101,7 @@ class Engine:
 
         for stage in self.local:
             stage.zero = self._apply_zero(stage)
-        self.stored = {name: self._stored(layout) for name, layout in self.layouts.items()}
+        self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
         self._reduce_gradients()
         self.randomness = Randomness(seed, self.device)
         self.background = Background()
@@ -156,16 +156,15 @@ class Engine:
     def reshard(self) -> None:
         """Put FSDP's sharded parameters back in place, if a forward left gathered ones."""
         for stage in self.local:
-            for module in () if stage.zero is None else stage.zero.modules:
-                module.reshard()
+            if stage.zero is not None:
+                stage.zero.reshard()
 
     def _held_twice(self, layout: ParameterLayout) -> bool:
         """Whether some rank has two stages that read a parameter. FSDP cannot have it in both, so it stays whole."""
         return len({self.mesh.pipelining.rank_of(stage) for stage in layout.stages}) < len(layout.stages)
 
-    def _stored(self, layout: ParameterLayout) -> Stored:
-        managed = self.local[0].zero is not None and is_managed(layout, self.program.data_axes)
-        managed = managed and not self._held_twice(layout)
+    def _stored(self, name: str, layout: ParameterLayout) -> Stored:
+        managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)
         return Stored(
             layout,
             summed_axes=self.program.data_axes if managed else (),
@@ -180,9 +179,7 @@ class Engine:
             stage.module,
             stage.program,
             mesh,
-            level=self.plan.zero,
-            prefetch=self.plan.prefetch,
-            precision=self.plan.precision,
+            self.plan,
             find=lambda name: stage.module.slot(name).get(),
             unmanaged=[name for name, layout in stage.program.parameters.items() if self._held_twice(layout)],
         )

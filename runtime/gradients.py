@@ -69,15 +69,18 @@ class GradientReducer:
 
     ``begin`` before the first backward of a step, ``arm`` before the last of each stage, ``finish`` after all. The
     buckets are laid out in the first step, in the order in which gradients arrived, which is the same on all ranks
-    that hold the same stages because they run the same program.
+    that hold the same stages because they run the same program. Gradients in host memory are summed on ``device``, that
+    of the groups.
     """
 
+    device: torch.device
     _slots: list[_Slot] = field(default_factory=list)
     _order: list[_Slot] = field(default_factory=list)
     _buckets: list[_Bucket] | None = None
     _armed: set[int] = field(default_factory=set)
     _next: int = 0
     _works: list[dist.Work] = field(default_factory=list)
+    _staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(
         self,
@@ -149,9 +152,24 @@ class GradientReducer:
             tensor = _local(gradient)
             if not tensor.is_contiguous():
                 tensor = _replace_local(slot.parameter, tensor.contiguous())
-        work = dist.all_reduce(tensor, group=bucket.group, async_op=True)
+        self._sum(tensor, bucket.group)
+
+    def _sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Start a sum."""
+        here = tensor.to(self.device)
+        if here is not tensor:
+            self._staged.append((tensor, here))
+        work = dist.all_reduce(here, group=group, async_op=True)
         assert work is not None
         self._works.append(work)
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for tensor, here in self._staged:
+            tensor.copy_(here)
+        self._staged.clear()
 
     def finish(self) -> None:
         """Wait until every gradient of the step is whole."""
@@ -167,9 +185,7 @@ class GradientReducer:
         for bucket in self._buckets[self._next :]:
             self._complete(bucket)
             self._launch(bucket)
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self._wait()
         self._sum_over_stages()
         for slot in self._slots:
             slot.arrived = False
@@ -198,12 +214,8 @@ class GradientReducer:
             gradient = _local(slot.parameter.grad)
             if not gradient.is_contiguous():
                 gradient = _replace_local(slot.parameter, gradient.contiguous())
-            work = dist.all_reduce(gradient, group=slot.over_stages, async_op=True)
-            assert work is not None
-            self._works.append(work)
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+            self._sum(gradient, slot.over_stages)
+        self._wait()
 
 
 def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:

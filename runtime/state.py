@@ -67,7 +67,7 @@ def gather_full(
         if mesh.holds(stage):
             part = local(parameter.name)
             if part is not None:
-                part = part.detach()
+                part = part.detach().to(device)
                 whole = part.full_tensor() if isinstance(part, DTensor) else part
         if mesh.num_pipeline_ranks > 1:
             whole = whole.contiguous()
@@ -130,12 +130,13 @@ def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: 
     counted = [gradient for gradient, stored in gradients if stored.counted_here(mesh)]
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
-        squares = torch.stack([norm.float() for norm in torch._foreach_norm(counted)]).square().sum()
+        squares = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(counted)]).square().sum()
     dist.all_reduce(squares)
     norm = squares.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_([gradient for gradient, _ in gradients], scale)
+    # Offloaded gradients are in host memory.
+    for place in {gradient.device for gradient, _ in gradients}:
+        torch._foreach_mul_([gradient for gradient, _ in gradients if gradient.device == place], scale.to(place))
     return norm
 
 

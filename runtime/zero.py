@@ -5,6 +5,9 @@
     2       gathered for a whole step   every microbatch
     3       sharded, gathered per block every microbatch
 
+Each block may have a level of its own; parameters that several blocks share have the plan's. At level 3 a block may
+also keep its parameters from forward to backward (``reshard_after_forward: false``).
+
 Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
 averaged: the captured loss already is a mean over the global batch.
 
@@ -15,52 +18,71 @@ what is reduce-scattered inside is all-reduced across, once a step at every leve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from autopar.ir.plan import Precision
+from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
-from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.ir.program import StageProgram
+from autopar.runtime.blocks import BlockModule
 from autopar.runtime.stage_module import StageModule
 
 
-def is_managed(layout: ParameterLayout, data_axes: tuple[int, ...]) -> bool:
-    """Whether ZeRO applies to a parameter: whole on every data axis, with gradients that are summands there."""
-    return bool(data_axes) and all(
-        layout.layout[axis].is_replicate() and axis in layout.partial_axes for axis in data_axes
+def _managed(program: StageProgram, plan: Plan) -> frozenset[str]:
+    """Parameters that ZeRO applies to: whole on every data axis, with gradients that are summands there."""
+    if not program.shard_axes:
+        return frozenset()
+    levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
+    return frozenset(
+        name
+        for name, layout in program.parameters.items()
+        # Copies on several stages have to be cut alike.
+        if (plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero))
+        and all(layout.layout[axis].is_replicate() and axis in layout.partial_axes for axis in program.data_axes)
     )
 
 
 @dataclass(slots=True)
 class ZeroEngine:
-    """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step."""
+    """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step.
 
-    level: int
-    modules: list[FSDPModule]
-    root: FSDPModule
+    modules: with their levels; the root, which holds what several blocks share, comes last. managed: names of the
+    parameters in them.
+    """
+
+    modules: list[tuple[FSDPModule, int]]
+    managed: frozenset[str]
     _last: bool | None = None
+
+    @property
+    def root(self) -> FSDPModule:
+        return self.modules[-1][0]
+
+    def reshard(self) -> None:
+        for module, _ in self.modules:
+            module.reshard()
 
     def before_backward(self, last: bool) -> None:
         if self._last is last:
             return
         self._last = last
         self.root.set_is_last_backward(last)
-        for module in self.modules:
-            module.set_requires_gradient_sync(last or self.level >= 2, recurse=False)
+        for module, level in self.modules:
+            module.set_requires_gradient_sync(last or level >= 2, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or self.level >= 3, recurse=False)
+            module.set_reshard_after_backward(last or level >= 3, recurse=False)
 
     def before_inputs(self) -> None:
         """Backward to the inputs alone: there is nothing to sum, and the weights' part still needs the parameters."""
         self._last = None
         self.root.set_is_last_backward(False)
-        for module in self.modules:
+        for module, _ in self.modules:
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
 
@@ -68,7 +90,7 @@ class ZeroEngine:
         """What FSDP does at the end of a backward, which it cannot see here: its hooks are on the way to the inputs."""
         self._last = None
         self.before_backward(last)
-        for module in self.modules:
+        for module, _ in self.modules:
             for group in reversed(_groups(module)):
                 group.post_backward()
         if last:
@@ -86,53 +108,62 @@ def apply_zero(
     stage: StageModule,
     program: StageProgram,
     mesh: DeviceMesh,
-    *,
-    level: int,
-    prefetch: int,
-    precision: Precision,
+    plan: Plan,
     find: Callable[[str], torch.Tensor],
-    unmanaged: Container[str] = (),
+    unmanaged: Iterable[str] = (),
 ) -> ZeroEngine:
     """Shard the parameters of ``stage`` over the last dimension of ``mesh`` and replicate them over the one before.
 
-    prefetch: number of blocks gathered ahead of the one that runs. find: gives a parameter by name. unmanaged: names
-    of parameters to leave alone, though ZeRO could apply.
+    find: gives a parameter by name. unmanaged: names of parameters to leave alone, though ZeRO could apply.
     """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    included = _managed(program, plan) - set(unmanaged)
     ignored = {
         parameter
-        for name, layout in program.parameters.items()
-        if isinstance(parameter := find(name), nn.Parameter)
-        and (name in unmanaged or not is_managed(layout, program.data_axes))
+        for name in program.parameters
+        if name not in included and isinstance(parameter := find(name), nn.Parameter)
     }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    narrow = narrow_dtype(precision)
+    narrow = narrow_dtype(plan.precision)
     if narrow is not None:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    modules: list[FSDPModule] = []
+    # Copies from pinned memory overlap with compute; pinning needs a GPU.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.stages[program.stage].offload else None
+    modules: list[tuple[FSDPModule, int]] = []
+    kinds = {block.name: block.kind for block in program.blocks}
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):
+        kind = kinds[module.name] if isinstance(module, BlockModule) else None
+        level = plan.zero if kind is None else plan.zero_of(kind)
         # Backward begins with the last block, and what the stage itself owns is used until then.
-        reshard = level >= 3 and module is not stage and module is not blocks[-1]
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
+        reshard = kind is not None and plan.reshards(kind) and module is not blocks[-1]
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload or OffloadPolicy(),
+            ignored_params=ignored,
+        )
         assert isinstance(module, FSDPModule)
         # Sums instead of averages, without a scaling pass.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        modules.append(module)
-    _prefetch(modules[-1], modules[:-1], prefetch)
-    return ZeroEngine(level, modules, modules[-1])
+        modules.append((module, level))
+    _prefetch([module for module, _ in modules], plan.prefetch)
+    return ZeroEngine(modules, included)
 
 
-def _prefetch(root: FSDPModule, blocks: list[FSDPModule], count: int) -> None:
+def _prefetch(modules: list[FSDPModule], count: int) -> None:
     """Gather the next ``count`` blocks while one runs.
 
     Left to itself FSDP gathers backward's blocks in the reverse order of all forwards since the last step, and so ends
     the backward of every microbatch but one by gathering the last block once more. A block that is there already is
     not gathered again, so the first one names itself.
     """
+    *blocks, root = modules
     root.set_modules_to_forward_prefetch(blocks[:count])
     root.set_modules_to_backward_prefetch(blocks[: -count - 1 : -1] or [root])
     for number, block in enumerate(blocks):

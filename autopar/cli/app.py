@@ -64,6 +64,9 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         zero: opt.Zero = None,
         shard: opt.Shard = None,
         sequence_layout: opt.SequenceLayout = None,
+        reshard: opt.Reshard = None,
+        prefetch: opt.Prefetch = None,
+        offload: opt.Offload = None,
         schedule: opt.Schedule = None,
         virtual_stages: opt.VirtualStages = None,
         microbatch: opt.Microbatch = None,
@@ -79,6 +82,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         Request(
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
+            reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, precision=precision, remat=remat,
             constrain=tuple(constrain or ()),

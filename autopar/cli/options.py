@@ -92,6 +92,17 @@ SequenceLayout = Annotated[
     SequenceLayoutName | None,
     typer.Option("--sequence-layout", help="order of a sequence that ranks share", rich_help_panel=_PIN),
 ]
+Reshard = Annotated[
+    Switch | None,
+    typer.Option("--reshard", help="does ZeRO-3 give parameters back after forward", rich_help_panel=_PIN),
+]
+Prefetch = Annotated[
+    int | None, typer.Option("--prefetch", min=1, help="blocks ZeRO-3 gathers ahead", rich_help_panel=_PIN)
+]
+Offload = Annotated[
+    Switch | None,
+    typer.Option("--offload", help="what ZeRO shards in host memory, on every stage", rich_help_panel=_PIN),
+]
 Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
 VirtualStages = Annotated[
     int | None, typer.Option("--virtual-stages", min=1, help="stages a pipeline rank", rich_help_panel=_PIN)

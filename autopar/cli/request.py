@@ -44,6 +44,9 @@ class Request:
     zero: int | None = None
     shard: int | None = None
     sequence_layout: SequenceLayoutName | None = None
+    reshard: Switch | None = None
+    prefetch: int | None = None
+    offload: Switch | None = None
     schedule: ScheduleName | None = None
     virtual_stages: int | None = None
     microbatch: int | None = None
@@ -85,6 +88,9 @@ class Request:
             zero=self.zero,
             shard=self.shard,
             sequence_layout=None if self.sequence_layout is None else self.sequence_layout.value,  # type: ignore[arg-type]
+            reshard_after_forward=None if self.reshard is None else self.reshard is Switch.on,
+            prefetch=self.prefetch,
+            offload=None if self.offload is None else self.offload is Switch.on,
             schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
             virtual_stages=self.virtual_stages,
             microbatch_size=self.microbatch,

@@ -52,11 +52,14 @@ class BlockPlan(_Model):
 
     ops: key of an op -> mesh axis -> the factor sharded on it. An op or axis that is left out is replicated.
     Ops that only follow another (views, pointwise ops after one operand) have no entry.
+    zero, reshard_after_forward: of the parameters that only this block uses, instead of the plan's.
     """
 
     name: str
     repeats: PositiveInt = 1
     ops: dict[str, dict[str, str]] = {}
+    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    reshard_after_forward: bool | None = None
 
 
 class StagePlan(_Model):
@@ -64,11 +67,14 @@ class StagePlan(_Model):
 
     remat: level -> number of this stage's blocks at that level, from the first block on; the rest keep
     their activations.
+    offload: keep the parameters that ZeRO shards, their gradients and optimiser state in host memory; parameters are
+    copied to the device to be gathered, and the optimiser runs on the CPU.
     """
 
     first: Annotated[int, Field(ge=0)]
     last: Annotated[int, Field(ge=0)]
     remat: dict[Literal["selective", "full"], Annotated[int, Field(ge=0)]] = {}
+    offload: bool = False
 
 
 class Prediction(_Model):
@@ -114,7 +120,8 @@ class Plan(_Model):
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
     zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
         it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
-    prefetch: blocks gathered ahead of the one that runs, at level 3.
+    prefetch: blocks gathered ahead of the one that runs, at level 3. reshard_after_forward: whether level 3 gives
+        gathered parameters back after the forward of a block, to gather them again for its backward.
     sequence_layout: order of the sequence where ranks share it. "zigzag" gives each rank one chunk of the first half
         and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``).
     expert_capacity: most rows that an expert takes of a microbatch, as a multiple of an even share; tokens beyond it
@@ -135,6 +142,7 @@ class Plan(_Model):
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     shard_axes: list[str] | None = None
     prefetch: PositiveInt = 1
+    reshard_after_forward: bool = True
     precision: Precision = "fp32"
     expert_capacity: PositiveFloat | None = None
     blocks: list[BlockPlan]
@@ -155,6 +163,16 @@ class Plan(_Model):
         for name in self.inputs:
             size *= self.mesh[name]
         return size
+
+    def zero_of(self, kind: int) -> int:
+        """ZeRO level of the blocks of a kind."""
+        level = self.blocks[kind].zero
+        return self.zero if level is None else level
+
+    def reshards(self, kind: int) -> bool:
+        """Whether the blocks of a kind give gathered parameters back after their forward."""
+        own = self.blocks[kind].reshard_after_forward
+        return self.zero_of(kind) == 3 and (self.reshard_after_forward if own is None else own)
 
     @property
     def num_pipeline_ranks(self) -> int:
@@ -206,6 +224,24 @@ class Plan(_Model):
         return self
 
     def _check_zero(self) -> None:
+        for kind, block in enumerate(self.blocks):
+            if block.zero and not self.zero:
+                raise ValueError(
+                    f"blocks.{kind}.zero: {block.zero}, but the plan's own zero is 0.\n"
+                    f"  try: zero: {block.zero} for the plan, and 0 for the blocks that are to stay whole"
+                )
+            if block.reshard_after_forward is not None and self.zero_of(kind) != 3:
+                raise ValueError(
+                    f"blocks.{kind}.reshard_after_forward: is about level 3; the block is at level {self.zero_of(kind)}"
+                )
+        if not self.reshard_after_forward and self.zero != 3:
+            raise ValueError(f"reshard_after_forward: false is about level 3; the plan is at level {self.zero}")
+        for number, stage in enumerate(self.stages):
+            if stage.offload and not self.zero:
+                raise ValueError(
+                    f"stages.{number}.offload: what ZeRO shards is offloaded, and the plan is at zero 0.\n"
+                    "  try: zero: 1 or higher"
+                )
         if self.shard_axes is None:
             return
         if not self.zero:
@@ -223,14 +259,16 @@ class Plan(_Model):
                 f"try {self.num_stages // self.virtual_stages * self.virtual_stages} stages"
             )
         obstacle = self.pipelining.obstacle() or split_obstacle(
-            self.schedule, self.zero, remat=any(count for stage in self.stages for count in stage.remat.values())
+            self.schedule,
+            max(self.zero, *map(self.zero_of, range(len(self.blocks)))),
+            remat=any(count for stage in self.stages for count in stage.remat.values()),
         )
         if obstacle is not None:
             raise ValueError(f"schedule: {obstacle}")
 
     def to_yaml(self) -> str:
         """The text that ``Plan.from_yaml`` reads back to an equal plan."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=False), sort_keys=False, width=110)
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, width=110)
 
     @classmethod
     def from_yaml(cls, text: str, *, source: str = "plan") -> Plan:

@@ -16,12 +16,13 @@ from autopar.ir.rule import Assignment
 from autopar.ir.rules.moe import EXPERTS
 from autopar.search.annotations import check_annotations
 from autopar.search.constraints import Constraints
-from autopar.search.evaluate import data_axes_of, evaluate
+from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
 from autopar.search.infeasible import explain
-from autopar.search.leaf import Configuration, Solver
+from autopar.search.leaf import Configuration, Inner, Solver
 from autopar.search.outer import Outer
 from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict
+from autopar.search.refine import refine
 from autopar.search.result import SearchResult
 from autopar.search.stages import LEVELS, Stage
 from autopar.search.workload import Workload
@@ -56,10 +57,18 @@ def search_captured(
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
         balanced=_balanced(load, constraints),
     )
-    outer = Outer(solver=solver, constraints=constraints)
-    best = outer.run()
+    tried: list[tuple[Configuration, Inner]] = []
+    # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
+    for offload in (False, True) if constraints.offload is None else (constraints.offload,):
+        outer = Outer(solver=solver, constraints=constraints, offload=offload)
+        best = outer.run()
+        if best is not None:
+            break
+        tried += outer.closest
+        solver.work = 0
     if best is None:
-        raise explain(solver, constraints, outer.closest)
+        raise explain(solver, constraints, tried)
+    best = refine(solver, best)
     plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
     return SearchResult(
@@ -124,12 +133,25 @@ def predict_plan(
         if plan.shard_axes is not None:
             data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)
-    pricing = replace(solver.pricing(configuration), prefetch=plan.prefetch)
+    kinds = range(len(plan.blocks))
+    pricing = replace(
+        solver.pricing(configuration),
+        prefetch=plan.prefetch,
+        reshard=plan.reshard_after_forward,
+        levels=tuple(plan.zero_of(kind) for kind in kinds),
+        reshards=tuple(plan.reshards(kind) for kind in kinds),
+    )
     stages = [
-        Stage(first=s.first, last=s.last, full=s.remat.get("full", 0), selective=s.remat.get("selective", 0))
+        Stage(
+            first=s.first,
+            last=s.last,
+            full=s.remat.get("full", 0),
+            selective=s.remat.get("selective", 0),
+            offload=s.offload,
+        )
         for s in plan.stages
     ]
-    priced = evaluate(pricing, leaders, shared_once=plan.num_stages == 1)
+    priced = evaluate_stages(pricing, leaders, stages)
     return predict(pricing, leaders, priced, stages, configuration.pipelining)
 
 

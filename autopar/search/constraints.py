@@ -41,8 +41,9 @@ class Constraints:
 
     pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
     schedule, virtual_stages: of the pipeline. zero: level 0 to 3. shard: data ranks that ZeRO shards over, the
-    others replicate. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so, if left
-    open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    others replicate. reshard_after_forward, prefetch: of level 3, see ``Plan``. offload: what ZeRO shards in host
+    memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
+    if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. expert_capacity: see ``Plan``. axes: the stage mesh in order, as a named DeviceMesh gives it (without
     ``pp``). annotations: placements of parameters that are fixed (``autopar.constrain``).
@@ -57,6 +58,9 @@ class Constraints:
     zero: int | None = None
     shard: int | None = None
     sequence_layout: SequenceLayout | None = None
+    reshard_after_forward: bool | None = None
+    prefetch: int | None = None
+    offload: bool | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None
     num_microbatches: int | None = None
@@ -94,7 +98,7 @@ class Constraints:
 
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
-        for name in ("pp", *ROLES, "shard", "num_microbatches", "microbatch_size", "virtual_stages"):
+        for name in ("pp", *ROLES, "shard", "prefetch", "num_microbatches", "microbatch_size", "virtual_stages"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
@@ -188,7 +192,21 @@ class Constraints:
                 f"{text} = {ranks}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
             )
 
+    def levels(self) -> tuple[int, ...]:
+        """ZeRO levels above 0 to consider."""
+        if self.reshard_after_forward is False:
+            return (3,)
+        return (1, 2, 3) if self.zero is None else (self.zero,) if self.zero else ()
+
+    def may_be_whole(self) -> bool:
+        """Whether nothing that is pinned needs ZeRO."""
+        return self.shard in (None, 1) and self.reshard_after_forward is not False and not self.offload
+
     def _check_shard(self, num_gpus: int) -> None:
+        if self.offload and self.zero == 0:
+            raise InfeasiblePlan("offload moves what ZeRO shards, and zero is 0.\n  try: --zero 1, 2 or 3")
+        if self.reshard_after_forward is False and self.zero not in (None, 3):
+            raise InfeasiblePlan(f"reshard_after_forward is about level 3, and zero is {self.zero}.\n  try: --zero 3")
         if self.shard is None:
             return
         if self.zero == 0:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.cost_model.collectives import point_to_point_time
-from autopar.cost_model.memory import FRAGMENTATION, MemoryParts, gathered_bytes
+from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment
 from autopar.search.pricing import ParameterPrice, Pricing
-from autopar.search.stages import LEVELS, BlockCost
+from autopar.search.stages import LEVELS, BlockCost, Stage
 from autopar.search.workload import PRELUDE, Tensor, Workload
 
 
@@ -49,13 +49,25 @@ class BlockPrice:
 
     @property
     def forward_s(self) -> float:
-        """One microbatch, what ZeRO-3 gathers included as far as compute does not hide it."""
-        plain = self.compute.forward_s + self.communication.forward_s
-        return plain + exposed_time(self.sync.forward_s, self.compute.forward_s)
+        """One microbatch, without what ZeRO gathers."""
+        return self.compute.forward_s + self.communication.forward_s
 
     def backward_s(self, level: int) -> float:
-        plain = self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
-        return plain + exposed_time(self.sync.backward_s, self.compute.backward_s)
+        """One microbatch, without what ZeRO gathers and scatters."""
+        return self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
+
+
+def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float, float]:
+    """Seconds that ZeRO adds to forward and backward of one microbatch, as far as compute does not hide them.
+
+    What is gathered ahead by ``prefetch`` blocks hides behind that many blocks together.
+    """
+    forward = backward = 0.0
+    for start in range(0, len(blocks), prefetch):
+        window = blocks[start : start + prefetch]
+        forward += exposed_time(sum(b.sync.forward_s for b in window), sum(b.compute.forward_s for b in window))
+        backward += exposed_time(sum(b.sync.backward_s for b in window), sum(b.compute.backward_s for b in window))
+    return forward, backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +95,7 @@ class Priced:
             send = 0.0
             if link is not None and number > 0:
                 send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
-            plain = (block.forward_s + once / count,) * 3
+            plain = (block.forward_s + sum(exposed_sync([block])) + once / count,) * 3
             saved = block.saved_bytes
             made = BlockCost(
                 time_s=(
@@ -130,6 +142,16 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += moves.get(PRELUDE, ZERO).forward_s
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
+
+
+def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:
+    """Price every block for the stage it is in, which may be offloaded."""
+    kinds = {stage.offload for stage in stages}
+    made = {
+        offload: evaluate(replace(pricing, offload=offload), leaders, shared_once=len(stages) == 1) for offload in kinds
+    }
+    blocks = [made[stage.offload].blocks[b] for stage in stages for b in range(stage.first, stage.last + 1)]
+    return replace(made[stages[0].offload], blocks=tuple(blocks))
 
 
 def data_axes_of(priced: Priced) -> tuple[int, ...]:
@@ -218,7 +240,6 @@ class _Ops:
         communication = self.inside + moved
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
-        numel = sum(p.numel for p in held if p.zero_axes)
         kept_s = self.contraction_s + communication.forward_s
         return BlockPrice(
             compute=self.compute + micro,
@@ -236,14 +257,7 @@ class _Ops:
             states=states,
             saved_bytes=self.saved,
             working_bytes=self.working,
-            gathered_bytes=gathered_bytes(
-                numel,
-                zero=pricing.zero,
-                data_size=pricing.zero_degree,
-                precision=pricing.workload.precision,
-                num_microbatches=pricing.num_microbatches,
-                prefetch=pricing.prefetch,
-            ),
+            gathered_bytes=pricing.gathered_bytes(held),
             send_bytes=send,
         )
 
@@ -287,9 +301,14 @@ def _parameters(
         uses = [
             pricing.workload.rule(node).operand_layout(position, assignments[node]) for node, position in group.uses
         ]
-        price = pricing.parameter(group.numel, group.requires_grad, uses)
+        made: dict[int | None, ParameterPrice] = {}
         for name, blocks in zip(group.names, group.blocks, strict=True):
-            prices[name], layouts[name] = price, uses[0][0]
-            for block in blocks[:1] if shared_once else dict.fromkeys(blocks):
-                held.setdefault(block, []).append(price)
+            users = tuple(dict.fromkeys(blocks))
+            for block in users[:1] if shared_once else users:
+                kind = pricing.workload.folding.blocks[block].kind
+                alone = None if pricing.levels is None or (shared_once and len(users) > 1) else kind
+                if alone not in made:
+                    made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone)
+                held.setdefault(block, []).append(made[alone])
+                prices[name], layouts[name] = made[alone], uses[0][0]
     return prices, layouts, {block: tuple(own) for block, own in held.items()}

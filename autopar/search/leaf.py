@@ -39,6 +39,7 @@ class Configuration:
 
     schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others.
     data_axes: those that ZeRO shards over; on others, gradients of what is sharded are all-reduced.
+    offload: what ZeRO shards is in host memory.
     constraints: what ops may do on the axes of ``mesh``.
     """
 
@@ -51,13 +52,14 @@ class Configuration:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     batch_axes: tuple[int, ...] | None = None
+    offload: bool = False
 
     @property
     def pipelining(self) -> Pipelining:
         return Pipelining(self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages)
 
     def __str__(self) -> str:
-        zero = f", zero {self.zero}" if self.zero else ""
+        zero = f", zero {self.zero}{', offloaded' if self.offload else ''}" if self.zero else ""
         return f"pp={self.num_stages} on {self.mesh}, {self.num_microbatches} microbatches{zero}"
 
 
@@ -132,6 +134,9 @@ class Solver:
             num_microbatches=configuration.num_microbatches,
             zero=configuration.zero,
             data_axes=configuration.data_axes,
+            prefetch=configuration.constraints.prefetch or 1,
+            reshard=configuration.constraints.reshard_after_forward is not False,
+            offload=configuration.offload,
         )
 
     def inner(self, configuration: Configuration, weights: Weights) -> Inner:
@@ -144,6 +149,7 @@ class Solver:
             configuration.zero,
             configuration.data_axes,
             configuration.batch_axes,
+            configuration.offload,
             configuration.constraints,
             weights,
         )
@@ -215,6 +221,8 @@ class Solver:
         stages = self.cuts(configuration, inner, self.budget_bytes)
         if stages is None:
             return None
+        if configuration.offload:
+            stages = tuple(replace(stage, offload=True) for stage in stages)
         predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.pipelining)
         # The cuts give each virtual stage its part of the memory, but know nothing of what a split backward keeps.
         shape = configuration.pipelining

@@ -54,11 +54,13 @@ class _Pace:
 class Outer:
     """State of one outer search.
 
+    offload: whether what ZeRO shards is in host memory.
     unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
     """
 
     solver: Solver
     constraints: Constraints
+    offload: bool = False
     max_work: int = MAX_WORK
     best: Candidate | None = None
     bound: float = 0.0
@@ -70,7 +72,8 @@ class Outer:
     def run(self) -> Candidate | None:
         """The best plan; ``bound`` is what no plan of the space can beat."""
         self.seed()
-        if self.best is None and self.closest and self.solver.least_state_bytes > self.solver.budget_bytes:
+        too_large = not self.offload and self.solver.least_state_bytes > self.solver.budget_bytes
+        if self.best is None and self.closest and too_large:
             return None
         heap: list[tuple[float, int, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
@@ -147,15 +150,17 @@ class Outer:
         mesh, constraints = root.mesh, root.constraints
         for batch_axes in self.batch_axes(root):
             base = replace(root, batch_axes=batch_axes)
-            levels = (1, 2, 3) if constraints.zero is None else (constraints.zero,)
             sharded = False
             for axes in constraints.shard_axes(mesh):
                 sharded = True
-                for level in levels:
-                    if level and not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
-                        yield replace(base, zero=level, data_axes=axes)
-            if constraints.shard in (None, 1) and (constraints.zero in (None, 0) or not sharded):
+                for level in constraints.levels():
+                    if not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
+                        yield replace(base, zero=level, data_axes=axes, offload=self.offload)
+            if self._may_be_whole() and (constraints.zero in (None, 0) or not sharded):
                 yield base
+
+    def _may_be_whole(self) -> bool:
+        return self.constraints.may_be_whole() and not self.offload
 
     def batch_axes(self, root: Configuration) -> list[tuple[int, ...] | None]:
         """Sets of axes that divide the inputs, if the microbatch size is pinned; else [None]: left open."""
@@ -229,10 +234,10 @@ class Outer:
     def _with_zero(self, root: Configuration) -> list[Configuration]:
         """A baseline at every level of ZeRO, the one with the least memory last."""
         data = next(root.constraints.shard_axes(root.mesh), ())
-        pinned = root.constraints.zero
-        if not data or pinned == 0:
-            return [replace(root, zero=pinned or 0)] if root.constraints.shard in (None, 1) else []
-        return [replace(root, zero=level, data_axes=data) for level in ((1, 2, 3) if pinned is None else (pinned,))]
+        if not data or not root.constraints.levels():
+            return [replace(root, zero=root.constraints.zero or 0)] if self._may_be_whole() else []
+        levels = root.constraints.levels()
+        return [replace(root, zero=level, data_axes=data, offload=self.offload) for level in levels]
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
         """Numbers of microbatches worth trying first: around eight for each stage, and four times that."""

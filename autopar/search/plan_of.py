@@ -34,7 +34,7 @@ def plan_of(
     captured, folding, clusters = load.captured, load.folding, load.clusters
     mesh = named(load, pricing.mesh, leaders)
     inputs = leaders[clusters.inputs.index]
-    blocks = []
+    blocks: list[BlockPlan] = []
     for kind, index in zip(folding.kinds, first_instances(folding), strict=True):
         ops = {}
         for node in folding.blocks[index].nodes:
@@ -43,7 +43,10 @@ def plan_of(
                 chosen = {name: c for name, c in zip(mesh.names, leaders[group.index], strict=True) if c is not None}
                 if chosen:
                     ops[folding.key[node]] = chosen
-        blocks.append(BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops))
+        level = None if pricing.levels is None else pricing.levels[len(blocks)]
+        blocks.append(
+            BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if level == pricing.zero else level)
+        )
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
         cluster=ClusterRef(gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node),
@@ -56,6 +59,7 @@ def plan_of(
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
         prefetch=pricing.prefetch,
+        reshard_after_forward=pricing.reshard,
         precision=load.precision,
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],
@@ -78,7 +82,12 @@ def _stage(stage: Stage) -> StagePlan:
         remat["full"] = stage.full
     if stage.selective:
         remat["selective"] = stage.selective
-    return StagePlan(first=stage.first, last=stage.last, remat=remat)  # type: ignore[arg-type]  # literal keys
+    return StagePlan(
+        first=stage.first,
+        last=stage.last,
+        remat=remat,  # type: ignore[arg-type]  # literal keys
+        offload=stage.offload,
+    )
 
 
 def prediction_of(

@@ -16,7 +16,7 @@ from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Order, Pipelining
-from autopar.search.evaluate import Priced, layout_of, spread
+from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
 from autopar.search.workload import Workload
@@ -49,13 +49,15 @@ def predict(
 ) -> Predicted:
     """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
     blocks, cluster = priced.blocks, pricing.ops.cluster
-    forward, backward, inputs, weights = [], [], [], []
+    forward, backward, inputs, weights, gathered = [], [], [], [], []
     for number, stage in enumerate(stages):
         inside = range(stage.first, stage.last + 1)
-        whole = sum(blocks[b].backward_s(stage.level(b)) for b in inside)
+        exposed = exposed_sync([blocks[b] for b in inside], pricing.prefetch)
+        whole = sum(blocks[b].backward_s(stage.level(b)) for b in inside) + exposed[1]
         later = sum(blocks[b].weights_s for b in inside)
-        forward.append(priced.prelude_s + sum(blocks[b].forward_s for b in inside))
+        forward.append(priced.prelude_s + sum(blocks[b].forward_s for b in inside) + exposed[0])
         backward.append(whole)
+        gathered.append(sum(exposed))
         # The first stage sends no gradient: its whole backward can wait.
         inputs.append(whole - later if number else 0.0)
         weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
@@ -83,7 +85,16 @@ def predict(
             rank_parts(pricing, priced, own, _peak_activations(priced, stages, order))
             for own, order in zip(held, shape.orders(), strict=True)
         ),
-        breakdown_s=_breakdown(pricing, leaders, priced, held[last], ends[last], sync[last], tails[last]),
+        breakdown_s=_breakdown(
+            pricing,
+            leaders,
+            priced,
+            held[last],
+            ends[last],
+            sync[last],
+            tails[last],
+            sum(gathered[number] for number in shape.stages_of(last)),
+        ),
         timeline=timeline,
     )
 
@@ -154,6 +165,7 @@ def _breakdown(
     step_s: float,
     sync_s: float,
     tail_s: float,
+    gathered_s: float,
 ) -> dict[str, float]:
     count = pricing.num_microbatches
     inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
@@ -163,17 +175,8 @@ def _breakdown(
     if recomputed:
         parts["rematerialization"] = recomputed
     parts.update(_by_axis(pricing, leaders, stages, count * sum(b.communication.total_s for b in blocks)))
-    micro = count * sum(
-        b.forward_s
-        - b.compute.forward_s
-        - b.communication.forward_s
-        + b.backward_s(0)
-        - b.compute.backward_s
-        - b.communication.backward_s
-        for b in blocks
-    )
-    if sync_s + micro > 0:
-        parts["gradient_sync"] = sync_s + micro
+    if sync_s + count * gathered_s > 0:
+        parts["gradient_sync"] = sync_s + count * gathered_s
     parts["optimizer"] = tail_s - sync_s
     parts["bubble"] = max(0.0, step_s - sum(parts.values()))
     return parts

@@ -15,10 +15,10 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
-from autopar.cost_model.memory import MemoryParts, state_memory
+from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory
 from autopar.cost_model.ops import OpCost
 from autopar.cost_model.seconds import ZERO, OpTime
-from autopar.cost_model.step import SyncTime, optimizer_time, sync_time
+from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offload_time, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
@@ -57,7 +57,7 @@ class ParameterPrice:
 
     numel: elements that a rank has of it before ZeRO. sync_axes: gradients are summed over these, once a step;
     zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts, redistributions of
-    later uses), cast_s of it for casts.
+    later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back after forward.
     """
 
     numel: float
@@ -66,6 +66,8 @@ class ParameterPrice:
     zero_axes: tuple[int, ...]
     micro: OpTime
     cast_s: float
+    zero: int
+    reshard: bool
 
 
 @dataclass(slots=True)
@@ -205,7 +207,8 @@ class Pricing:
     """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
 
     data_axes: axes on which every parameter is replicated. Without ZeRO they mean nothing. prefetch: blocks that
-    level 3 gathers ahead.
+    level 3 gathers ahead. levels, reshards: of the parameters of each kind of block, instead of ``zero`` and
+    ``reshard``. offload: what ZeRO shards is in host memory.
     """
 
     ops: OpPrices
@@ -214,6 +217,10 @@ class Pricing:
     zero: int = 0
     data_axes: tuple[int, ...] = ()
     prefetch: int = 1
+    reshard: bool = True
+    levels: tuple[int, ...] | None = None
+    reshards: tuple[bool, ...] | None = None
+    offload: bool = False
 
     @property
     def workload(self) -> Workload:
@@ -261,10 +268,17 @@ class Pricing:
                 count *= axis.size
         return count
 
-    def parameter(self, numel: int, requires_grad: bool, uses: Sequence[tuple[Layout, Layout]]) -> ParameterPrice:
-        """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored."""
+    def parameter(
+        self, numel: int, requires_grad: bool, uses: Sequence[tuple[Layout, Layout]], kind: int | None = None
+    ) -> ParameterPrice:
+        """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored.
+
+        kind: of the block that alone uses it; None if several do.
+        """
         layout = uses[0][0]
-        zero_axes = self.data_axes if self.zero and self.zero_degree > 1 else ()
+        zero = self.zero if kind is None or self.levels is None else self.levels[kind]
+        reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
+        zero_axes = self.data_axes if zero and self.zero_degree > 1 else ()
         partial = {
             axis
             for axis, placement in enumerate(layout)
@@ -280,11 +294,18 @@ class Pricing:
                 Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
             )
             micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
-        cast = ZERO
-        if compute != _MASTER:
-            # The float32 master is cast for compute, and the gradient back; ZeRO casts its shard.
-            seconds = self.ops.cluster.device.memory_seconds(local / self.zero_degree * (_MASTER + compute))
-            cast = OpTime(seconds, seconds if requires_grad else 0.0)
+        masters = master_work(
+            local, self._shards(zero), zero=zero, itemsize=compute, num_microbatches=self.num_microbatches
+        )
+        device = self.ops.cluster.device
+        cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
+        if not requires_grad:
+            cast = OpTime(cast.forward_s, 0.0)
+        if zero_axes:
+            copies = buffer_copies(
+                local, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches, reshard=reshard
+            )
+            micro += OpTime(*(device.memory_seconds(moved) for moved in copies))
         return ParameterPrice(
             numel=local,
             requires_grad=requires_grad,
@@ -292,7 +313,13 @@ class Pricing:
             zero_axes=zero_axes if requires_grad else (),
             micro=micro + cast,
             cast_s=cast.total_s,
+            zero=zero,
+            reshard=reshard,
         )
+
+    def _shards(self, zero: int) -> int:
+        """Pieces that ZeRO of this level cuts a parameter into."""
+        return self.zero_degree if zero else 1
 
     def sync(self, price: ParameterPrice) -> SyncTime:
         """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.
@@ -301,15 +328,15 @@ class Pricing:
         """
         total = SyncTime()
         if price.zero_axes:
-            total += price.numel * self.moves.sync_rate(price.zero_axes, self.zero, self.workload.precision)
+            total += price.numel * self.moves.sync_rate(price.zero_axes, price.zero, self.workload.precision)
         if price.sync_axes:
             share = price.numel / (self.zero_degree if price.zero_axes else 1)
             total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
         return total
 
-    def bucket_sync(self, prices: Iterable[ParameterPrice]) -> SyncTime:
+    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> SyncTime:
         """Communication of the parameters of one block, in one bucket for each set of axes."""
-        zero = sum(price.numel for price in prices if price.zero_axes)
+        sharded = by_level(prices)
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
@@ -317,8 +344,10 @@ class Pricing:
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
         total = SyncTime()
         precision, fabric = self.workload.precision, self.moves.fabric
-        if zero:
-            total += sync_time(fabric, zero, self.data_axes, zero=self.zero, precision=precision)
+        for (zero, reshard), numel in sharded.items():
+            total += sync_time(fabric, numel, self.data_axes, zero=zero, precision=precision, reshard=reshard)
+            if self.offload:
+                total += offload_time(numel / self.zero_degree, self.ops.cluster.device, zero=zero, reshard=reshard)
         for axes, numel in summed.items():
             total += sync_time(fabric, numel, axes, precision=precision)
         return total
@@ -327,7 +356,13 @@ class Pricing:
         """Parameter, gradient and optimiser bytes of one parameter."""
         count, precision = self.num_microbatches, self.workload.precision
         memory = state_memory(
-            price.numel, zero=self.zero, data_size=self.zero_degree, precision=precision, num_microbatches=count
+            price.numel,
+            zero=price.zero,
+            data_size=self.zero_degree,
+            precision=precision,
+            num_microbatches=count,
+            reshard=price.reshard,
+            offload=self.offload and bool(price.zero_axes),
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
@@ -336,4 +371,30 @@ class Pricing:
         if not price.requires_grad:
             return 0.0
         device = self.ops.cluster.device
-        return optimizer_time(price.numel / self.zero_degree, device) - optimizer_time(0.0, device)
+        offload, numel = self.offload and bool(price.zero_axes), price.numel / self._shards(price.zero)
+        return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
+
+    def gathered_bytes(self, prices: Iterable[ParameterPrice]) -> float:
+        """What ZeRO has whole of the parameters of one block while it runs."""
+        return sum(
+            gathered_bytes(
+                numel,
+                zero=zero,
+                data_size=self.zero_degree,
+                precision=self.workload.precision,
+                num_microbatches=self.num_microbatches,
+                prefetch=self.prefetch,
+                reshard=reshard,
+            )
+            for (zero, reshard), numel in by_level(prices).items()
+        )
+
+
+def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool], float]:
+    """Elements that ZeRO shards, by level and whether they are given back after forward."""
+    found: dict[tuple[int, bool], float] = {}
+    for price in prices:
+        if price.zero_axes:
+            key = (price.zero, price.reshard)
+            found[key] = found.get(key, 0.0) + price.numel
+    return found

@@ -52,12 +52,16 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Blocks ``first`` to ``last``: the first ``full`` fully, the next ``selective`` selectively rematerialised."""
+    """Blocks ``first`` to ``last``: the first ``full`` fully, the next ``selective`` selectively rematerialised.
+
+    offload: what ZeRO shards of them is in host memory.
+    """
 
     first: int
     last: int
     full: int = 0
     selective: int = 0
+    offload: bool = False
 
     @property
     def num_blocks(self) -> int:

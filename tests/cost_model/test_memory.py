@@ -63,6 +63,13 @@ def test_zero3_gathers_two_blocks() -> None:
     assert gathered_bytes(N, zero=3, data_size=1, precision="bf16") == 0
 
 
+def test_offload_leaves_what_is_gathered() -> None:
+    settings = {"data_size": 4, "precision": "bf16", "num_microbatches": 1, "offload": True}
+    assert [state_memory(N, zero=zero, **settings).total for zero in (1, 2, 3)] == [2 * N, 2 * N, 0]
+    assert state_memory(N, zero=3, reshard=False, **settings).total == 2 * N
+    assert state_memory(N, zero=1, data_size=4, precision="bf16", offload=True).total == 6 * N
+
+
 def test_parts_add_scale_and_print_whole_bytes() -> None:
     parts = MemoryParts(parameters=1.5, activations=2) + 2 * MemoryParts(activations=4, workspace=0.25)
     assert parts.total == 12

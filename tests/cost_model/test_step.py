@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.collectives import Fabric
-from autopar.cost_model.step import SyncTime, exposed_time, optimizer_time, rematerialised_s, sync_time
+from autopar.cost_model.step import (
+    SyncTime,
+    buffer_copies,
+    exposed_time,
+    master_work,
+    offload_time,
+    optimizer_time,
+    rematerialised_s,
+    sync_time,
+)
 from autopar.ir.mesh import Mesh
 
 FABRIC = Fabric(make_cluster("a100-80gb", 64), Mesh.of(dp=8, tp=8))
@@ -32,6 +41,32 @@ def test_what_each_level_pays_per_microbatch() -> None:
     assert [level.forward_s > 0 for level in levels] == [False, False, False, True]
     assert [level.backward_s > 0 for level in levels] == [False, False, True, True]
     assert [level.step_s > 0 for level in levels] == [True, True, True, False]
+
+
+def test_keeping_parameters_until_backward_saves_a_gather() -> None:
+    given_back, kept = sync_time(FABRIC, N, 0, zero=3), sync_time(FABRIC, N, 0, zero=3, reshard=False)
+    assert kept.forward_s == given_back.forward_s
+    assert kept.backward_s == pytest.approx(given_back.backward_s - given_back.forward_s)
+
+
+def test_offload_copies_a_shard_with_each_gather_and_each_scatter() -> None:
+    device = FABRIC.cluster.device
+    copy = 4 * N / (31.5e9 * 0.79)
+    levels = [offload_time(N, device, zero=zero) for zero in (1, 2, 3)]
+    assert [round(level.total_s(5) / copy) for level in levels] == [2, 1 + 5, 3 * 5]
+    assert offload_time(N, device, zero=3, reshard=False).total_s(1) == pytest.approx(2 * copy)
+    assert optimizer_time(N, device, offload=True) > 10 * optimizer_time(N, device)
+
+
+def test_device_memory_moved_for_buffers_and_masters() -> None:
+    # Gathered copies are read and written; gradients read as computed and written in float32.
+    assert buffer_copies(N, zero=1, itemsize=2, num_microbatches=2) == (2 * 2 * N / 2, 6 * N / 2)
+    assert buffer_copies(N, zero=3, itemsize=2, num_microbatches=2) == (4 * N, (4 + 6) * N)
+    assert buffer_copies(N, zero=3, itemsize=2, num_microbatches=2, reshard=False) == (4 * N, 6 * N)
+    # One microbatch adds up nothing; bfloat16 is cast both ways.
+    assert master_work(N, 1, zero=0, itemsize=4, num_microbatches=1) == (0, 0)
+    assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=1) == (6 * N, 6 * N)
+    assert master_work(N, 4, zero=2, itemsize=4, num_microbatches=2) == (0, 12 * N / 4 / 2)
 
 
 def test_no_axes_no_time() -> None:

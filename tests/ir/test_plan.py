@@ -45,6 +45,19 @@ def test_round_trip(tmp_path: Path) -> None:
         (changed(zero=1, shard_axes=[]), "shard_axes: none; leave shard_axes out"),
         (changed(shard_axes=["dp"]), "shard_axes: there is nothing to shard at zero 0"),
         (changed(prefetch=0), "prefetch: Input should be greater than 0"),
+        (
+            changed(blocks=[{"name": "layers.*", "repeats": 4, "zero": 2}]),
+            "blocks.0.zero: 2, but the plan's own zero is 0",
+        ),
+        (
+            changed(zero=2, blocks=[{"name": "layers.*", "repeats": 4, "reshard_after_forward": True}]),
+            "blocks.0.reshard_after_forward: is about level 3",
+        ),
+        (changed(zero=1, reshard_after_forward=False), "reshard_after_forward: false is about level 3"),
+        (
+            changed(stages=[{"first": 0, "last": 3, "offload": True}]),
+            "stages.0.offload: what ZeRO shards is offloaded, and the plan is at zero 0",
+        ),
         (changed(colour="red"), "colour: Extra inputs are not permitted"),
         (changed(mesh={"tp": 0}), "mesh.tp"),
         (changed(inputs=["cp"]), "'cp' is not a mesh axis"),

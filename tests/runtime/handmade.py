@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -67,16 +68,27 @@ def captured_tied() -> CapturedModel:
     return capture(model(), batch(0))
 
 
-def plan_for(mesh: dict[str, int], *, stages: int = 1, chunks: int = 1, **rest: Any) -> Plan:
+def plan_for(
+    mesh: dict[str, int],
+    *,
+    stages: int = 1,
+    chunks: int = 1,
+    levels: Sequence[int | None] = (None,) * 4,
+    offload: bool = False,
+    **rest: Any,
+) -> Plan:
     per_stage = 4 // stages
-    ranges = [StagePlan(first=i * per_stage, last=(i + 1) * per_stage - 1) for i in range(stages)]
+    ranges = [StagePlan(first=i * per_stage, last=(i + 1) * per_stage - 1, offload=offload) for i in range(stages)]
     return Plan(
         model=ModelRef(name="Tied", fingerprint="none"),
         cluster=ClusterRef(gpu="cpu", num_gpus=4, gpus_per_node=4),
         batch=Batch(global_size=BATCH, num_microbatches=chunks),
         mesh=mesh,
         inputs=list(mesh),
-        blocks=[BlockPlan(name=name) for name in ("embed", "layers.0", "layers.1", "head")],
+        blocks=[
+            BlockPlan(name=name, zero=level)
+            for name, level in zip(("embed", "layers.0", "layers.1", "head"), levels, strict=True)
+        ],
         stages=ranges,
         **rest,
     )

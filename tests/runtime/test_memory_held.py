@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 import autopar
 from autopar.cost_model.memory import gathered_bytes, state_memory
 from tests.harness import run_ranks
+from tests.runtime.held import Saved, held_bytes
 
 WIDTH, DEPTH, RANKS = 256, 10, 2
 NUMEL = WIDTH * WIDTH * DEPTH
@@ -32,33 +30,9 @@ class Chain(nn.Module):
         return F.mse_loss(x, target)
 
 
-def _storages() -> dict[int, int]:
-    """Address -> bytes of every storage that a tensor of this process uses."""
-    found = {}
-    for value in gc.get_objects():
-        if type(value) in (Tensor, nn.Parameter) and not isinstance(value, FakeTensor) and value.device.type == "cpu":
-            storage = value.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-class _Saved(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd keeps for backward, which has no Python object."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-        super().__init__(self._pack, lambda value: value)
-
-    def _pack(self, value: Tensor) -> Tensor:
-        self.kept.append(value.detach())
-        return value
-
-
 def _held(zero: int, chunks: int) -> tuple[float, float]:
-    """Bytes between steps, and at the start of the last backward of a step."""
-    gc.collect()
-    before = sum(_storages().values())
+    """Bytes between steps, and between forward and backward of the last microbatch of a step."""
+    before = held_bytes()
     torch.manual_seed(0)
     rows = torch.randn(RANKS * chunks, WIDTH)
     parallel = autopar.parallelize(
@@ -69,25 +43,18 @@ def _held(zero: int, chunks: int) -> tuple[float, float]:
     mine = parallel.shard_batch((rows, rows))
     parallel.step(*mine)
     optimizer.step()
-    gc.collect()
-    resting = sum(_storages().values()) - before
-    inside: list[float] = []
-    engine = parallel.engine
-    told = engine._before_backward
-    saved = _Saved()
+    resting = held_bytes() - before
+    saved, inside = Saved(), list[float]()
+
+    def watch(*_: object) -> None:
+        inside.append(held_bytes() - before)
+        saved.kept.clear()
+
+    parallel.engine.stage.register_forward_hook(watch)
     with saved:
-
-        def watch(last: bool) -> None:
-            if last:
-                gc.collect()
-                inside.append(sum(_storages().values()) - before)
-            saved.kept.clear()
-            told(last)
-
-        engine._before_backward = watch  # type: ignore[method-assign]
         optimizer.zero_grad(set_to_none=zero > 0)
         parallel.step(*mine)
-    return resting, inside[0]
+    return resting, inside[-1]
 
 
 def _all_held() -> dict[tuple[int, int], tuple[float, float]]:

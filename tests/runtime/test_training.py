@@ -131,6 +131,21 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ]
         for zero in levels
     },
+    "a level for each block": (
+        {"mesh": {"outer": 2, "inner": 2}, "zero": 3, "chunks": 2, "levels": [1, 3, 0, 2]},
+        {"clip": 0.05},
+    ),
+    "kept from forward to backward": (
+        {"mesh": {"outer": 2, "inner": 2}, "zero": 3, "chunks": 2, "reshard_after_forward": False},
+        {},
+    ),
+    **{
+        f"offload zero{zero} x{chunks}": (
+            {"mesh": {"outer": 2, "inner": 2}, "zero": zero, "chunks": chunks, "offload": True},
+            {"clip": 0.05},
+        )
+        for zero, chunks in ((1, 2), (3, 1), (3, 2))
+    },
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 

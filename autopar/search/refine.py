@@ -1,0 +1,120 @@
+"""What is decided once a plan has its ops and stages: offload of each stage, ZeRO level of each block, prefetch.
+
+None of it changes what the inner problem chose, and all of it trades memory for time on one rank:
+
+    offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
+                independent, and offload only costs time, so this is exact
+    levels      every combination of levels over the kinds of block that hold most, the rest as the plan has them;
+                exact for models of at most MAX_KINDS kinds, under the assignments and stages given
+    none        without ZeRO at all, if that fits and is as good as the search cares to know: a simpler program, and
+                any optimiser sees whole parameters
+    prefetch    the fewest blocks that are as fast as any number up to MAX_PREFETCH
+
+Giving parameters back after forward is never worse than keeping them: a block that keeps them until its backward could
+keep them for the whole step, at level 2, with the same peak and fewer gathers. So that is for people to choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from autopar.search.evaluate import evaluate_stages
+from autopar.search.leaf import Candidate, Solver
+from autopar.search.outer import TOLERANCE
+from autopar.search.predict import predict
+from autopar.search.pricing import Pricing
+from autopar.search.stages import Stage
+
+MAX_KINDS = 4
+MAX_PREFETCH = 3
+
+# Share of a step's time that a refinement has to save.
+_GAIN = 1e-3
+
+
+def refine(solver: Solver, found: Candidate) -> Candidate:
+    """``found``, or a faster plan with the same ops, stages and mesh that fits as well."""
+    if not found.configuration.zero or found.pricing.zero_degree == 1:
+        return found
+    constraints = found.configuration.constraints
+    if constraints.zero is None and constraints.may_be_whole():
+        whole = _whole(found)
+        if _fits(solver, whole) and whole.predicted.step_time_s <= found.predicted.step_time_s * (1 + TOLERANCE):
+            return whole
+    if found.configuration.offload and constraints.offload is None:
+        found = _on_device(solver, found)
+    if constraints.zero is None and constraints.reshard_after_forward is None:
+        found = _levels(solver, found)
+    if constraints.prefetch is None:
+        found = _prefetch(solver, found)
+    return found
+
+
+def _whole(found: Candidate) -> Candidate:
+    configuration = replace(found.configuration, zero=0, data_axes=(), offload=False)
+    pricing = replace(found.pricing, zero=0, data_axes=(), offload=False)
+    stages = tuple(replace(stage, offload=False) for stage in found.stages)
+    return _with(replace(found, configuration=configuration), pricing, stages)
+
+
+def _with(found: Candidate, pricing: Pricing, stages: tuple[Stage, ...]) -> Candidate:
+    priced = evaluate_stages(pricing, found.leaders, stages)
+    predicted = predict(pricing, found.leaders, priced, stages, found.configuration.pipelining)
+    return replace(found, pricing=pricing, priced=priced, stages=stages, predicted=predicted)
+
+
+def _fits(solver: Solver, found: Candidate) -> bool:
+    # The cuts leave as much for rounding.
+    return found.predicted.peak_bytes <= solver.budget_bytes * (1 + 1e-9) + 1
+
+
+def _faster(found: Candidate, than: Candidate) -> bool:
+    return found.predicted.step_time_s < than.predicted.step_time_s * (1 - _GAIN)
+
+
+def _on_device(solver: Solver, found: Candidate) -> Candidate:
+    for number, stage in enumerate(found.stages):
+        stages = (*found.stages[:number], replace(stage, offload=False), *found.stages[number + 1 :])
+        other = _with(found, found.pricing, stages)
+        if _fits(solver, other):
+            found = other
+    return found
+
+
+def _levels(solver: Solver, found: Candidate) -> Candidate:
+    load, zero = found.pricing.workload, found.pricing.zero
+    options = [
+        level for level in (1, 2, 3) if level < zero and not (level == 2 and found.pricing.num_microbatches == 1)
+    ]
+    if not options:
+        return found
+    held = [0.0] * len(load.folding.kinds)
+    for group in load.parameters:
+        for blocks in group.blocks:
+            held[load.folding.blocks[blocks[0]].kind] += group.numel
+    kinds = sorted((kind for kind, numel in enumerate(held) if numel), key=lambda kind: -held[kind])[:MAX_KINDS]
+
+    def at(levels: tuple[int, ...]) -> Candidate:
+        chosen = dict(zip(kinds, levels, strict=True))
+        own = tuple(chosen.get(kind, zero) for kind in range(len(held)))
+        return _with(found, replace(found.pricing, levels=own), found.stages)
+
+    best = found
+    if not _faster(at((options[0],) * len(kinds)), found):
+        return found  # nothing is as fast as the lowest level everywhere
+    for levels in product((*options, zero), repeat=len(kinds)):
+        other = at(levels)
+        if _faster(other, best) and _fits(solver, other):
+            best = other
+    return best
+
+
+def _prefetch(solver: Solver, found: Candidate) -> Candidate:
+    best = found
+    if 3 in (found.pricing.zero, *(found.pricing.levels or ())):
+        for count in range(2, MAX_PREFETCH + 1):
+            other = _with(found, replace(found.pricing, prefetch=count), found.stages)
+            if _faster(other, best) and _fits(solver, other):
+                best = other
+    return best

@@ -1,0 +1,32 @@
+"""Bytes that tensors of this process hold."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+
+def held_bytes() -> int:
+    """Of every storage on the CPU that some tensor of Python uses, each counted once."""
+    gc.collect()
+    found = {}
+    for value in gc.get_objects():
+        if type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu":
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Gives what autograd keeps for backward an object in Python, as long as ``kept`` is not cleared."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        super().__init__(self._pack, lambda value: value)
+
+    def _pack(self, value: Tensor) -> Tensor:
+        self.kept.append(value.detach())
+        return value
