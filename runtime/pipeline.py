@@ -142,12 +142,12 @@ class _Stage(PipelineStage):
             info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
 
     def send_forward(self, microbatch: int) -> None:
-        self._sending[microbatch] = dist.batch_isend_irecv(self.get_fwd_send_ops(microbatch))
+        self._sending[microbatch] = _start(self.get_fwd_send_ops(microbatch))
 
     def send_backward(self, microbatch: int) -> None:
         """One gradient at a time is under way: the stage before says nothing when it has got it."""
         self.finish_sending()
-        self._returning = dist.batch_isend_irecv(self.get_bwd_send_ops(microbatch))
+        self._returning = _start(self.get_bwd_send_ops(microbatch))
 
     def finish_sending(self) -> None:
         for work in self._returning:
@@ -206,6 +206,11 @@ class Pipeline:
         for stage in self.stages:
             stage.finish_sending()
         return losses
+
+
+def _start(sends: list[dist.P2POp]) -> list[dist.Work]:
+    """There is nothing to send between stages that have nothing to do with each other, as two towers."""
+    return dist.batch_isend_irecv(sends) if sends else []
 
 
 def _given_loss(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,22 @@ def test_estimate_pins_every_degree(
     assert (printed["pp"], printed["mesh"]) == (1, {"dp": 2, "tp": 2})
 
 
+def test_estimate_of_a_schedule(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    arguments = ("--gpus", "4", "--gpu", "cpu", "--pp", "2", "--schedule", "zb-v", "--num-microbatches", "4")
+    assert autopar(monkeypatch, "estimate", net, *arguments, "--json", "-o", str(plan)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["pp"], printed["schedule"], printed["virtual_stages"]) == (2, "zb-v", 2)
+    assert (Plan.load(plan).num_stages, Plan.load(plan).num_ranks) == (4, 4)
+    assert autopar(monkeypatch, "show", str(plan)) == 0
+    shown = capsys.readouterr().out
+    assert "pp 2" in shown and "schedule zb-v, 2 stages a rank" in " ".join(shown.split())
+    assert autopar(monkeypatch, "estimate", net, *arguments, "--virtual-stages", "3") == 2
+    assert "zb-v has 2 virtual stages a rank, not 3" in capsys.readouterr().err
+
+
 def test_show_reads_a_plan_and_writes_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

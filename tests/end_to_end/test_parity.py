@@ -13,6 +13,7 @@ CELLS = [
     ("llama", "zero3"),
     ("bert", "dp2 pp2"),
     ("t5", "pp4 1f1b"),
+    ("t5", "pp2 zb-v"),
     ("vit", "tp4"),
     ("resnet", "dp4"),
     ("mixtral", "zero2"),

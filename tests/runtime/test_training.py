@@ -146,6 +146,13 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for zero, chunks in ((1, 2), (3, 1), (3, 2))
     },
+    **{
+        f"pp4 {schedule} with fewer microbatches": (
+            {"mesh": {}, "stages": 4, "chunks": 2, "schedule": schedule},
+            {},
+        )
+        for schedule in ("1f1b", "zb-h1")
+    },
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 
