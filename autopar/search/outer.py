@@ -29,6 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search.build import Weights
 from autopar.search.constraints import Constraints, divisors, role_of_axis
 from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver
+from autopar.search.roles import divides_experts_axes
 
 # Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
 PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
@@ -116,9 +117,10 @@ class Outer:
     def microbatches(self, constraints: Constraints, mesh: Mesh) -> tuple[int, ...]:
         """Numbers of microbatches to consider, ascending."""
         batch = self.solver.load.captured.batch_size
+        dividing = ("dp", "ep") if divides_experts_axes(batch, mesh, constraints) else ("dp",)
         pinned = 1
         for axis in mesh.axes:
-            if role_of_axis(axis.name) == "dp":
+            if role_of_axis(axis.name) in dividing:
                 pinned *= axis.size
         if self.solver.load.obstacle is not None:
             options: tuple[int, ...] = (1,)

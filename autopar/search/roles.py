@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import fx
 
@@ -31,6 +32,12 @@ def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
     if load.roles.batch.get(node) in factors:
         return "dp"
     return "cp" if any(f in load.roles.sequence.get(node, ()) for f in factors) else "tp"
+
+
+def divides_experts_axes(batch: int, mesh: Mesh, constraints: Constraints) -> bool:
+    """Whether the axes for experts can divide the batch too, in as many microbatches as are asked for."""
+    ranks = prod(axis.size for axis in mesh.axes if role_of_axis(axis.name) in ("dp", "ep"))
+    return batch % (ranks * (constraints.num_microbatches or 1)) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +94,7 @@ class Rules:
         heavy = self.load.rule(group.leader).flops * 3 >= HEAVY * self.load.model_flops
         wanted = named if heavy else "cp" if named == "tp" and self.constraints.sequence_parallel else ""
         if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:
-            wanted = "dp"
+            wanted = "dp" if divides_experts_axes(self.load.captured.batch_size, self.mesh, self.constraints) else ""
         roles = {wanted, "tp"} if wanted == named == "cp" and is_attention(group.leader) else {wanted}
         used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)

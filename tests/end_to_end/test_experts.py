@@ -155,3 +155,14 @@ def test_refused_degrees(name: str, degree: int, words: str) -> None:
     model = normalise(capture(build(case), example, loss_fn=case.loss_fn, example_target=target))
     with pytest.raises(InfeasiblePlan, match=words):
         search_captured(model, make_cluster("a100-80gb", 8), Constraints(ep=degree))
+
+
+@pytest.mark.parametrize(("microbatches", "choice"), [(None, "d0&experts"), (4, "experts")])
+def test_the_axis_of_experts_divides_the_batch_where_it_can(microbatches: int | None, choice: str) -> None:
+    """Eight samples on ep=8 divide in one microbatch, and leave every rank with all tokens in four."""
+    case = CASES["olmoe"]
+    model = normalise(capture(build(case), case.batch(0)))
+    constraints = Constraints(ep=8, num_microbatches=microbatches)
+    plan = search_captured(model, make_cluster("a100-80gb", 8), constraints).plan
+    chosen = [axes["ep"] for block in plan.blocks for key, axes in block.ops.items() if key.endswith("/moe")]
+    assert chosen == [choice]
