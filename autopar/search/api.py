@@ -67,7 +67,7 @@ def search_captured(
         tried += outer.closest
         solver.work = 0
     if best is None:
-        raise explain(solver, constraints, tried)
+        raise outer.refusal if outer.refusal is not None and not tried else explain(solver, constraints, tried)
     best = refine(solver, best)
     plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s

@@ -21,9 +21,9 @@ from torch import fx
 
 from autopar.cost_model.activations import Saved
 from autopar.ir.clusters import BATCH, Cluster
-from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
+from autopar.search.constraints import NoOption
 from autopar.search.instance import Flow, Instance, Ints, User
 from autopar.search.pricing import FlowShape, Pricing
 from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
@@ -73,7 +73,7 @@ def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> tuple[Assi
     kept = [joint for joint in product(*choices) if _divides(pricing, group, joint)]
     if not kept:
         what = group.leader.name if group.leader is not None else "the step inputs"
-        raise InfeasiblePlan(
+        raise NoOption(
             f"{what} cannot be divided as pinned on mesh {pricing.mesh}: its sizes do not divide.\n"
             f"  its choices: {dict(zip(pricing.mesh.names, choices, strict=True))}\n"
             "  try: other degrees, fewer microbatches, or other placements in autopar.constrain"

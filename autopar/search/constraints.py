@@ -35,6 +35,10 @@ SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualp
 VIRTUAL_STAGES = (1, 2, 4)
 
 
+class NoOption(InfeasiblePlan):
+    """An op has no choice left in one configuration; with other degrees or microbatches it may have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """None leaves a question to the search.

@@ -27,7 +27,7 @@ from itertools import combinations, count
 
 from autopar.ir.mesh import Mesh
 from autopar.search.build import Weights
-from autopar.search.constraints import Constraints, divisors, role_of_axis
+from autopar.search.constraints import Constraints, NoOption, divisors, role_of_axis
 from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver
 from autopar.search.roles import divides_experts_axes
 
@@ -57,6 +57,7 @@ class Outer:
 
     offload: whether what ZeRO shards is in host memory.
     unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
+    refusal: why the last configuration in which an op had no choice left was passed over.
     """
 
     solver: Solver
@@ -67,6 +68,7 @@ class Outer:
     bound: float = 0.0
     num_skipped: int = 0
     unproved: float = float("inf")
+    refusal: NoOption | None = None
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
 
@@ -93,7 +95,11 @@ class Outer:
             if isinstance(item, Configuration):
                 self.expand(item)
                 continue
-            inner = self.solver.inner(item.root, Weights(sync=0.0, masters=0.0))
+            try:
+                inner = self.solver.inner(item.root, Weights(sync=0.0, masters=0.0))
+            except NoOption as error:
+                self.refuse(error)
+                continue
             lower = max(lower, self.pipelined(inner.objective, item.root))
             for leaf in self.variants(item.root):
                 heapq.heappush(heap, (lower, next(self._order), leaf))
@@ -270,8 +276,19 @@ class Outer:
         bubble = self.solver.floor.microbatch_s(configuration.mesh.size, num) * (stages - 1) / stages
         return max(stage_s / stages + self.bubble * bubble, self.floor(stages, num))
 
+    def refuse(self, error: NoOption) -> None:
+        self.refusal = error
+        self.num_skipped += 1
+
     def expand(self, configuration: Configuration) -> float | None:
         """Try a leaf: first with memory for free, then at rising prices. Returns the seconds of its best plan."""
+        try:
+            return self._expand(configuration)
+        except NoOption as error:
+            self.refuse(error)
+            return None
+
+    def _expand(self, configuration: Configuration) -> float | None:
         solver = self.solver
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
         lower = self.pipelined(inner.objective, configuration)

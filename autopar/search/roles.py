@@ -9,13 +9,12 @@ from torch import fx
 
 from autopar.cost_model.ops import is_attention
 from autopar.ir.clusters import BATCH, Cluster
-from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
 from autopar.search.annotations import agrees
-from autopar.search.constraints import Constraints, role_of_axis
+from autopar.search.constraints import Constraints, NoOption, role_of_axis
 from autopar.search.workload import Workload
 
 # Share of the model's floating point operations from which one op counts as part of its work.
@@ -72,7 +71,7 @@ class Rules:
         allowed = [c for c in group.choices if self._may(group, axis, c) and self._stores(group, axis, c)]
         agreed = [c for c in allowed if self._agrees(group, name, c)]
         if not agreed:
-            raise InfeasiblePlan(
+            raise NoOption(
                 f"no way to compute {group.leader.name} ({group.leader.meta.get('source', 'no source line')}) on mesh "
                 f"axis {name!r} agrees with what autopar.constrain fixes there.\n  its choices: "
                 f"{', '.join(map(str, allowed))}\n  try: another dimension, or leave the axis out of the placements"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autopar
 from autopar.ir.annotations import layout_text, parse_annotation, parse_layout
-from autopar.ir.errors import AutoparError, InvalidInput
+from autopar.ir.errors import AutoparError, InfeasiblePlan, InvalidInput
 from autopar.ir.plan import Plan
 from tests.harness import run_ranks
 
@@ -125,3 +125,9 @@ def _train() -> tuple[list[float], list[float]]:
 def test_training_is_exact() -> None:
     for expected, found in run_ranks(_train, 2):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_a_dimension_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(InfeasiblePlan, match="its sizes do not divide"):
+        inputs = {"x": torch.zeros(B, S - 1, H)}
+        autopar.search(Net({"tp": Shard(1)}), 2, example_inputs=inputs, tp=2)
