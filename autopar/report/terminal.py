@@ -49,7 +49,14 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
 
 
 def _zero(plan: Plan) -> str:
-    return f"zero {plan.zero}" + (f" over {' × '.join(plan.shard_axes)}" if plan.shard_axes else "")
+    """Levels, the axes they shard over, and how many stages are offloaded."""
+    levels = sorted({plan.zero_of(kind) for kind in range(len(plan.blocks))}, reverse=True)
+    offloaded = sum(stage.offload for stage in plan.stages)
+    return (
+        f"zero {' and '.join(map(str, levels))}"
+        + (f" over {' × '.join(plan.shard_axes)}" if plan.shard_axes else "")
+        + (f", {plural(offloaded, 'stage')} offloaded" if offloaded else "")
+    )
 
 
 def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
