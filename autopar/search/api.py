@@ -13,7 +13,6 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
-from autopar.ir.rules.moe import EXPERTS
 from autopar.search.annotations import check_annotations
 from autopar.search.constraints import Constraints
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
@@ -179,7 +178,7 @@ def _check_experts(load: Workload, constraints: Constraints) -> None:
     degree = constraints.degree("ep") or 1
     if degree == 1:
         return
-    counts = {load.rule(node).sizes[EXPERTS] for node in load.repeats if EXPERTS in load.rule(node).sizes}
+    counts = load.experts
     if not counts:
         raise InfeasiblePlan(f"ep={degree}: {load.captured.name} has no experts to divide.\n  try: --ep 1")
     if all(count % degree for count in counts):

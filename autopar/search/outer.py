@@ -189,7 +189,7 @@ class Outer:
         return found
 
     def baselines(self) -> Iterator[Configuration]:
-        """DDP, FSDP, and tensor parallelism inside nodes with pipelines and data parallelism outside.
+        """DDP, FSDP, and tensor or expert parallelism with pipelines and data parallelism outside.
 
         All are in the space; with their axes' roles given they are solved at once, and what they achieve
         excludes most of it.
@@ -203,14 +203,28 @@ class Outer:
                 continue
             size = num_gpus // num_stages
             for tensor in divisors(min(size, node)) if given.tp is None else (given.tp,):
-                if size % tensor or (given.dp or size // tensor) * tensor != size:
-                    continue
-                if (given.cp or 1) > 1 or (given.ep or 1) > 1:
-                    continue
-                named = replace(given, pp=num_stages, dp=size // tensor, tp=tensor, cp=1, ep=1)
-                for mesh in named.meshes(size, node if given.dp is None else None):
-                    for num in self._few(self.microbatches(named, mesh), num_stages):
-                        yield from self.roots(num_stages, mesh, num, named)
+                for experts in self._expert_degrees(size, tensor):
+                    inner = tensor * experts
+                    if size % inner or (given.dp or size // inner) * inner != size or (given.cp or 1) > 1:
+                        continue
+                    named = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
+                    for mesh in named.meshes(size, node if given.dp is None and experts == 1 else None):
+                        # The dense part divides the batch over the ranks of the experts too.
+                        rows = self.solver.load.captured.batch_size // (mesh.size // tensor)
+                        options = self.microbatches(named, mesh)
+                        dividing = tuple(num for num in options if rows and rows % num == 0)
+                        for num in self._few(dividing or options, num_stages):
+                            yield from self.roots(num_stages, mesh, num, named)
+
+    def _expert_degrees(self, size: int, tensor: int) -> tuple[int, ...]:
+        """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
+        if self.constraints.ep is not None:
+            return (self.constraints.ep,)
+        if tensor > 1 or not self.solver.load.experts:
+            return (1,)
+        possible = [e for e in divisors(min(self.solver.load.experts)) if size % e == 0]
+        inside = max(e for e in possible if e <= self.solver.cluster.gpus_per_node)
+        return tuple(sorted({1, inside, max(possible)}))
 
     def seed(self) -> None:
         """A good plan to begin with: every baseline at its leanest, then the neighbours of the best few."""

@@ -26,6 +26,7 @@ from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules import rule_for
+from autopar.ir.rules.moe import EXPERTS
 
 PRELUDE = -1
 
@@ -106,6 +107,11 @@ class Workload:
     def obstacle(self) -> str | None:
         """Why the batch may not be cut into microbatches."""
         return microbatch_obstacle(self.captured, self.roles)
+
+    @cached_property
+    def experts(self) -> frozenset[int]:
+        """Numbers of experts of the model's mixtures."""
+        return frozenset(self.rule(n).sizes[EXPERTS] for n in self.repeats if EXPERTS in self.rule(n).sizes)
 
     @cached_property
     def folded(self) -> FoldedSequence:
