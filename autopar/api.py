@@ -185,6 +185,8 @@ class _Request:
         if self.plan is not None:
             return Plan.load(self.plan)
         limits = constraints_of(self.constraints)
+        if self.compile:
+            limits = replace(limits, whole_backward=True)
         cluster = self.mesh if isinstance(self.mesh, Cluster) else local_cluster(dist.get_world_size(), this_device())
         if isinstance(self.mesh, DeviceMesh):
             limits = self._within_mesh(limits, self.mesh)

@@ -50,7 +50,8 @@ class Constraints:
     if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. expert_capacity: see ``Plan``. axes: the stage mesh in order, as a named DeviceMesh gives it (without
-    ``pp``). annotations: placements of parameters that are fixed (``autopar.constrain``).
+    ``pp``). annotations: placements of parameters that are fixed (``autopar.constrain``). whole_backward: without
+    schedules that run a backward in two parts, which compiled blocks cannot.
     """
 
     pp: int | None = None
@@ -75,6 +76,7 @@ class Constraints:
     expert_capacity: float | None = None
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
+    whole_backward: bool = False
 
     @classmethod
     def of_mesh(cls, sizes: dict[str, int], **others: object) -> Constraints:
@@ -178,6 +180,8 @@ class Constraints:
             for size in sizes:
                 shape = Pipelining(name, num_ranks, num_microbatches, size)
                 possible = shape.num_stages <= num_blocks and shape.obstacle() is None
+                if self.whole_backward and shape.splits_backward and self.schedule is None:
+                    continue
                 if possible and split_obstacle(name, zero, remat=remat) is None:
                     found.append(shape)
         return tuple(found)

@@ -19,6 +19,7 @@ import pickle
 import re
 import shutil
 import uuid
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,18 @@ class _Unpickler(pickle.Unpickler):
         found = _CLASSES.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
+        if found is None and (module, name) == ("builtins", "getattr"):
+            found = _member  # how early Python 3.11 pickles a member of an enum
         if found is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of autopar does")
         return found
+
+
+def _member(kind: Any, name: str) -> Any:
+    """``getattr`` for members of an enum and nothing else."""
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which is no enum")
+    return kind[name]
 
 
 def _broken(file: Path, error: BaseException) -> CheckpointError:

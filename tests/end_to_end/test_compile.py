@@ -54,3 +54,14 @@ def test_one_rank() -> None:
     torch.testing.assert_close(compiled["losses"], eager["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(compiled["state"], eager["state"], rtol=1e-4, atol=1e-6)
     assert 0 < compiled["graphs"] <= 4
+
+
+def _schedule(compiled: bool) -> str:
+    constraints = {"pp": 2, "num_microbatches": 4}
+    parallel = autopar.parallelize(stack(depth=4), 2, example_inputs=batch(), compile=compiled, **constraints)
+    return parallel.plan.schedule
+
+
+def test_a_schedule_that_divides_the_backward_is_not_chosen() -> None:
+    assert set(run_ranks(_schedule, 2, True)) <= {"1f1b", "interleaved"}
+    assert set(run_ranks(_schedule, 2, False)) <= {"zb-h1", "zb-v", "dualpipe-v"}

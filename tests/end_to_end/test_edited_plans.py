@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def _search() -> str:
-    constraints = {"pp": 2, "tp": 2, "sp": False, "num_microbatches": 2}
+    constraints = {"pp": 2, "tp": 2, "sp": False, "schedule": "1f1b", "num_microbatches": 2}
     return autopar.parallelize(stack(depth=4), 4, example_inputs=batch(), **constraints).plan.to_yaml()
 
 

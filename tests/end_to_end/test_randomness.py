@@ -175,7 +175,9 @@ def _steps_each(kind: type[nn.Module], constraints: dict[str, Any]) -> list[dict
 
 @pytest.mark.parametrize("kind", [Dropped, Attentive])
 def test_one_seed_gives_one_training_through_a_pipeline(kind: type[nn.Module]) -> None:
-    results = run_ranks(_steps_each, RANKS, kind, {"pp": 2, "tp": 2, "num_microbatches": 4, "copied": True})
+    results = run_ranks(
+        _steps_each, RANKS, kind, {"pp": 2, "tp": 2, "schedule": "1f1b", "num_microbatches": 4, "copied": True}
+    )
     for first, again, recomputed, other in results:
         assert first["losses"] == results[0][0]["losses"]
         assert first["losses"][0] != first["losses"][1], "each step draws anew"
