@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
@@ -15,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining, Schedule
 from autopar.search.build import Weights, build
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.evaluate import Priced, evaluate
 from autopar.search.floor import Floor
 from autopar.search.ilp import solve
@@ -123,6 +124,21 @@ class Solver:
         """State of the model perfectly divided over all ranks."""
         numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)
         return state_memory(numel / self.cluster.num_gpus, zero=0, data_size=1, precision="fp32").total
+
+    def least_state_of(self, configuration: Configuration) -> float:
+        """Bytes of state that the fullest rank holds at least: stages alike, all but data axes dividing it."""
+        data, mesh = configuration.data_axes, configuration.mesh
+        dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
+        tensor = prod(mesh.sizes[axis] for axis in dividing)
+        numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)
+        return state_memory(
+            numel / (configuration.num_stages * tensor),
+            zero=configuration.zero,
+            data_size=prod(mesh.sizes[axis] for axis in data),
+            precision="fp32",
+            num_microbatches=configuration.num_microbatches,
+            offload=configuration.offload,
+        ).total
 
     def pricing(self, configuration: Configuration) -> Pricing:
         mesh = configuration.mesh

@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations, count
+from itertools import combinations, count, zip_longest
 
 from autopar.ir.mesh import Mesh
 from autopar.search.build import Weights
@@ -40,7 +40,8 @@ TOLERANCE = 0.005
 # Work (see ``leaf.Solver``) after which the search settles for what it has; about 20 s on one core.
 MAX_WORK = 450_000
 
-# Part of it that the baselines may take.
+# Part of it that the baselines may take, and that they and their neighbours may.
+BASELINE_SHARE = 0.5
 SEED_SHARE = 0.7
 
 
@@ -227,14 +228,20 @@ class Outer:
         return tuple(sorted({1, inside, max(possible)}))
 
     def seed(self) -> None:
-        """A good plan to begin with: every baseline at its leanest, then the neighbours of the best few."""
+        """A good plan to begin with: baselines at their leanest, then the neighbours of the best few.
+
+        Pipeline degrees take turns, each with its most promising baseline next.
+        """
         tried: set[Configuration] = set()
         found: list[tuple[float, int, Configuration]] = []
 
-        def attempt(configuration: Configuration) -> None:
-            if configuration in tried or (self.solver.work >= self.max_work * SEED_SHARE and self.best is not None):
+        def attempt(configuration: Configuration, share: float) -> None:
+            if configuration in tried or (self.solver.work >= self.max_work * share and self.best is not None):
                 return
             tried.add(configuration)
+            if self.solver.least_state_of(configuration) > self.solver.budget_bytes and self.best is not None:
+                self.num_skipped += 1
+                return
             if self.good_enough(self.floor(configuration.num_stages, configuration.num_microbatches)):
                 self.num_skipped += 1
                 return
@@ -242,16 +249,20 @@ class Outer:
             if seconds is not None:
                 found.append((seconds, len(tried), configuration))
 
+        turns: dict[int, list[Configuration]] = {}
         for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
-            for leanest in self._with_zero(root)[-1:]:
-                attempt(leanest)
+            turns.setdefault(root.num_stages, []).extend(self._with_zero(root)[-1:])
+        for turn in zip_longest(*turns.values()):
+            for leanest in turn:
+                if leanest is not None:
+                    attempt(leanest, BASELINE_SHARE)
         for _, _, best in sorted(found)[:4]:
             options = self.microbatches(best.constraints, best.mesh)
             near = options.index(best.num_microbatches)
             for num in options[max(0, near - 1) : near + 2]:
                 for root in self.roots(best.num_stages, best.mesh, num, best.constraints):
                     for configuration in self._with_zero(root):
-                        attempt(configuration)
+                        attempt(configuration, SEED_SHARE)
 
     def _with_zero(self, root: Configuration) -> list[Configuration]:
         """A baseline at every level of ZeRO, the one with the least memory last."""
