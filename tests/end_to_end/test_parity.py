@@ -17,6 +17,7 @@ CELLS = [
     ("vit", "tp4"),
     ("resnet", "dp4"),
     ("mixtral", "zero2"),
+    ("mixtral", "dp2 remat"),
     ("mlp", "free"),
 ]
 
