@@ -137,7 +137,7 @@ CASES = (
 
 def describe(plan: Plan) -> str:
     mesh = " ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1)
-    pipeline = f"pp {plan.num_stages} ({plan.schedule}) " if plan.num_stages > 1 else ""
+    pipeline = f"pp {plan.num_pipeline_ranks} ({plan.schedule}) " if plan.num_stages > 1 else ""
     return f"{pipeline}{mesh}, zero {plan.zero}, {plan.batch.num_microbatches} microbatches"
 
 
