@@ -198,4 +198,11 @@ def _balanced(load: Workload, constraints: Constraints) -> bool:
             f"{load.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
             "  try: --sequence-layout contiguous"
         )
+    degree = constraints.degree("cp") or 1
+    if constraints.sequence_layout == "zigzag" and degree > 1 and not load.folded.divides(degree):
+        raise InfeasiblePlan(
+            f"a sequence of {load.folded.length} on cp={degree} ranks has no zigzag order: each rank takes two equal "
+            f"chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
+            "--sequence-layout contiguous"
+        )
     return obstacle is None

@@ -129,3 +129,5 @@ def test_what_cannot_be_folded_is_refused() -> None:
     assert plan.sequence_layout == "contiguous", "12 positions do not divide into 8 chunks"
     with pytest.raises(PlanMismatch, match=r"(?s)12 positions do not divide into 2 chunks.*: contiguous"):
         partition(captured, plan.model_copy(update={"sequence_layout": "zigzag"}))
+    with pytest.raises(AutoparError, match=r"(?s)12 on cp=4 ranks.*divide by 8.*try: another --cp or --seq"):
+        autopar.search(_model("llama"), 4, example_inputs=inputs, cp=4, dp=1, tp=1, sequence_layout="zigzag")
