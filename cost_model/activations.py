@@ -5,7 +5,8 @@ view, so a storage is counted once however many ops save it, but once for every 
 a redistribution gathered is another tensor than the shard it came from.
 
     none        everything autograd saves
-    selective   results of contractions and of collectives, and the block's inputs; the rest is recomputed
+    selective   results of contractions, of reductions and exchanges, and the block's inputs; the rest is recomputed.
+                A contraction that only a reduction or an exchange reads is not kept beside what comes out of it
     full        the block's inputs; everything is recomputed
 
 Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
@@ -73,7 +74,7 @@ class BlockActivations:
     """What one block may keep. Built once per distinct block; evaluated per assignment.
 
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
-    kept: results of contractions. moved: (producer's result, consumer's operand), which a collective may join.
+    kept: results of contractions. moved: (producer's result, consumer's operand), between which a collective may be.
     inputs: operands from outside the block. working: operands and results of each op, whose gradients live
     while its backward runs.
     """
@@ -176,12 +177,16 @@ class BlockActivations:
         if remat == "full":
             return _total(self.inputs, assignments, mesh, num_microbatches)
         if remat == "selective":
-            communicated = [
-                use
-                for produced, use in self.moved
-                if produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
-            ]
-            chosen = dict.fromkeys((*self.inputs, *self.kept, *communicated))
+            exchanged = []
+            read: dict[Storage, bool] = {}  # whether more than reductions and exchanges read it
+            for produced, use in self.moved:
+                before, after = (t.local_bytes(assignments[t.node], mesh, num_microbatches) for t in (produced, use))
+                cut = produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
+                if cut and after <= before:
+                    exchanged.append(use)
+                read[use.storage] = read.get(use.storage, False) or not cut or after > before
+            contracted = [tensor for tensor in self.kept if read.get(tensor.storage, True)]
+            chosen = dict.fromkeys((*self.inputs, *contracted, *exchanged))
             least = _total(chosen, assignments, mesh, num_microbatches)
             return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
         return _total(self.saved, assignments, mesh, num_microbatches) + _total(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log2, prod
+from math import ceil, inf, log2, prod
 
 from autopar.cost_model.cluster import Cluster, Group
 from autopar.cost_model.hardware import Device, Link
@@ -87,10 +87,19 @@ def point_to_point_time(payload_bytes: float, link: Link) -> float:
 
 
 def redistribution_time(
-    steps: Sequence[Step], numel: int, itemsize: int, source: Layout, mesh: Mesh, cluster: Cluster
+    steps: Sequence[Step],
+    numel: int,
+    itemsize: int,
+    source: Layout,
+    mesh: Mesh,
+    cluster: Cluster,
+    rows: float | None = None,
 ) -> OpTime:
-    """Seconds, forward and backward, of the steps that take a tensor of global ``numel`` out of layout ``source``."""
-    return Fabric(cluster, mesh).redistribution_time(steps, numel, itemsize, source)
+    """Seconds, forward and backward, of the steps that take a tensor of global ``numel`` out of layout ``source``.
+
+    rows: global size of dimension 0, if known.
+    """
+    return Fabric(cluster, mesh).redistribution_time(steps, numel, itemsize, source, rows)
 
 
 @dataclass(frozen=True)
@@ -112,19 +121,23 @@ class Fabric:
         """Seconds of one collective over one axis, or over several jointly."""
         return collective_time(collective, payload_bytes, self.group(axes), self.cluster)
 
-    def redistribution_time(self, steps: Sequence[Step], numel: float, itemsize: int, source: Layout) -> OpTime:
+    def redistribution_time(
+        self, steps: Sequence[Step], numel: float, itemsize: int, source: Layout, rows: float | None = None
+    ) -> OpTime:
         """As the function of this name. ``numel``: global elements (of one microbatch).
 
-        Local copies count too: what a split cuts off, and the reordering after a gather along a dimension that
-        is not the first.
+        Local copies count too: what a split cuts off, and the reordering around a collective along a dimension
+        that is not the first, unless those before it have one element on a rank.
         """
         if not steps:
             return OpTime()
         device = self.cluster.device
         local = numel * itemsize
+        lead = inf if rows is None else rows  # local size of dimension 0
         for placement, axis in zip(source, self.mesh.axes, strict=True):
             if isinstance(placement, Shard):
                 local /= axis.size
+                lead /= axis.size if placement.dim == 0 else 1
         forward = backward = 0.0
         for step in steps:
             size = self.mesh.axes[step.axis].size
@@ -134,10 +147,12 @@ class Fabric:
             after = _size_after(step.forward, local, size)
             ends = max(local, after), min(local, after)
             forward += collective_time(step.forward, ends[0], group, self.cluster)
-            forward += _copy_time(step.forward, step.gather_dim, step.shard_dim, *ends, device)
+            gathered, sharded = (_reordered(dim, lead) for dim in (step.gather_dim, step.shard_dim))
+            forward += _copy_time(step.forward, gathered, sharded, *ends, device)
             backward += collective_time(step.backward, ends[0], group, self.cluster)
-            backward += _copy_time(step.backward, step.shard_dim, step.gather_dim, *ends, device)
+            backward += _copy_time(step.backward, sharded, gathered, *ends, device)
             local = after
+            lead *= (size if step.gather_dim == 0 else 1) / (size if step.shard_dim == 0 else 1)
         return OpTime(forward, backward)
 
 
@@ -149,19 +164,23 @@ def _size_after(collective: Collective, local: float, size: int) -> float:
     return local
 
 
+def _reordered(dim: int | None, lead: float) -> bool:
+    """Whether pieces along ``dim`` do not lie one after the other. lead: local size of dimension 0."""
+    return bool(dim) and not (dim == 1 and lead <= 1)
+
+
 def _copy_time(
-    collective: Collective, gather_dim: int | None, shard_dim: int | None, large: float, small: float, device: Device
+    collective: Collective, gathered: bool, sharded: bool, large: float, small: float, device: Device
 ) -> float:
-    """Local reads and writes that come with a step in one direction."""
+    """Local reads and writes that come with a step in one direction. gathered, sharded: pieces to reorder."""
     if collective in (Collective.SPLIT, Collective.DIVIDE):
         return device.kernel_launch_s + device.memory_seconds(2 * small)
-    if collective is Collective.ALL_GATHER and gather_dim:
-        return device.kernel_launch_s + device.memory_seconds(2 * large)
-    if collective is Collective.REDUCE_SCATTER and shard_dim:
-        return device.kernel_launch_s + device.memory_seconds(2 * large)
-    if collective is Collective.ALL_TO_ALL:
-        return 2 * (device.kernel_launch_s + device.memory_seconds(2 * large))
-    return 0.0
+    copies = 0
+    if collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
+        copies += gathered
+    if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
+        copies += sharded
+    return copies * (device.kernel_launch_s + device.memory_seconds(2 * large))
 
 
 def sharded_degree(layout: Layout, mesh: Mesh) -> int:

@@ -148,8 +148,8 @@ def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> fl
 def rematerialised_s(remat: str, forward_s: float, contraction_s: float) -> float:
     """Forward seconds that a block runs again in its backward.
 
-    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions and
-    communication, whose results "selective" keeps.
+    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions
+    and exchanges, which "selective" does not run again.
     """
     if remat == "full":
         return forward_s

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.collectives import bind_groups
 from autopar.ir.lowered.random import is_random
 from autopar.ir.program import BlockProgram, Remat
 from autopar.runtime.compiled import compile_block
-
-# What selective rematerialization keeps: results that are dear to compute or to communicate.
-_KEPT_NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_dot_product", "flash_attention")
-_KEPT_NAMESPACES = ("_c10d_functional", "autopar")
+from autopar.runtime.rematerialised import mark, rematerialised
 
 
 def attach(root: nn.Module, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
@@ -98,6 +94,8 @@ class CodeLibrary:
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
+        if program.remat == "selective" and not self._compile:
+            mark(graph)
         code = graph.python_code("self")
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:
@@ -109,9 +107,10 @@ class CodeLibrary:
         key = (function, remat)
         if key not in self._callables:
             is_drawing = any(map(is_random, function.graph.nodes))
-            wrap = partial(rematerialized, remat=remat, preserve_rng_state=is_drawing)
             # The compiler draws other random numbers, and cannot trace who draws which: such a block stays as it is.
-            if self._compile and not is_drawing:
+            compiled = self._compile and not is_drawing
+            wrap = partial(rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled)
+            if compiled:
                 self._callables[key] = compile_block(function, wrap)
             else:
                 self._callables[key] = wrap(function.forward)
@@ -159,24 +158,3 @@ class BlockModule(nn.Module):
 
     def extra_repr(self) -> str:
         return self.name
-
-
-def rematerialized(call: Callable[..., Any], *, remat: Remat, preserve_rng_state: bool) -> Callable[..., Any]:
-    """``call``, keeping less for backward: "full" its inputs alone, "selective" what is dear to recompute."""
-    if remat == "none":
-        return call
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if remat == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-
-    def run(*args: torch.Tensor) -> Any:
-        return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)
-
-    return run
-
-
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = getattr(op, "_opname", "")
-    namespace = getattr(op, "namespace", "")
-    dear = namespace in _KEPT_NAMESPACES or name in _KEPT_NAMES or any(part in name for part in _KEPT_NAMES[6:])
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

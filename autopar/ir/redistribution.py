@@ -171,3 +171,9 @@ def grad_of_use(value: Placement, *, sharded_elsewhere: bool) -> Placement:
     if value.is_replicate() and sharded_elsewhere:
         return Partial()
     return value
+
+
+def reduces_or_exchanges(source: Layout, value: Layout, grad: Layout) -> bool:
+    """Whether forward sums over ranks or exchanges pieces, so that its result is no larger than what goes in."""
+    made = {step.forward for step in redistribute(source, value, grad)}
+    return not made.isdisjoint((Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL))

@@ -221,23 +221,24 @@ class _Builder:
         return [replicated(self.pricing.mesh)] * len(own)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        """A flow for a transfer. Its shape depends on the mesh and on the options of its units only: kept."""
+        """A flow for a transfer. Its shape depends on the mesh, the options of its units and the rows only: kept."""
         units = [self._producer(transfer.tensor), *(self.load.cluster_of(node).index for node, _ in transfer.uses)]
-        key = (number, *(self.options[unit] for unit in units))
+        rows = transfer.tensor.rows_of_microbatch(self.count)
+        key = (number, rows, *(self.options[unit] for unit in units))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
-            shape = self.pricing.moves.shapes[key] = self._shape(transfer, units)
+            shape = self.pricing.moves.shapes[key] = self._shape(transfer, units, rows)
         if not shape.moves:
             return
         factor = self.count * len(transfer.blocks)
         cost = factor * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
         self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
 
-    def _shape(self, transfer: Transfer, units: list[int]) -> FlowShape:
+    def _shape(self, transfer: Transfer, units: list[int], rows: float) -> FlowShape:
         sources, source_of = _index(self._sources(transfer.tensor))
         needs = [self._needs(node, position) for node, position in transfer.uses]
         wanted, need_of = _index([need for own in needs for need in own])
-        fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable)
+        fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable, rows)
         users, begin = [], 0
         for unit, own in zip(units[1:], needs, strict=True):
             users.append(User(unit=unit, needs=need_of[begin : begin + len(own)]))

@@ -13,6 +13,7 @@ from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
 from autopar.ir.placement import Layout, replicated
+from autopar.ir.redistribution import reduces_or_exchanges
 from autopar.ir.rule import Assignment
 from autopar.search.pricing import ParameterPrice, Pricing
 from autopar.search.stages import LEVELS, BlockCost, Stage
@@ -127,7 +128,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     load = pricing.workload
     assignments = spread(load, leaders)
     own = [_Ops.of(pricing, assignments, kind) for kind in range(len(load.folding.kinds))]
-    moves, crossing, unsendable = _moves(pricing, assignments, leaders[load.clusters.inputs.index])
+    moves, again, crossing, unsendable = _moves(pricing, assignments, leaders[load.clusters.inputs.index])
     prices, layouts, by_block = _parameters(pricing, assignments, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
@@ -135,9 +136,9 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
         moved = moves.get(block.index, ZERO)
         held = by_block.get(block.index, ())
         send = None if block.index in unsendable else crossing.get(block.index, 0.0)
-        key = (block.kind, moved, tuple(id(p) for p in held), send)
+        key = (block.kind, moved, again.get(block.index, 0.0), tuple(id(p) for p in held), send)
         if key not in made:
-            made[key] = own[block.kind].block(pricing, moved, held, send)
+            made[key] = own[block.kind].block(pricing, moved, again.get(block.index, 0.0), held, send)
         blocks.append(made[key])
     prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += moves.get(PRELUDE, ZERO).forward_s
@@ -234,13 +235,14 @@ class _Ops:
         )
 
     def block(
-        self, pricing: Pricing, moved: OpTime, held: tuple[ParameterPrice, ...], send: float | None
+        self, pricing: Pricing, moved: OpTime, again: float, held: tuple[ParameterPrice, ...], send: float | None
     ) -> BlockPrice:
+        """again: forward seconds of ``moved`` whose results are not kept."""
         micro = sum((p.micro for p in held), ZERO)
         communication = self.inside + moved
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
-        kept_s = self.contraction_s + communication.forward_s
+        kept_s = self.contraction_s + communication.forward_s - again
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
@@ -264,18 +266,23 @@ class _Ops:
 
 def _moves(
     pricing: Pricing, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
-) -> tuple[dict[int, OpTime], dict[int, float], set[int]]:
-    """Redistributions of each block; bytes that cross the cut before each block; blocks that cannot be cut before."""
+) -> tuple[dict[int, OpTime], dict[int, float], dict[int, float], set[int]]:
+    """Redistributions of each block, and the forward seconds of those that selective rematerialisation runs again;
+    bytes that cross the cut before each block; blocks that cannot be cut before."""
     load = pricing.workload
     moves: dict[int, OpTime] = {}
+    again: dict[int, float] = {}
     reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
     for transfer in load.transfers:
         source = layout_of(pricing, transfer.tensor, assignments, inputs)
         wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
-        total = sum((pricing.move(transfer.tensor, source, *need) for need in wanted), ZERO)
+        made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
+        total = sum(made.values(), ZERO)
+        redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
         for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
             if total is not ZERO:
                 moves[block] = moves.get(block, ZERO) + total
+                again[block] = again.get(block, 0.0) + redone
             if start != PRELUDE and block > start:
                 key = (transfer.tensor.node, transfer.tensor.result, start)
                 reach[key] = (transfer.tensor, max(block, reach[key][1] if key in reach else block))
@@ -287,7 +294,7 @@ def _moves(
             crossing[block] = crossing.get(block, 0.0) + size
             if not tensor.floating:
                 unsendable.add(block)
-    return moves, crossing, unsendable
+    return moves, again, crossing, unsendable
 
 
 def _parameters(

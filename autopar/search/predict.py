@@ -19,7 +19,7 @@ from autopar.ir.schedule import Order, Pipelining
 from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
-from autopar.search.workload import Workload
+from autopar.search.workload import Tensor, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ def _by_axis(
         source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
         wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
         for need in wanted:
-            for axis, seconds in _axis_seconds(pricing, transfer.tensor.numel, source, *need).items():
+            for axis, seconds in _axis_seconds(pricing, transfer.tensor, source, *need).items():
                 spent[axis] += times * seconds
     for node, assignment in assignments.items():
         block = load.folding.block_of.get(node)
@@ -214,14 +214,15 @@ def _by_axis(
     return {f"communication_{mesh.names[a]}": total_s * s / whole for a, s in enumerate(spent) if s}
 
 
-def _axis_seconds(pricing: Pricing, numel: int, source: Layout, value: Layout, grad: Layout) -> dict[int, float]:
+def _axis_seconds(pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> dict[int, float]:
     steps = redistribute(source, value, grad)
+    rows = tensor.rows_of_microbatch(pricing.num_microbatches)
     found: dict[int, float] = {}
     before = 0.0
     for number, step in enumerate(steps):
-        after = pricing.moves.fabric.redistribution_time(steps[: number + 1], numel, 1, source).total_s
-        found[step.axis] = found.get(step.axis, 0.0) + after - before
-        before = after
+        made = pricing.moves.fabric.redistribution_time(steps[: number + 1], tensor.numel, 1, source, rows)
+        found[step.axis] = found.get(step.axis, 0.0) + made.total_s - before
+        before = made.total_s
     return found
 
 

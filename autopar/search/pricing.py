@@ -130,7 +130,7 @@ class MeshPrices:
     """Seconds of communication on one mesh, affine in the bytes. ``shapes``: flows of its inner problems so far."""
 
     fabric: Fabric
-    _moves: dict[tuple[Layout, Layout, Layout, bool], Affine] = field(default_factory=dict)
+    _moves: dict[tuple[Layout, Layout, Layout, bool, float | None], Affine] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
@@ -139,31 +139,36 @@ class MeshPrices:
     def mesh(self) -> Mesh:
         return self.fabric.mesh
 
-    def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
-        """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together)."""
-        key = (source, value, grad, differentiable)
+    def move(
+        self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float | None = None
+    ) -> Affine:
+        """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).
+
+        rows: size of dimension 0 of the microbatch.
+        """
+        key = (source, value, grad, differentiable, rows)
         found = self._moves.get(key)
         if found is None:
             found = self._moves[key] = self._measure(*key)
         return found
 
     def table(
-        self, sources: Sequence[Layout], needs: Sequence[tuple[Layout, Layout]], differentiable: bool
+        self, sources: Sequence[Layout], needs: Sequence[tuple[Layout, Layout]], differentiable: bool, rows: float
     ) -> tuple[Floats, Floats]:
         """Fixed seconds and seconds per byte, both directions together, of every (source, need)."""
-        moves = [[self.move(s, *need, differentiable) for need in needs] for s in sources]
+        moves = [[self.move(s, *need, differentiable, rows) for need in needs] for s in sources]
         return (
             np.array([[m.forward_fixed + m.backward_fixed for m in row] for row in moves]),
             np.array([[m.forward_per_byte + m.backward_per_byte for m in row] for row in moves]),
         )
 
-    def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool) -> Affine:
+    def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float | None) -> Affine:
         steps = redistribute(source, value, grad)
         if not differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
         if not steps:
             return _NOTHING
-        one, two = (self.fabric.redistribution_time(steps, n * _SAMPLE, 1, source) for n in (1, 2))
+        one, two = (self.fabric.redistribution_time(steps, n * _SAMPLE, 1, source, rows) for n in (1, 2))
         forward, backward = ((two.forward_s - one.forward_s) / _SAMPLE, (two.backward_s - one.backward_s) / _SAMPLE)
         if not differentiable:
             return Affine(max(0.0, one.forward_s - forward * _SAMPLE), forward, 0.0, 0.0)
@@ -253,7 +258,8 @@ class Pricing:
         """One microbatch of one redistribution."""
         if source == value and not tensor.differentiable:
             return ZERO
-        affine = self.moves.move(source, value, grad, tensor.differentiable)
+        rows = tensor.rows_of_microbatch(self.num_microbatches)
+        affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
         return ZERO if affine is _NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> float:

@@ -17,7 +17,7 @@ from autopar.search.annotations import agrees
 from autopar.search.constraints import Constraints, NoOption, role_of_axis
 from autopar.search.workload import Workload
 
-# Share of the model's floating point operations from which one op counts as part of its work.
+# Share of the model's floating point operations from which an op, in all its repeats, counts as part of its work.
 HEAVY = 1e-3
 
 
@@ -86,15 +86,22 @@ class Rules:
 
         A heavy op takes a factor of the axis' role where one divides (an attention may take heads for the sequence),
         and on an axis for experts, if it has none, the batch; with sequence parallelism asked for, the ops between
-        them take the sequence. The rest, and what does not divide, may still be repeated.
+        them are divided too, by the sequence or what the tensors around them are divided by. The rest, and what does
+        not divide, may still be repeated.
         """
         assert group.leader is not None
         named = role_of_axis(self.mesh.names[axis])
-        heavy = self.load.rule(group.leader).flops * 3 >= HEAVY * self.load.model_flops
-        wanted = named if heavy else "cp" if named == "tp" and self.constraints.sequence_parallel else ""
+        flops = self.load.rule(group.leader).flops * self.load.repeats.get(group.leader, 1)
+        heavy = flops * 3 >= HEAVY * self.load.model_flops
+        between = named == "tp" and not heavy and self.constraints.sequence_parallel
+        wanted = named if heavy or between else ""
         if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:
             wanted = "dp" if divides_experts_axes(self.load.captured.batch_size, self.mesh, self.constraints) else ""
-        roles = {wanted, "tp"} if wanted == named == "cp" and is_attention(group.leader) else {wanted}
+        roles = {wanted}
+        if between:
+            roles = {"tp", "cp"}
+        elif wanted == named == "cp" and is_attention(group.leader):
+            roles = {"cp", "tp"}
         used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]

@@ -35,20 +35,26 @@ PRELUDE = -1
 class Tensor:
     """A tensor by its (representative) producer: an op, a step input, a buffer or a constant.
 
-    numel: of the whole batch. itemsize: bytes of an element in compute. carries_batch: a microbatch has a part
-    of it. differentiable: a gradient flows through it.
+    numel, rows: elements and size of dimension 0, of the whole batch. itemsize: bytes of an element in compute.
+    carries_batch: a microbatch has a part of it, of its rows if ``by_rows``. differentiable: a gradient flows
+    through it.
     """
 
     node: fx.Node
     result: int
     numel: int
+    rows: int
     itemsize: int
     carries_batch: bool
+    by_rows: bool
     differentiable: bool
     floating: bool
 
     def bytes_of_microbatch(self, num_microbatches: int) -> float:
         return self.numel * self.itemsize / (num_microbatches if self.carries_batch else 1)
+
+    def rows_of_microbatch(self, num_microbatches: int) -> float:
+        return self.rows / (num_microbatches if self.carries_batch and self.by_rows else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +213,10 @@ class Workload:
                     node=node,
                     result=result,
                     numel=value.numel(),
+                    rows=value.shape[0] if value.dim() else 1,
                     itemsize=compute_itemsize(value.dtype, self.precision),
                     carries_batch=carrying.get((node, result), self.roles.batch.get(node) is not None),
+                    by_rows=self.roles.batch_dim.get(node) in (0, None),
                     differentiable=(node, result) in flowing and value.is_floating_point(),
                     floating=value.is_floating_point(),
                 )

@@ -142,6 +142,17 @@ def test_gather_and_its_conjugate_move_the_same_bytes() -> None:
     assert forward_s == pytest.approx(fabric.time(Collective.ALL_GATHER, gathered, 1) + copy)
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_single_row_on_a_rank_needs_no_reordering(rows: int) -> None:
+    mesh, cluster = Mesh.of(dp=2, tp=4), make_cluster("a100-80gb", 8)
+    numel, device, fabric = 1 << 24, cluster.device, Fabric(cluster, mesh)
+    steps = redistribute((Shard(0), Shard(1)), (Shard(0), R), (Shard(0), P))
+    forward_s, backward_s = redistribution_time(steps, numel, 2, (Shard(0), Shard(1)), mesh, cluster, rows)
+    copy = device.kernel_launch_s + device.memory_seconds(2 * numel)
+    assert forward_s == backward_s
+    assert forward_s == pytest.approx(fabric.time(Collective.ALL_GATHER, numel, 1) + (copy if rows > 2 else 0))
+
+
 def test_partial_sum_is_reduced_once() -> None:
     forward_s, backward_s = _seconds((R, P), (R, R), (R, R))
     fabric = Fabric(make_cluster("a100-80gb", 8), Mesh.of(dp=2, tp=4))

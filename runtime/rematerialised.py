@@ -1,0 +1,133 @@
+"""Rematerialisation: what a block's function keeps for backward, and what runs again.
+
+    none        everything that autograd saves
+    selective   results of contractions, of reductions and exchanges between ranks, and the block's inputs; the rest
+                runs again, what was gathered from other ranks too
+    full        the block's inputs
+
+Where only a reduction or an exchange reads the result of a contraction, what comes out of the collective is kept
+instead. In the second run nobody reads the contraction's result, so it does not run:
+
+    first run    s = linear(x, w)          y = all_reduce(s)     y is kept, s is not
+    second run   s: memory of its shape    y: the kept one       autograd sees both ops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.ir.program import Remat
+
+# What selective rematerialisation keeps: results that are dear to compute or to communicate.
+_CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+_ATTENTION = ("_scaled_dot_product", "flash_attention")
+_KEPT_NAMESPACES = ("_c10d_functional", "autopar")
+
+# Within a call that ``marked`` wrapped: whether its results are not kept.
+_not_kept: ContextVar[bool] = ContextVar("autopar results that are not kept", default=False)
+
+
+def rematerialised(
+    call: Callable[..., Any], *, remat: Remat, preserve_rng_state: bool, compiled: bool = False
+) -> Callable[..., Any]:
+    """``call`` at a level of rematerialisation. preserve_rng_state: it draws random numbers. compiled: it will be."""
+    if remat == "none":
+        return call
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if remat == "selective":
+        # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
+        kept = partial(create_selective_checkpoint_contexts, _keep)
+        options["context_fn"] = kept if compiled else partial(_contexts, kept)
+
+    def run(*args: Tensor) -> Any:
+        return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)
+
+    return run
+
+
+def mark(graph: fx.Graph) -> None:
+    """Wrap, in place, the calls in ``graph`` whose results selective rematerialisation does not keep though dear."""
+    sums = {all_reduce, reduce_scatter, all_to_all}
+    for node in graph.nodes:
+        if node.op == "call_function" and (
+            node.target is all_gather or (node.users and all(user.target in sums for user in node.users))
+        ):
+            node.target = _marked(node.target)
+
+
+@cache
+def _marked(target: Callable[..., Any]) -> Callable[..., Any]:
+    """``target``, with its results not kept."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _not_kept.set(True)
+        try:
+            return target(*args, **kwargs)
+        finally:
+            _not_kept.reset(token)
+
+    call.__name__ = call.__qualname__ = f"not_kept_{getattr(target, '__name__', 'op').replace('.', '_')}"
+    call.__module__ = __name__
+    return call
+
+
+class _Unread(TorchDispatchMode):
+    """Runs contractions whose results are not kept, and gives memory of their shape when they are to run again."""
+
+    def __init__(self, layouts: list[Tensor], *, again: bool) -> None:
+        """layouts: the results on no device, written in the first run, read in the second."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layouts, self._again, self._next = layouts, again, 0
+
+    def __enter__(self) -> _Unread:
+        self._next = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (_not_kept.get() and _is_contraction(func)):
+            return func(*args, **(kwargs or {}))
+        if not self._again:
+            result: Tensor = func(*args, **(kwargs or {}))
+            self._layouts.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta"))
+            return result
+        layout = self._layouts[self._next]
+        self._next += 1
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
+
+
+def _contexts(kept: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    layouts: list[Tensor] = []
+    first, second = kept()
+    # torch's mode counts calls, so it has to see each of them before ours.
+    return _both(_Unread(layouts, again=False), first), _both(_Unread(layouts, again=True), second)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _is_contraction(op: Any) -> bool:
+    return getattr(op, "namespace", "") == "aten" and getattr(op, "_opname", "") in _CONTRACTIONS
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = getattr(op, "_opname", "")
+    dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
+    dear = dear or any(part in name for part in _ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if dear and not _not_kept.get() else CheckpointPolicy.PREFER_RECOMPUTE
