@@ -35,15 +35,16 @@ from autopar.runtime.stage_module import StageModule
 
 
 def _managed(program: StageProgram, plan: Plan) -> frozenset[str]:
-    """Parameters that ZeRO applies to: whole on every data axis, with gradients that are summands there."""
+    """Parameters that ZeRO applies to: whole on every data axis, with gradients that are summands there. No scalars."""
     if not program.shard_axes:
         return frozenset()
     levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
     return frozenset(
         name
         for name, layout in program.parameters.items()
+        if layout.parameter.shape
         # Copies on several stages have to be cut alike.
-        if (plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero))
+        and (plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero))
         and all(layout.layout[axis].is_replicate() and axis in layout.partial_axes for axis in program.data_axes)
     )
 

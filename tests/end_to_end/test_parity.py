@@ -18,6 +18,10 @@ CELLS = [
     ("resnet", "dp4"),
     ("mixtral", "zero2"),
     ("mixtral", "dp2 remat"),
+    ("qwen3_moe", "ep2 pp2"),
+    ("deepseek_v3", "ep2 tp2"),
+    ("clip", "zero2"),
+    ("llama", "dp2 tp2 pp2"),
     ("mlp", "free"),
 ]
 
