@@ -27,7 +27,7 @@ class Predicted:
     """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
     memory: of each rank of the pipeline.
-    breakdown_s: of the rank that finishes last; its parts add up to ``step_time_s``.
+    breakdown_s: of the rank with the most to do; its parts add up to ``step_time_s``.
     """
 
     step_time_s: float
@@ -74,9 +74,9 @@ def predict(
         sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
     ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
-    last = max(range(len(ends)), key=ends.__getitem__)
+    fullest = max(range(len(ends)), key=lambda rank: timeline.busy_s[rank] + tails[rank])
     return Predicted(
-        step_time_s=ends[last],
+        step_time_s=max(ends),
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         inputs_s=tuple(inputs) if shape.splits_backward else (),
@@ -89,11 +89,11 @@ def predict(
             pricing,
             leaders,
             priced,
-            held[last],
-            ends[last],
-            sync[last],
-            tails[last],
-            sum(gathered[number] for number in shape.stages_of(last)),
+            held[fullest],
+            max(ends),
+            sync[fullest],
+            tails[fullest],
+            sum(gathered[number] for number in shape.stages_of(fullest)),
         ),
         timeline=timeline,
     )
