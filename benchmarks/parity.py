@@ -74,6 +74,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2, "dp": 1, "tp": 1}),
     "ep2 dp2": (4, {"ep": 2, "dp": 2, "zero": 0}),
     "ep2 zero3": (4, {"ep": 2, "dp": 2, "zero": 3}),
+    "ep2 zero3 all": (4, {"ep": 2, "dp": 2, "zero": 3, "shard": 4}),
+    "ep2 zero1 pp2": (4, {"ep": 2, "pp": 2, "zero": 1, "num_microbatches": 2}),
     "ep2 tp2": (4, {"ep": 2, "tp": 2}),
     "ep2 pp2": (4, {"ep": 2, "pp": 2, "num_microbatches": 2}),
     "dp2 tp2 pp2": (8, {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 2}),

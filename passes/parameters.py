@@ -24,10 +24,11 @@ from autopar.ir.rules import rule_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Layout of a stored parameter and the axes over which its local gradients are summands."""
+    """Layout of a stored parameter, the axes over which its local gradients are summands, and those of ZeRO."""
 
     layout: Layout
     partial_axes: tuple[int, ...]
+    zero_axes: tuple[int, ...] = ()
 
     def read(self, value: Layout, grad: Layout, mesh: Mesh) -> tuple[float, tuple[Step, ...]]:
         """How a use that needs ``value`` and returns ``grad`` reads the parameter.
@@ -70,12 +71,14 @@ def find_uses(captured: CapturedModel, assignments: Mapping[fx.Node, Assignment]
 
 def store(
     captured: CapturedModel, uses: Mapping[str, list[Use]], plan: Plan
-) -> tuple[dict[str, Storage], tuple[int, ...], tuple[int, ...]]:
-    """Storage of every parameter (by placeholder name), the data axes of the mesh, and those that ZeRO shards over.
+) -> tuple[dict[str, Storage], tuple[int, ...]]:
+    """Storage of every parameter (by placeholder name), and the mesh axes that ZeRO shards over.
 
-    A data axis is one on which every parameter is replicated and at least one gradient is a summand, or that the
-    plan shards over. With ZeRO all parameters are made partial there, as the engine sums all of them.
-    Raises PlanMismatch if the plan shards over an axis on which a parameter is sharded already.
+    A data axis divides the step inputs, or has every parameter whole; on it at least one gradient is a summand, or
+    the plan shards over it. ZeRO works on the parameters that are whole there, and their gradients are made summands,
+    as the engine sums all of them; others (experts, on the axis of their own) are left as they are. An axis on which
+    some are cut is left out where the plan names others.
+    Raises PlanMismatch if the plan shards over another axis.
     """
     mesh = plan.stage_mesh
     asked = () if plan.shard_axes is None else tuple(sorted(mesh.index(name) for name in set(plan.shard_axes)))
@@ -92,10 +95,11 @@ def store(
             and any(use.value[axis].is_replicate() and use.grad[axis] == Partial() for use in own)
         }
     used = [name for name in captured.parameters if uses[name]]
+    whole = {axis for axis in range(len(mesh)) if all(layouts[name][axis].is_replicate() for name in used)}
     data_axes = tuple(
         axis
         for axis in range(len(mesh))
-        if all(layouts[name][axis].is_replicate() for name in used)
+        if (axis in whole or mesh.names[axis] in plan.inputs)
         and (axis in asked or any(axis in partial[name] for name in used))
     )
     for axis in asked:
@@ -104,15 +108,24 @@ def store(
             raise PlanMismatch(
                 f"shard_axes: ZeRO cannot shard over mesh axis {mesh.names[axis]!r}, on which parameter "
                 f"{captured.parameters[name].name} is {layouts[name][axis]} already.\n"
-                f"  expected: axes on which every parameter is whole; there are {[mesh.names[a] for a in data_axes]}"
+                "  expected: axes that divide the step inputs, or on which every parameter is whole; there are "
+                f"{[mesh.names[a] for a in data_axes]}"
             )
-    if plan.zero:
-        for name in used:
-            partial[name].update(data_axes)
+    zero_axes: dict[str, tuple[int, ...]] = {}
+    for name in used if plan.zero else ():
+        zero_axes[name] = tuple(
+            axis
+            for axis in data_axes
+            if layouts[name][axis].is_replicate() and (not asked or axis in asked or axis in whole)
+        )
+        partial[name].update(zero_axes[name])
     storage = {
-        name: Storage(layout=layouts[name], partial_axes=tuple(sorted(partial[name]))) for name in captured.parameters
+        name: Storage(
+            layout=layouts[name], partial_axes=tuple(sorted(partial[name])), zero_axes=zero_axes.get(name, ())
+        )
+        for name in captured.parameters
     }
-    return storage, data_axes, (asked or data_axes) if plan.zero else ()
+    return storage, (asked or data_axes) if plan.zero else ()
 
 
 def local_numel(captured: CapturedModel, name: str, storage: Storage, mesh: Mesh) -> int:

@@ -56,11 +56,11 @@ def partition(
     clusters = cluster(captured, folding, roles)
     assignments = assign(captured, folding, clusters, plan)
     uses = find_uses(captured, assignments)
-    storage, data_axes, shard_axes = store(captured, uses, plan)
+    storage, shard_axes = store(captured, uses, plan)
     folded = _folded(captured, folding, roles, assignments, plan)
     sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs, folded=folded)
     settle(sharded.graph, plan.stage_mesh, narrow_dtype(plan.precision))
-    return split_stages(captured, folding, clusters, sharded, storage, data_axes, shard_axes, plan, outputs=outputs)
+    return split_stages(captured, folding, clusters, sharded, storage, shard_axes, plan, outputs=outputs)
 
 
 def _folded(

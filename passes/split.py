@@ -29,7 +29,6 @@ def split_stages(
     clusters: Clusters,
     sharded: ShardedProgram,
     storage: Mapping[str, Storage],
-    data_axes: tuple[int, ...],
     shard_axes: tuple[int, ...],
     plan: Plan,
     *,
@@ -43,6 +42,7 @@ def split_stages(
             parameter=parameter,
             layout=storage[name].layout,
             partial_axes=storage[name].partial_axes,
+            zero_axes=storage[name].zero_axes,
             stages=tuple(sorted(holders.get(name, ()))),
         )
         for name, parameter in captured.parameters.items()
@@ -89,7 +89,6 @@ def split_stages(
                 loss=loss,
                 loss_partial_axes=tuple(axis for axis, p in enumerate(partial) if p.is_partial()) if loss else (),
                 num_microbatches=plan.batch.num_microbatches,
-                data_axes=data_axes,
                 shard_axes=shard_axes,
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
                 totals=totals,

@@ -27,7 +27,7 @@ from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.outputs import Outputs, scale_outputs
-from autopar.runtime.parameters import materialize, tensor_axes
+from autopar.runtime.parameters import cut_axes, materialize
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored
@@ -83,8 +83,8 @@ class Engine:
             for buffer in captured.buffers.values()
             if self.mesh.holds(self.stages.get(buffer.name, 0)) or any(buffer.name in p.buffers for p in own)
         ]
-        axes = tensor_axes(program)
-        state = agree(lambda: materialize(model, self.layouts, self.buffers, axes, self.mesh, self.device, seed))
+        cut = cut_axes(programs)
+        state = agree(lambda: materialize(model, self.layouts, self.buffers, cut, self.mesh, self.device, seed))
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
@@ -167,18 +167,15 @@ class Engine:
         managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)
         return Stored(
             layout,
-            summed_axes=self.program.data_axes if managed else (),
-            zero_axes=self.program.shard_axes if managed else (),
+            summed_axes=layout.zero_axes if managed else (),
+            zero_axes=tuple(a for a in layout.zero_axes if a in self.program.shard_axes) if managed else (),
         )
 
     def _apply_zero(self, stage: LocalStage) -> ZeroEngine | None:
-        mesh = self.mesh.sharded(self.program.data_axes, self.program.shard_axes)
-        if mesh is None:
-            return None
         return apply_zero(
             stage.module,
             stage.program,
-            mesh,
+            self.mesh,
             self.plan,
             find=lambda name: stage.module.slot(name).get(),
             unmanaged=[name for name, layout in stage.program.parameters.items() if self._held_twice(layout)],

@@ -80,13 +80,14 @@ class JobMesh:
             return submesh
         return submesh._flatten()
 
-    def sharded(self, data_axes: Sequence[int], shard_axes: Sequence[int]) -> DeviceMesh | None:
-        """The mesh that FSDP shards over: ``shard_axes`` as one dimension, before it the other data axes as one.
+    def sharded(self, zero_axes: Sequence[int], shard_axes: Sequence[int]) -> DeviceMesh | None:
+        """The mesh that FSDP shards a parameter over: those of ``shard_axes`` in ``zero_axes`` as one dimension, before
+        it the others as one.
 
         One-dimensional where nothing replicates; None where nothing is sharded.
         """
-        inside = self.flat(shard_axes)
-        across = self.flat([axis for axis in data_axes if axis not in shard_axes])
+        inside = self.flat([axis for axis in zero_axes if axis in shard_axes])
+        across = self.flat([axis for axis in zero_axes if axis not in shard_axes])
         return inside if inside is None or across is None else DeviceMesh._concatenate([across, inside])
 
     def group(self, axes: Sequence[int]) -> dist.ProcessGroup | None:
@@ -130,11 +131,11 @@ class JobMesh:
     def make_groups(self, programs: Sequence[StageProgram]) -> None:
         """Make every group that the parameters of ``programs`` need. All ranks call it with all programs."""
         layouts: list[ParameterLayout] = [layout for p in programs for layout in p.parameters.values()]
-        data_axes, shard_axes = programs[0].data_axes, programs[0].shard_axes
-        self.sharded(data_axes, shard_axes)
-        for axes in sorted({layout.partial_axes for layout in layouts} | {data_axes}):
-            self.flat(axes)
-            self.flat(tuple(axis for axis in axes if axis not in data_axes))
+        for axes in sorted({layout.zero_axes for layout in layouts}):
+            self.sharded(axes, programs[0].shard_axes)
+        for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):
+            self.flat(summed)
+            self.flat(tuple(axis for axis in summed if axis not in axes))
         for holders in sorted({self._pipeline_ranks(layout.stages) for layout in layouts}):
             if not 1 < len(holders) < self.num_pipeline_ranks:
                 continue

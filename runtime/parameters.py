@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,10 +16,16 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.mesh import JobMesh
 
 
-def tensor_axes(program: StageProgram) -> tuple[int, ...]:
-    """Mesh axes that parameters are DTensors over: all but the data axes and those of size 1."""
-    sizes = program.mesh.sizes
-    return tuple(axis for axis in range(len(sizes)) if axis not in program.data_axes and sizes[axis] > 1)
+def cut_axes(programs: Iterable[StageProgram]) -> tuple[int, ...]:
+    """Mesh axes of several ranks on which some parameter of the plan is cut, ZeRO left aside."""
+    cut = {
+        axis
+        for program in programs
+        for layout in program.parameters.values()
+        for axis, placement in enumerate(layout.layout)
+        if not placement.is_replicate() and program.mesh.sizes[axis] > 1
+    }
+    return tuple(sorted(cut))
 
 
 def local_shard(full: torch.Tensor, layout: Layout, mesh: JobMesh) -> torch.Tensor:
@@ -35,19 +41,20 @@ def materialize(
     model: nn.Module,
     layouts: Mapping[str, ParameterLayout],
     buffers: Sequence[str],
-    axes: Sequence[int],
+    cut: Sequence[int],
     mesh: JobMesh,
     device: torch.device,
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Parameters (DTensors over mesh ``axes``, plain if there are none) and buffers of a stage, by original name.
+    """Parameters and buffers of a stage, by original name.
+
+    A parameter is a DTensor over the mesh axes ``cut``, but for those that ZeRO has it on; plain if none is left.
 
     The model's own tensors are copied, only this rank's part of them; those on the meta device are initialised
     by the modules they belong to (``initialize``), from ``seed`` and the module's name, so that every plan
     starts from the same values.
     """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    submesh = mesh.submesh(axes)
     state: dict[str, torch.Tensor] = {}
     # Name in the model -> what is stored of it: itself, or pieces.
     wanted: dict[str, list[str]] = {name: [name] for name in buffers}
@@ -68,6 +75,8 @@ def materialize(
         if layout is None:
             state[name] = piece
             return
+        axes = [axis for axis in cut if axis not in layout.zero_axes]
+        submesh = mesh.submesh(axes)
         if submesh is not None:
             placements = [layout.layout[axis] for axis in axes]
             piece = DTensor.from_local(

@@ -11,6 +11,9 @@ also keep its parameters from forward to backward (``reshard_after_forward: fals
 Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
 averaged: the captured loss already is a mean over the global batch.
 
+Experts that have a mesh axis of their own are divided there already; what runs between them, whose rows that axis
+divides, is sharded over it too. One block then has parameters on several meshes.
+
 Hybrid sharding (HSDP) shards over some data axes, within a node say, and replicates the shards over the others:
 what is reduce-scattered inside is all-reduced across, once a step at every level.
 """
@@ -18,7 +21,7 @@ what is reduce-scattered inside is all-reduced across, once a step at every leve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,26 +30,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from autopar.ir.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
 from autopar.runtime.blocks import BlockModule
+from autopar.runtime.mesh import JobMesh
 from autopar.runtime.stage_module import StageModule
 
 
-def _managed(program: StageProgram, plan: Plan) -> frozenset[str]:
-    """Parameters that ZeRO applies to: whole on every data axis, with gradients that are summands there. No scalars."""
-    if not program.shard_axes:
-        return frozenset()
+def _meshes(program: StageProgram, plan: Plan, mesh: JobMesh) -> dict[str, DeviceMesh]:
+    """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars."""
     levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
-    return frozenset(
-        name
-        for name, layout in program.parameters.items()
-        if layout.parameter.shape
+    found = {}
+    for name, layout in program.parameters.items():
         # Copies on several stages have to be cut alike.
-        and (plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero))
-        and all(layout.layout[axis].is_replicate() and axis in layout.partial_axes for axis in program.data_axes)
-    )
+        level = plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero)
+        own = mesh.sharded(layout.zero_axes, program.shard_axes) if level and layout.parameter.shape else None
+        if own is not None:
+            found[name] = own
+    return found
 
 
 @dataclass(slots=True)
@@ -108,30 +111,39 @@ def _groups(module: FSDPModule) -> list[Any]:
 def apply_zero(
     stage: StageModule,
     program: StageProgram,
-    mesh: DeviceMesh,
+    mesh: JobMesh,
     plan: Plan,
     find: Callable[[str], torch.Tensor],
     unmanaged: Iterable[str] = (),
-) -> ZeroEngine:
-    """Shard the parameters of ``stage`` over the last dimension of ``mesh`` and replicate them over the one before.
+) -> ZeroEngine | None:
+    """Shard the parameters of ``stage``, each over its data axes; None if ZeRO applies to none.
 
     find: gives a parameter by name. unmanaged: names of parameters to leave alone, though ZeRO could apply.
     """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    included = _managed(program, plan) - set(unmanaged)
+    excluded = set(unmanaged)
+    meshes = {name: own for name, own in _meshes(program, plan, mesh).items() if name not in excluded}
+    if not meshes:
+        return None
     ignored = {
         parameter
         for name in program.parameters
-        if name not in included and isinstance(parameter := find(name), nn.Parameter)
+        if name not in meshes and isinstance(parameter := find(name), nn.Parameter)
     }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = narrow_dtype(plan.precision)
     if narrow is not None:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Copies from pinned memory overlap with compute; pinning needs a GPU.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.stages[program.stage].offload else None
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_mesh.device_type != "cpu")
+        if plan.stages[program.stage].offload
+        else None
+    )
+    widest = max(meshes.values(), key=lambda own: own.size())
+    placed = _placements({find(name): own for name, own in meshes.items()}, widest)
     modules: list[tuple[FSDPModule, int]] = []
     kinds = {block.name: block.kind for block in program.blocks}
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
@@ -142,8 +154,9 @@ def apply_zero(
         reshard = kind is not None and plan.reshards(kind) and module is not blocks[-1]
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=widest,
             reshard_after_forward=reshard,
+            shard_placement_fn=placed,
             mp_policy=policy,
             offload_policy=offload or OffloadPolicy(),
             ignored_params=ignored,
@@ -154,7 +167,36 @@ def apply_zero(
         module.set_force_sum_reduction_for_comms(True)
         modules.append((module, level))
     _prefetch([module for module, _ in modules], plan.prefetch)
-    return ZeroEngine(modules, included)
+    return ZeroEngine(modules, frozenset(meshes))
+
+
+def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) -> Callable[[nn.Parameter], Any] | None:
+    """Which mesh FSDP shards each parameter over; None where it is ``usual`` for all of them."""
+    if all(own == usual for own in meshes.values()):
+        return None
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError as error:
+        raise PlanMismatch(
+            "shard_axes: experts have a mesh axis of their own, and ZeRO works over that axis and another, so that a "
+            f"block's parameters are on two meshes; torch {torch.__version__} shards them over one.\n"
+            "  try: torch 2.12 or later, or one of the axes in shard_axes"
+        ) from error
+
+    # FSDP knows parameters of one mesh by the identity of what describes it.
+    described = {
+        own: FSDPMeshInfo(own, shard_mesh_dim=0)
+        if own.ndim == 1
+        else HSDPMeshInfo(own, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for own in meshes.values()
+        if own != usual
+    }
+
+    def place(parameter: nn.Parameter) -> Any:
+        info = described.get(meshes[parameter])
+        return None if info is None else ShardPlacementResult(placement=None, mesh_info=info)
+
+    return place
 
 
 def _prefetch(modules: list[FSDPModule], count: int) -> None:

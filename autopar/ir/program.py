@@ -26,12 +26,14 @@ class ParameterLayout:
     layout: Shard or Replicate on each axis of the stage mesh.
     partial_axes: mesh axes over which the ranks' gradients are summands, to be summed once a step.
     stages: every pipeline stage that holds a copy (tied weights: several; their gradients are summed).
+    zero_axes: data axes on which it is whole, so that ZeRO may work there; none without ZeRO.
     """
 
     parameter: Parameter
     layout: Layout
     partial_axes: tuple[int, ...]
     stages: tuple[int, ...]
+    zero_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,7 @@ class StageProgram:
         that is computed on another stage.
     loss: name of this microbatch's loss, on the last stage. It is Partial on ``loss_partial_axes``, and the
         losses of all microbatches add up to the loss of the step.
-    data_axes: mesh axes on which every parameter of the model is Replicate with partial gradients. shard_axes: those
-        of them that ZeRO shards over, none without ZeRO; the others replicate the shards.
+    shard_axes: mesh axes that ZeRO shards over, none without ZeRO; the other data axes replicate the shards.
     input_layouts: placeholder name -> layout in which the step input arrives (its batch over the data-parallel
         ranks).
     totals: what to run on every microbatch before the first; the results, added up, are step inputs of all of them
@@ -104,7 +105,6 @@ class StageProgram:
     loss: str | None
     loss_partial_axes: tuple[int, ...]
     num_microbatches: int
-    data_axes: tuple[int, ...]
     shard_axes: tuple[int, ...]
     input_layouts: dict[str, Layout]
     totals: tuple[BlockProgram, ...] = ()

@@ -128,7 +128,7 @@ def predict_plan(
     )
     plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)
     if plan.zero:
-        data_axes = data_axes_of(plain)
+        data_axes = data_axes_of(plain, leaders[load.clusters.inputs.index])
         if plan.shard_axes is not None:
             data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)

@@ -280,7 +280,7 @@ class Constraints:
         able = [
             axis
             for axis, name in enumerate(mesh.names)
-            if role_of_axis(name) not in ("ep", "tp")
+            if role_of_axis(name) != "tp"
             and not name.startswith("dp_replicate")
             and (self.may(name, "dp") or self.may(name, "cp"))
         ]

@@ -155,11 +155,14 @@ def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: S
     return replace(made[stages[0].offload], blocks=tuple(blocks))
 
 
-def data_axes_of(priced: Priced) -> tuple[int, ...]:
-    """Data axes as the passes define them: every parameter is whole there and some gradient is a partial sum."""
+def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
+    """Data axes as the passes define them: some gradient is a partial sum there, and every parameter is whole or the
+    step inputs are divided. inputs: choices of the step inputs."""
     summed = {axis for price in priced.parameters.values() for axis in (*price.sync_axes, *price.zero_axes)}
     return tuple(
-        axis for axis in sorted(summed) if all(layout[axis].is_replicate() for layout in priced.layouts.values())
+        axis
+        for axis in sorted(summed)
+        if inputs[axis] is not None or all(layout[axis].is_replicate() for layout in priced.layouts.values())
     )
 
 

@@ -127,7 +127,9 @@ class Solver:
 
     def least_state_of(self, configuration: Configuration) -> float:
         """Bytes of state that the fullest rank holds at least: stages alike, all but data axes dividing it."""
-        data, mesh = configuration.data_axes, configuration.mesh
+        mesh = configuration.mesh
+        # Experts are divided on their axis whatever ZeRO does with the rest there.
+        data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
         dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
         tensor = prod(mesh.sizes[axis] for axis in dividing)
         numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)

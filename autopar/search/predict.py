@@ -6,7 +6,7 @@ The search, an estimate of pinned degrees and a plan edited by hand are all judg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
@@ -153,7 +153,7 @@ def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> 
             copies = len({block for block in used for s in stages if s.first <= block <= s.last})
             if sum(any(s.first <= block <= s.last for block in used) for s in stages) > 1:
                 price = priced.parameters[name]
-                total += replace(pricing, zero=0).state(price) + -copies * pricing.state(price)
+                total += pricing.state(price, whole=True) + -copies * pricing.state(price)
     return total
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from torch import fx
@@ -55,9 +56,10 @@ _NOTHING = Affine(0.0, 0.0, 0.0, 0.0)
 class ParameterPrice:
     """One parameter under its uses.
 
-    numel: elements that a rank has of it before ZeRO. sync_axes: gradients are summed over these, once a step;
-    zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts, redistributions of
-    later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back after forward.
+    numel: elements that a rank has of it before ZeRO, which cuts it into ``shards``. sync_axes: gradients are summed
+    over these, once a step; zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts,
+    redistributions of later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back
+    after forward.
     """
 
     numel: float
@@ -68,6 +70,7 @@ class ParameterPrice:
     cast_s: float
     zero: int
     reshard: bool
+    shards: int
 
 
 @dataclass(slots=True)
@@ -211,7 +214,8 @@ class MeshPrices:
 class Pricing:
     """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
 
-    data_axes: axes on which every parameter is replicated. Without ZeRO they mean nothing. prefetch: blocks that
+    data_axes: axes that divide the step inputs or have every parameter whole; what is whole on one is sharded there.
+    Without ZeRO they mean nothing. prefetch: blocks that
     level 3 gathers ahead. levels, reshards: of the parameters of each kind of block, instead of ``zero`` and
     ``reshard``. offload: what ZeRO shards is in host memory.
     """
@@ -237,10 +241,10 @@ class Pricing:
 
     @property
     def zero_degree(self) -> int:
-        degree = 1
-        for axis in self.data_axes if self.zero else ():
-            degree *= self.mesh.axes[axis].size
-        return degree
+        return self._size(self.data_axes) if self.zero else 1
+
+    def _size(self, axes: Iterable[int]) -> int:
+        return prod(self.mesh.axes[axis].size for axis in axes)
 
     def op(self, node: fx.Node, assignment: Assignment) -> OpTime:
         """One microbatch of one op, collectives of its lowering included."""
@@ -284,7 +288,10 @@ class Pricing:
         layout = uses[0][0]
         zero = self.zero if kind is None or self.levels is None else self.levels[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
-        zero_axes = self.data_axes if zero and self.zero_degree > 1 else ()
+        zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if zero else ()
+        shards = self._size(zero_axes)
+        if shards == 1:
+            zero_axes = ()
         partial = {
             axis
             for axis, placement in enumerate(layout)
@@ -300,9 +307,7 @@ class Pricing:
                 Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
             )
             micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
-        masters = master_work(
-            local, self._shards(zero), zero=zero, itemsize=compute, num_microbatches=self.num_microbatches
-        )
+        masters = master_work(local, shards, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches)
         device = self.ops.cluster.device
         cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
         if not requires_grad:
@@ -321,11 +326,8 @@ class Pricing:
             cast_s=cast.total_s,
             zero=zero,
             reshard=reshard,
+            shards=shards,
         )
-
-    def _shards(self, zero: int) -> int:
-        """Pieces that ZeRO of this level cuts a parameter into."""
-        return self.zero_degree if zero else 1
 
     def sync(self, price: ParameterPrice) -> SyncTime:
         """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.
@@ -336,7 +338,7 @@ class Pricing:
         if price.zero_axes:
             total += price.numel * self.moves.sync_rate(price.zero_axes, price.zero, self.workload.precision)
         if price.sync_axes:
-            share = price.numel / (self.zero_degree if price.zero_axes else 1)
+            share = price.numel / (price.shards if price.zero_axes else 1)
             total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
         return total
 
@@ -346,25 +348,25 @@ class Pricing:
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
-                share = price.numel / (self.zero_degree if price.zero_axes else 1)
+                share = price.numel / (price.shards if price.zero_axes else 1)
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
         total = SyncTime()
         precision, fabric = self.workload.precision, self.moves.fabric
-        for (zero, reshard), numel in sharded.items():
-            total += sync_time(fabric, numel, self.data_axes, zero=zero, precision=precision, reshard=reshard)
+        for (zero, reshard, axes), numel in sharded.items():
+            total += sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
             if self.offload:
-                total += offload_time(numel / self.zero_degree, self.ops.cluster.device, zero=zero, reshard=reshard)
+                total += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
         for axes, numel in summed.items():
             total += sync_time(fabric, numel, axes, precision=precision)
         return total
 
-    def state(self, price: ParameterPrice) -> MemoryParts:
-        """Parameter, gradient and optimiser bytes of one parameter."""
+    def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
+        """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
         count, precision = self.num_microbatches, self.workload.precision
         memory = state_memory(
             price.numel,
-            zero=price.zero,
-            data_size=self.zero_degree,
+            zero=0 if whole else price.zero,
+            data_size=price.shards,
             precision=precision,
             num_microbatches=count,
             reshard=price.reshard,
@@ -377,7 +379,7 @@ class Pricing:
         if not price.requires_grad:
             return 0.0
         device = self.ops.cluster.device
-        offload, numel = self.offload and bool(price.zero_axes), price.numel / self._shards(price.zero)
+        offload, numel = self.offload and bool(price.zero_axes), price.numel / price.shards
         return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
 
     def gathered_bytes(self, prices: Iterable[ParameterPrice]) -> float:
@@ -386,21 +388,21 @@ class Pricing:
             gathered_bytes(
                 numel,
                 zero=zero,
-                data_size=self.zero_degree,
+                data_size=self._size(axes),
                 precision=self.workload.precision,
                 num_microbatches=self.num_microbatches,
                 prefetch=self.prefetch,
                 reshard=reshard,
             )
-            for (zero, reshard), numel in by_level(prices).items()
+            for (zero, reshard, axes), numel in by_level(prices).items()
         )
 
 
-def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool], float]:
-    """Elements that ZeRO shards, by level and whether they are given back after forward."""
-    found: dict[tuple[int, bool], float] = {}
+def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], float]:
+    """Elements that ZeRO shards, by level, whether they are given back after forward, and the axes."""
+    found: dict[tuple[int, bool, tuple[int, ...]], float] = {}
     for price in prices:
         if price.zero_axes:
-            key = (price.zero, price.reshard)
+            key = (price.zero, price.reshard, price.zero_axes)
             found[key] = found.get(key, 0.0) + price.numel
     return found

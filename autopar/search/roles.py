@@ -43,7 +43,8 @@ def divides_experts_axes(batch: int, mesh: Mesh, constraints: Constraints) -> bo
 class Rules:
     """Which choices each cluster may make on each axis of a mesh.
 
-    data_axes: axes that ZeRO is to work over: no parameter may be sharded on them.
+    data_axes: axes that ZeRO is to work over: no parameter may be sharded on them, but for experts on an axis for
+    experts, which then divides the step inputs.
     batch_axes: if given, exactly these axes divide the step inputs.
     """
 
@@ -65,7 +66,7 @@ class Rules:
         if group.leader is None:
             if self.batch_axes is not None:
                 return (BATCH,) if axis in self.batch_axes else (None,)
-            if role_of_axis(name) == "dp":
+            if role_of_axis(name) == "dp" or (role_of_axis(name) == "ep" and axis in self.data_axes):
                 return (BATCH,)
             return (None, BATCH) if self.constraints.may(name, "dp") else (None,)
         allowed = [c for c in group.choices if self._may(group, axis, c) and self._stores(group, axis, c)]
@@ -125,11 +126,12 @@ class Rules:
     def _stores(self, group: Cluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
         parameters = self.load.captured.parameters
+        experts = role_of_axis(self.mesh.names[axis]) == "ep" and EXPERTS in factors_of_choice(choice)
         for member in group.members:
             for position, operand in enumerate(tensor_operands(member)):
                 if operand.op != "placeholder" or operand.name not in parameters:
                     continue
                 value, _ = self.load.rule(member).operand(position, group.follow[choice][member])
-                if value.is_partial() or (axis in self.data_axes and not value.is_replicate()):
+                if value.is_partial() or (axis in self.data_axes and not experts and not value.is_replicate()):
                     return False
         return True

@@ -118,6 +118,7 @@ def data_parallel_programs(
             parameter=p,
             layout=(Replicate(),) * len(mesh),
             partial_axes=tuple(range(len(mesh))),
+            zero_axes=tuple(range(len(mesh))) if plan.zero else (),
             stages=tuple(sorted({stage_of(b) for b in users[n]})),
         )
         for n, p in captured.parameters.items()
@@ -201,7 +202,6 @@ def data_parallel_programs(
                 loss=loss.name if last and not forward else None,
                 loss_partial_axes=tuple(range(len(mesh))) if last else (),
                 num_microbatches=plan.batch.num_microbatches,
-                data_axes=tuple(range(len(mesh))),
                 shard_axes=tuple(map(mesh.index, mesh.names if plan.shard_axes is None else plan.shard_axes))
                 if plan.zero
                 else (),
