@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_model.cluster import Cluster
+from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
@@ -118,8 +119,20 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(_SHORT)))}")
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
-        fields[field] = tuple(value) if field == "annotations" else value
+        fields[field] = _annotations(value) if field == "annotations" else value
     return Constraints(**fields)
+
+
+def _annotations(given: Any) -> tuple[ParameterAnnotation, ...]:
+    found = (given,) if isinstance(given, ParameterAnnotation) else tuple(given)
+    for one in found:
+        if not isinstance(one, ParameterAnnotation):
+            raise InvalidInput(
+                f"annotations: {one!r} says of no parameter where it is.\n"
+                "  expected: what autopar.constrain(pattern, placements) returns, or a list of them\n"
+                "  try: annotations=[autopar.constrain('*.up.weight', {'tp': Shard(0)})]"
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import CASES, Case, build
@@ -39,6 +40,8 @@ from autopar.ir.plan import Plan
 
 STEPS = 5
 LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
+
+EXPERTS_ON_TP = autopar.constrain("*.experts.*", {"tp": Shard(0)})
 
 # Name of a plan -> number of ranks and constraints of the search.
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,6 +56,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp 2x2": (4, {"dp": 4, "zero": 3, "shard": 2}),
     "tp2": (2, {"tp": 2, "sp": False}),
     "tp2 sp": (2, {"tp": 2, "sp": True}),
+    "tp2 remat": (2, {"tp": 2, "sp": True, "remat": "selective"}),
+    "cp2 remat": (2, {"cp": 2, "remat": "selective"}),
     "tp4": (4, {"tp": 4, "sp": False}),
     "cp2": (2, {"cp": 2}),
     "dp2 tp2": (4, {"dp": 2, "tp": 2}),
@@ -72,6 +77,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),
     "ep2": (2, {"ep": 2, "dp": 1, "tp": 1}),
+    "tp2 experts": (2, {"tp": 2, "remat": "selective", "annotations": [EXPERTS_ON_TP]}),
     "ep2 dp2": (4, {"ep": 2, "dp": 2, "zero": 0}),
     "ep2 zero3": (4, {"ep": 2, "dp": 2, "zero": 3}),
     "ep2 zero3 all": (4, {"ep": 2, "dp": 2, "zero": 3, "shard": 4}),
@@ -109,7 +115,7 @@ class Cell:
 
 
 # Plans of experts: for models that have some.
-EXPERT_PLANS = frozenset(plan for plan in PLANS if "ep2" in plan)
+EXPERT_PLANS = frozenset(plan for plan in PLANS if "ep2" in plan or "experts" in plan)
 MIXTURES = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepseek_v3"})
 # Every model under these, and these models under every plan: ``make parity``. --full: all under all.
 CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")

@@ -6,7 +6,7 @@ a redistribution gathered is another tensor than the shard it came from.
 
     none        everything autograd saves
     selective   results of contractions, of reductions and exchanges, and the block's inputs; the rest is recomputed.
-                A contraction that only a reduction or an exchange reads is not kept beside what comes out of it
+                A product that only a reduction or an exchange reads is not kept beside what comes out of it
     full        the block's inputs; everything is recomputed
 
 Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
@@ -25,6 +25,7 @@ from torch import fx
 from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view, op_name
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
+from autopar.ir.products import is_product
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.saved import saved_for_backward
@@ -185,7 +186,7 @@ class BlockActivations:
                 if cut and after <= before:
                     exchanged.append(use)
                 read[use.storage] = read.get(use.storage, False) or not cut or after > before
-            contracted = [tensor for tensor in self.kept if read.get(tensor.storage, True)]
+            contracted = [t for t in self.kept if read.get(t.storage, True) or not is_product(t.node.target)]
             chosen = dict.fromkeys((*self.inputs, *contracted, *exchanged))
             least = _total(chosen, assignments, mesh, num_microbatches)
             return min(least, self.saved_bytes(assignments, mesh, num_microbatches))

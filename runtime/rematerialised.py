@@ -5,8 +5,8 @@
                 runs again, what was gathered from other ranks too
     full        the block's inputs
 
-Where only a reduction or an exchange reads the result of a contraction, what comes out of the collective is kept
-instead. In the second run nobody reads the contraction's result, so it does not run:
+Where only a reduction or an exchange reads the result of a matrix product, what comes out of the collective is kept
+instead. In the second run nobody reads the product, so it does not run:
 
     first run    s = linear(x, w)          y = all_reduce(s)     y is kept, s is not
     second run   s: memory of its shape    y: the kept one       autograd sees both ops
@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.ir.lowered.reductions import split_bias
+from autopar.ir.products import is_product
 from autopar.ir.program import Remat
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.
@@ -59,9 +61,9 @@ def mark(graph: fx.Graph) -> None:
     """Wrap, in place, the calls in ``graph`` whose results selective rematerialisation does not keep though dear."""
     sums = {all_reduce, reduce_scatter, all_to_all}
     for node in graph.nodes:
-        if node.op == "call_function" and (
-            node.target is all_gather or (node.users and all(user.target in sums for user in node.users))
-        ):
+        computed = node.args[0] if node.target is split_bias else node.target
+        passed_on = is_product(computed) and node.users and all(user.target in sums for user in node.users)
+        if node.target is all_gather or passed_on:
             node.target = _marked(node.target)
 
 
@@ -82,7 +84,7 @@ def _marked(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Unread(TorchDispatchMode):
-    """Runs contractions whose results are not kept, and gives memory of their shape when they are to run again."""
+    """Runs products whose results are not kept, and gives memory of their shape when they are to run again."""
 
     def __init__(self, layouts: list[Tensor], *, again: bool) -> None:
         """layouts: the results on no device, written in the first run, read in the second."""

@@ -215,9 +215,8 @@ class Pricing:
     """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
 
     data_axes: axes that divide the step inputs or have every parameter whole; what is whole on one is sharded there.
-    Without ZeRO they mean nothing. prefetch: blocks that
-    level 3 gathers ahead. levels, reshards: of the parameters of each kind of block, instead of ``zero`` and
-    ``reshard``. offload: what ZeRO shards is in host memory.
+    Without ZeRO they mean nothing. prefetch: blocks that level 3 gathers ahead. levels, reshards: of the parameters of
+    each kind of block, instead of ``zero`` and ``reshard``. offload: what ZeRO shards is in host memory.
     """
 
     ops: OpPrices

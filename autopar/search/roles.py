@@ -127,6 +127,7 @@ class Rules:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
         parameters = self.load.captured.parameters
         experts = role_of_axis(self.mesh.names[axis]) == "ep" and EXPERTS in factors_of_choice(choice)
+        experts = experts and (self.batch_axes is None or axis in self.batch_axes)
         for member in group.members:
             for position, operand in enumerate(tensor_operands(member)):
                 if operand.op != "placeholder" or operand.name not in parameters:

@@ -18,6 +18,7 @@ CELLS = [
     ("resnet", "dp4"),
     ("mixtral", "zero2"),
     ("mixtral", "dp2 remat"),
+    ("mixtral", "tp2 experts"),
     ("qwen3_moe", "ep2 pp2"),
     ("deepseek_v3", "ep2 tp2"),
     ("clip", "zero2"),

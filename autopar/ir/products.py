@@ -1,0 +1,17 @@
+"""Ops that are one product, of matrices or with a convolution's kernel, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+_NAMES = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
+
+
+def is_product(target: object) -> bool:
+    """Whether autograd needs nothing but the operands of ``target`` to run its backward.
+
+    What is computed on the way inside other ops (experts, attention) is saved; the result of a product is not.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return target.overloadpacket.__name__ in _NAMES
