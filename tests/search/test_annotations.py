@@ -80,6 +80,7 @@ def _fixed(pattern: str, dim: int) -> list[Any]:
         (lambda: autopar.constrain(torch.zeros(2), {"tp": Shard(1)}), "Shard(dim) of a dimension from -1 to 0"),
         (lambda: _plan(annotations=_fixed("*.up.*", 0)), "there is no mesh axis 'tp'; the pinned ones are none"),
         (lambda: _plan(tp=2, annotations=_fixed("blocks.0.upp.weight", 0)), "names like it: blocks.0.up.weight"),
+        (lambda: _plan(tp=2, annotations={"*.up.bias": {"tp": 0}}), "expected: what autopar.constrain"),
         (lambda: _plan(tp=2, annotations=_fixed("*.up.bias", 1)), "blocks.0.up.bias has 1 dimensions"),
         (lambda: _plan(tp=2, annotations=_fixed("blocks.1.up.weight", 0)), "matches only one of blocks.1.up.weight"),
         (lambda: _plan({"dp": Shard(2)}, dp=2), "agrees with what autopar.constrain fixes"),
