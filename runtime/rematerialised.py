@@ -35,7 +35,7 @@ _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
 _KEPT_NAMESPACES = ("_c10d_functional", "autopar")
 
-# Within a call that ``marked`` wrapped: whether its results are not kept.
+# Within a call that ``mark`` wrapped: whether its results are not kept.
 _not_kept: ContextVar[bool] = ContextVar("autopar results that are not kept", default=False)
 
 

@@ -42,12 +42,14 @@ from autopar.runtime.stage_module import StageModule
 def _meshes(program: StageProgram, plan: Plan, mesh: JobMesh) -> dict[str, DeviceMesh]:
     """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars."""
     levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
+    axes = {layout.zero_axes for layout in program.parameters.values()}
+    meshes = {own: mesh.sharded(own, program.shard_axes) for own in sorted(axes)}
     found = {}
     for name, layout in program.parameters.items():
         # Copies on several stages have to be cut alike.
         level = plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero)
-        own = mesh.sharded(layout.zero_axes, program.shard_axes) if level and layout.parameter.shape else None
-        if own is not None:
+        own = meshes[layout.zero_axes]
+        if own is not None and level and layout.parameter.shape:
             found[name] = own
     return found
 
@@ -137,11 +139,9 @@ def apply_zero(
     if narrow is not None:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Copies from pinned memory overlap with compute; pinning needs a GPU.
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_mesh.device_type != "cpu")
-        if plan.stages[program.stage].offload
-        else None
-    )
+    offload = OffloadPolicy()
+    if plan.stages[program.stage].offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_mesh.device_type != "cpu")
     widest = max(meshes.values(), key=lambda own: own.size())
     placed = _placements({find(name): own for name, own in meshes.items()}, widest)
     modules: list[tuple[FSDPModule, int]] = []
@@ -158,7 +158,7 @@ def apply_zero(
             reshard_after_forward=reshard,
             shard_placement_fn=placed,
             mp_policy=policy,
-            offload_policy=offload or OffloadPolicy(),
+            offload_policy=offload,
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
