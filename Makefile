@@ -48,7 +48,7 @@ format: $(VENV)/.dev  ## let ruff fix and format the tree
 parity: $(VENV)/.dev  ## models × plans: largest relative error against one process
 	$(BIN)/python benchmarks/parity.py
 
-parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; more than an hour
+parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; two hours
 	$(BIN)/python benchmarks/parity.py --full
 
 choices: $(VENV)/.dev  ## what the free search picks, and what the alternatives would have cost

@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--plans", help="plan,... for every model, or those of --models")
     parser.add_argument("--cells", help="model:plan,... instead")
     parser.add_argument(
-        "--full", action="store_true", help="every model under every plan: more than an hour on 2 cores"
+        "--full", action="store_true", help="every model under every plan: two hours on 2 cores"
     )
     options = parser.parse_args()
     if options.cells:
