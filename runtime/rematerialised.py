@@ -88,12 +88,12 @@ class _Unread(TorchDispatchMode):
 
     def __init__(self, layouts: list[Tensor], *, again: bool) -> None:
         """layouts: the results on no device, written in the first run, read in the second."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._layouts, self._again, self._next = layouts, again, 0
 
     def __enter__(self) -> _Unread:
         self._next = 0
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # nor this
         return self
 
     def __torch_dispatch__(
