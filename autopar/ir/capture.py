@@ -24,6 +24,7 @@ from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput
+from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED
 from autopar.ir.standins import fake_like, fake_model
@@ -65,17 +66,24 @@ def capture(
     """
     title = name or type(model).__name__
     call = Call.of(model, example_inputs, loss_fn, example_target)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _Flat(fake_model(model, mode), call, loss_fn)
-    fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
-    try:
-        # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-        with _use_lazy_graph_module(True):
-            program = torch.export.export(twin, fakes, strict=False)
-    except _FAILURES as error:
-        raise explain(title, error) from error
-    refuse_unknown_sizes(title, program.graph)
-    return _assemble(model, title, call, twin, program, mode)
+    for repetition in (Repetition(), None):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        twin = _Flat(fake_model(model, mode), call, loss_fn)
+        if repetition is not None and not repetition.watch(twin.model):
+            continue
+        fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+        try:
+            # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
+            with _use_lazy_graph_module(True):
+                program = torch.export.export(twin, fakes, strict=False)
+            repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
+        except (*_FAILURES, NotAlike) as error:
+            if repetition is not None:
+                continue  # whatever it is, it is found again, or not, in the model as it is
+            raise explain(title, error) from error
+        refuse_unknown_sizes(title, program.graph)
+        return _assemble(model, title, call, twin, program, mode, repeats)
+    raise AssertionError("unreachable")
 
 
 @dataclass(slots=True)
@@ -134,6 +142,7 @@ def _assemble(
     twin: _Flat,
     program: torch.export.ExportedProgram,
     mode: FakeTensorMode,
+    repeats: Mapping[int, Again],
 ) -> CapturedModel:
     """The captured model from what torch.export returned."""
     graph = fx.Graph()
@@ -180,7 +189,7 @@ def _assemble(
         inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
         arguments[sources[spec.arg.name]] = node
 
-    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module)
+    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module, repeats=repeats)
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
     supply = iter(flat[has_loss:])

@@ -9,6 +9,7 @@ gradient flows through a no_grad block. Here
     add_(buffer, 1)                           add(buffer, 1), recorded as the buffer's update
     wrap_with_set_grad_enabled(False, f, x)   detach(f(x))
     batch_norm(x, .., mean, var, True)        _native_batch_norm_legit_functional, which returns the updates
+    again((x,), call=3, ..)                   the ops that call 3 repeats, on x (``repetition``)
 
 A tensor that is written is a *base*; a view of it remembers how it was made, and is made again from the
 base's new value when it is next read.
@@ -17,7 +18,7 @@ base's new value when it is next read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
+from autopar.ir.repetition import AGAIN, EDGE, Again
 from autopar.ir.source import origin_of
 
 aten = torch.ops.aten
@@ -61,15 +63,21 @@ class _View:
 
 @dataclass(slots=True)
 class Functionaliser:
-    """Copies an exported graph into ``graph``, node by node. ``buffers``: buffer placeholders."""
+    """Copies an exported graph into ``graph``, node by node.
+
+    repeats: what to run for each call of ``again``.
+    """
 
     graph: fx.Graph
     mode: FakeTensorMode
     module: torch.nn.Module
+    repeats: Mapping[int, Again] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     views: dict[fx.Node, _View] = field(default_factory=dict)
     versions: dict[fx.Node, int] = field(default_factory=dict)
     writes: bool = False
+    _repeated: dict[int, dict[int, Any]] = field(default_factory=dict)
+    _moved: tuple[str, str] | None = None
 
     def run(self, source: fx.Graph, arguments: dict[fx.Node, Any]) -> Any:
         """Copy all ops of ``source``; returns the new values of its output."""
@@ -77,17 +85,25 @@ class Functionaliser:
         self.writes = self.writes or any(_writes(node) for node in source.nodes)
         result: Any = None
         for node in source.nodes:
-            if node.op == "call_function":
-                self._copy(node)
-            elif node.op == "get_attr":
-                self.values[node] = operator.attrgetter(str(node.target))(self.module)
-            elif node.op == "output":
+            if node.op == "output":
                 result = self._read(node.args[0])
+            else:
+                self._step(node)
         return result
+
+    def _step(self, node: fx.Node) -> None:
+        if node.op == "call_function":
+            self._copy(node)
+        elif node.op == "get_attr":
+            self.values[node] = operator.attrgetter(str(node.target))(self.module)
 
     def _copy(self, node: fx.Node) -> None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             self._inline(node)
+        elif node.target is EDGE:
+            self.values[node] = self._read(node.args[0])
+        elif node.target is AGAIN:
+            self._repeat(node)
         elif node.target is aten.batch_norm.default and node.args[5]:
             self._batch_norm(node)
         elif _writes(node):
@@ -124,7 +140,10 @@ class Functionaliser:
     def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Any:
         if "path" not in like.meta:
             like.meta["path"], like.meta["source"] = origin_of(like)
-        return add_call(self.graph, self.mode, target, args, dict(kwargs), like=like, value=value)
+        made = add_call(self.graph, self.mode, target, args, dict(kwargs), like=like, value=value)
+        if self._moved is not None and made.meta["path"].startswith(self._moved[0]):
+            made.meta["path"] = self._moved[1] + made.meta["path"].removeprefix(self._moved[0])
+        return made
 
     def _note_alias(self, node: fx.Node) -> None:
         """Record that a value aliases its first operand, by its schema or, if that depends, by trying."""
@@ -203,6 +222,34 @@ class Functionaliser:
         self.values[node] = self._call(node, operator.getitem, (result, 0), {})
         for position, buffer in enumerate(running, start=3):
             self._assign(buffer, self._call(node, operator.getitem, (result, position), {}), node)
+
+    def _repeat(self, node: fx.Node) -> None:
+        """The body of a call that was followed, with what this call is given and the parameters of its own module."""
+        given, number, place, _ = node.args
+        assert isinstance(given, (list, tuple)) and isinstance(number, int) and isinstance(place, int)
+        if number not in self._repeated:
+            repeat = self.repeats[number]
+            body = repeat.body
+            for entry, value in enumerate(self._read(given)):
+                if entry in body.entries:
+                    self.values[body.entries[entry]] = value
+            self._swap(repeat.twins)
+            self._moved = (body.path, repeat.path)
+            for inner in body.nodes:
+                self._step(inner)
+            results = {at: self._read(edge.args[0]) for at, edge in body.results.items()}
+            self._moved = None
+            self._swap(repeat.twins)
+            self._repeated[number] = results
+        self.values[node] = self._repeated[number][place]
+
+    def _swap(self, pairs: Mapping[fx.Node, fx.Node]) -> None:
+        """Exchange all that is known of the nodes of each pair."""
+        known: tuple[dict[fx.Node, Any], ...] = (self.values, self.views, self.versions)
+        for a, b in pairs.items():
+            for table in known:
+                of_a, of_b = table.pop(a, None), table.pop(b, None)
+                table.update({node: value for node, value in ((a, of_b), (b, of_a)) if value is not None})
 
     def _inline(self, node: fx.Node) -> None:
         name = node.target.name()  # type: ignore[union-attr]

@@ -1,0 +1,112 @@
+"""Which modules of a model are alike: the same code on parameters of the same shapes.
+
+Two siblings are alike if their whole trees are equal: classes, shapes and dtypes of parameters and buffers, and plain
+attributes. Only their position among the siblings may be written in an attribute (``self.layer_idx``). Anything that
+cannot be compared makes them different, which costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+# Attributes of every nn.Module that say nothing about what it computes, or are compared on their own.
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_POSITION = "its position"
+
+Group = tuple[tuple[str, nn.Module], ...]
+
+
+def groups_alike(model: nn.Module, *, at_least: int) -> list[Group]:
+    """Groups of siblings that are alike, as (path, module), from the top of the tree; none within another."""
+    used = Counter(id(tensor) for tensor in _tensors(model))
+    return list(_groups("", model, at_least, used))
+
+
+def _groups(path: str, module: nn.Module, at_least: int, used: Counter[int]) -> Iterator[Group]:
+    children = list(module.named_children())
+    found: dict[Hashable, list[tuple[str, nn.Module]]] = {}
+    by_class: dict[type, list[tuple[int, nn.Module]]] = {}
+    for position, (_, child) in enumerate(children):
+        by_class.setdefault(type(child), []).append((position, child))
+    for siblings in by_class.values():
+        counted = _counted(siblings) if len(siblings) >= at_least else frozenset()
+        for position, child in siblings:
+            name = children[position][0]
+            key: Hashable = position
+            if len(siblings) >= at_least and not _is_primitive(child) and not _shares(child, used):
+                key = (type(child), _signature(child, position, counted))
+            found.setdefault(key, []).append((f"{path}.{name}" if path else name, child))
+    for members in found.values():
+        if len(members) >= at_least:
+            yield tuple(members)
+        else:
+            for own, child in members:
+                yield from _groups(own, child, at_least, used)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Every parameter and buffer, as often as the module tree holds it."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def _is_primitive(module: nn.Module) -> bool:
+    """Whether it is a Linear, a Dropout or the like, which is traced at once."""
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+
+
+def _shares(module: nn.Module, used: Counter[int]) -> bool:
+    """Whether a parameter or buffer of ``module`` is also another module's."""
+    return any(used[key] > count for key, count in Counter(id(tensor) for tensor in _tensors(module)).items())
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN:
+                yield f"{path}.{name}", value
+
+
+def _counted(siblings: list[tuple[int, nn.Module]]) -> frozenset[str]:
+    """Attributes that hold, in every sibling, its position."""
+    common: set[str] | None = None
+    for position, child in siblings:
+        own = {name for name, value in _attributes(child) if type(value) is int and value == position}
+        common = own if common is None else common & own
+    return frozenset(common or ())
+
+
+def _signature(module: nn.Module, position: int, counted: frozenset[str]) -> Hashable:
+    parts: list[Hashable] = []
+    for path, part in module.named_modules():
+        for name in _HOOKS:
+            parts += [("hook", path, name, id(hook)) for hook in vars(part)[name].values()]
+        tensors = (*part._parameters.items(), *part._buffers.items())
+        parts.append((path, type(part), tuple((name, shape_key(tensor)) for name, tensor in tensors)))
+    parts += [
+        (name, _POSITION if name in counted and value == position else plain(value))
+        for name, value in _attributes(module)
+    ]
+    return tuple(parts)
+
+
+def shape_key(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def plain(value: object) -> Hashable:
+    """A hashable twin of an attribute; of what is not plain data, its identity."""
+    if isinstance(value, (int, float, str, bytes, complex, torch.dtype, torch.device, type, type(None))):
+        return (type(value), value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(plain, value)))
+    if isinstance(value, dict):
+        return (type(value), tuple((plain(key), plain(item)) for key, item in value.items()))
+    return (type(value), id(value))
