@@ -21,14 +21,17 @@ from functools import cached_property
 from math import ceil, inf, log2, prod
 
 from autopar.cost_model.cluster import Cluster, Group
-from autopar.cost_model.hardware import Device, Link
-from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.hardware import Link
+from autopar.cost_model.seconds import Affine, OpTime
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.redistribution import Collective, Step
 
 # NCCL takes the switch's own reduction from this group size on (NVIDIA/nccl#1455).
 _SWITCH_REDUCE_FROM = 5
+
+# Bytes at which times that are affine in them are sampled.
+_SAMPLE = 1e6
 
 
 def volume_bytes(collective: Collective, payload_bytes: float, size: int) -> float:
@@ -99,7 +102,7 @@ def redistribution_time(
 
     rows: global size of dimension 0, if known.
     """
-    return Fabric(cluster, mesh).redistribution_time(steps, numel, itemsize, source, rows)
+    return Fabric(cluster, mesh).redistribution(steps, source, rows).at(numel * itemsize)
 
 
 @dataclass(frozen=True)
@@ -121,39 +124,55 @@ class Fabric:
         """Seconds of one collective over one axis, or over several jointly."""
         return collective_time(collective, payload_bytes, self.group(axes), self.cluster)
 
-    def redistribution_time(
-        self, steps: Sequence[Step], numel: float, itemsize: int, source: Layout, rows: float | None = None
-    ) -> OpTime:
-        """As the function of this name. ``numel``: global elements (of one microbatch).
+    def redistribution(self, steps: Sequence[Step], source: Layout, rows: float | None = None) -> Affine:
+        """Seconds of steps out of layout ``source``, by the global bytes of the tensor (of one microbatch).
 
         Local copies count too: what a split cuts off, and the reordering around a collective along a dimension
-        that is not the first, unless those before it have one element on a rank.
+        that is not the first, unless those before it have one element on a rank. rows: global size of dimension 0.
         """
-        if not steps:
-            return OpTime()
-        device = self.cluster.device
-        local = numel * itemsize
+        local = 1.0  # share of the tensor that a rank has
         lead = inf if rows is None else rows  # local size of dimension 0
         for placement, axis in zip(source, self.mesh.axes, strict=True):
             if isinstance(placement, Shard):
                 local /= axis.size
                 lead /= axis.size if placement.dim == 0 else 1
-        forward = backward = 0.0
+        forward_fixed = forward = backward_fixed = backward = 0.0
         for step in steps:
             size = self.mesh.axes[step.axis].size
             if size == 1:
                 continue
-            group = self.groups[step.axis]
             after = _size_after(step.forward, local, size)
             ends = max(local, after), min(local, after)
-            forward += collective_time(step.forward, ends[0], group, self.cluster)
             gathered, sharded = (_reordered(dim, lead) for dim in (step.gather_dim, step.shard_dim))
-            forward += _copy_time(step.forward, gathered, sharded, *ends, device)
-            backward += collective_time(step.backward, ends[0], group, self.cluster)
-            backward += _copy_time(step.backward, sharded, gathered, *ends, device)
+            for collective, first, second, ahead in (
+                (step.forward, gathered, sharded, True),
+                (step.backward, sharded, gathered, False),
+            ):
+                fixed, per_byte = self._rate(collective, step.axis)
+                launches, moved = _copies(collective, first, second, *ends)
+                fixed += launches * self.cluster.device.kernel_launch_s
+                per_byte = per_byte * ends[0] + self.cluster.device.memory_seconds(moved)
+                if ahead:
+                    forward_fixed, forward = forward_fixed + fixed, forward + per_byte
+                else:
+                    backward_fixed, backward = backward_fixed + fixed, backward + per_byte
             local = after
             lead *= (size if step.gather_dim == 0 else 1) / (size if step.shard_dim == 0 else 1)
-        return OpTime(forward, backward)
+        return Affine(forward_fixed, forward, backward_fixed, backward)
+
+    def _rate(self, collective: Collective, axis: int) -> tuple[float, float]:
+        """Seconds of a collective along an axis: fixed, and for each byte of its payload."""
+        found = self._rates.get((collective, axis))
+        if found is None:
+            group = self.groups[axis]
+            one, two = (collective_time(collective, n * _SAMPLE, group, self.cluster) for n in (1, 2))
+            per_byte = (two - one) / _SAMPLE
+            found = self._rates[collective, axis] = (max(0.0, one - per_byte * _SAMPLE), per_byte)
+        return found
+
+    @cached_property
+    def _rates(self) -> dict[tuple[Collective, int], tuple[float, float]]:
+        return {}
 
 
 def _size_after(collective: Collective, local: float, size: int) -> float:
@@ -169,18 +188,21 @@ def _reordered(dim: int | None, lead: float) -> bool:
     return bool(dim) and not (dim == 1 and lead <= 1)
 
 
-def _copy_time(
-    collective: Collective, gathered: bool, sharded: bool, large: float, small: float, device: Device
-) -> float:
-    """Local reads and writes that come with a step in one direction. gathered, sharded: pieces to reorder."""
+def _copies(
+    collective: Collective, gathered: bool, sharded: bool, large: float, small: float
+) -> tuple[int, float]:
+    """Local copies that come with a step in one direction: how many, and the bytes that they read and write.
+
+    gathered, sharded: pieces to reorder.
+    """
     if collective in (Collective.SPLIT, Collective.DIVIDE):
-        return device.kernel_launch_s + device.memory_seconds(2 * small)
+        return 1, 2 * small
     copies = 0
     if collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
         copies += gathered
     if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
         copies += sharded
-    return copies * (device.kernel_launch_s + device.memory_seconds(2 * large))
+    return copies, copies * 2 * large
 
 
 def sharded_degree(layout: Layout, mesh: Mesh) -> int:

@@ -1,4 +1,4 @@
-"""Time of one forward and one backward pass."""
+"""Time of one forward and one backward pass, as a number or affine in the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -32,3 +32,37 @@ class OpTime:
 
 
 ZERO = OpTime()
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Seconds as ``fixed + per_byte * bytes``, forward and backward."""
+
+    forward_fixed: float = 0.0
+    forward_per_byte: float = 0.0
+    backward_fixed: float = 0.0
+    backward_per_byte: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """Forward and backward together."""
+        return self.forward_fixed + self.backward_fixed
+
+    @property
+    def per_byte(self) -> float:
+        """Forward and backward together."""
+        return self.forward_per_byte + self.backward_per_byte
+
+    @property
+    def forward(self) -> Affine:
+        """Forward alone."""
+        return Affine(self.forward_fixed, self.forward_per_byte)
+
+    def at(self, num_bytes: float) -> OpTime:
+        return OpTime(
+            self.forward_fixed + self.forward_per_byte * num_bytes,
+            self.backward_fixed + self.backward_per_byte * num_bytes,
+        )
+
+
+NOTHING = Affine()

@@ -1,14 +1,15 @@
 """Which modules of a model are alike: the same code on parameters of the same shapes.
 
 Two siblings are alike if their whole trees are equal: classes, shapes and dtypes of parameters and buffers, and plain
-attributes. Only their position among the siblings may be written in an attribute (``self.layer_idx``). Anything that
-cannot be compared makes them different, which costs time and nothing else.
+attributes. Only integers that count them (``self.layer_idx``) may differ. Anything that cannot be compared makes them
+different, which costs time and nothing else.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,34 +17,42 @@ from torch import Tensor, nn
 # Attributes of every nn.Module that say nothing about what it computes, or are compared on their own.
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_POSITION = "its position"
+_COUNTED = "counted"
 
-Group = tuple[tuple[str, nn.Module], ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Siblings that are alike. members: (path, module). counts: attributes that count them, as ``attention.layer_idx``."""
+
+    members: tuple[tuple[str, nn.Module], ...]
+    counts: frozenset[str]
 
 
 def groups_alike(model: nn.Module, *, at_least: int) -> list[Group]:
-    """Groups of siblings that are alike, as (path, module), from the top of the tree; none within another."""
+    """Groups of at least so many, from the top of the module tree; none within another."""
     used = Counter(id(tensor) for tensor in _tensors(model))
     return list(_groups("", model, at_least, used))
 
 
 def _groups(path: str, module: nn.Module, at_least: int, used: Counter[int]) -> Iterator[Group]:
     children = list(module.named_children())
-    found: dict[Hashable, list[tuple[str, nn.Module]]] = {}
     by_class: dict[type, list[tuple[int, nn.Module]]] = {}
     for position, (_, child) in enumerate(children):
         by_class.setdefault(type(child), []).append((position, child))
+    found: dict[Hashable, list[tuple[str, nn.Module]]] = {}
+    counts: dict[Hashable, frozenset[str]] = {}
     for siblings in by_class.values():
         counted = _counted(siblings) if len(siblings) >= at_least else frozenset()
         for position, child in siblings:
             name = children[position][0]
             key: Hashable = position
             if len(siblings) >= at_least and not _is_primitive(child) and not _shares(child, used):
-                key = (type(child), _signature(child, position, counted))
+                key = (type(child), _signature(child, counted))
             found.setdefault(key, []).append((f"{path}.{name}" if path else name, child))
-    for members in found.values():
+            counts[key] = counted
+    for key, members in found.items():
         if len(members) >= at_least:
-            yield tuple(members)
+            yield Group(members=tuple(members), counts=counts[key])
         else:
             for own, child in members:
                 yield from _groups(own, child, at_least, used)
@@ -75,25 +84,23 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _counted(siblings: list[tuple[int, nn.Module]]) -> frozenset[str]:
-    """Attributes that hold, in every sibling, its position."""
-    common: set[str] | None = None
+    """Attributes that hold, in every sibling, its position, or that plus a constant."""
+    offsets: dict[str, list[int]] = {}
     for position, child in siblings:
-        own = {name for name, value in _attributes(child) if type(value) is int and value == position}
-        common = own if common is None else common & own
-    return frozenset(common or ())
+        for name, value in _attributes(child):
+            if type(value) is int:
+                offsets.setdefault(name, []).append(value - position)
+    return frozenset(name for name, own in offsets.items() if len(own) == len(siblings) and len(set(own)) == 1)
 
 
-def _signature(module: nn.Module, position: int, counted: frozenset[str]) -> Hashable:
+def _signature(module: nn.Module, counted: frozenset[str]) -> Hashable:
     parts: list[Hashable] = []
     for path, part in module.named_modules():
         for name in _HOOKS:
             parts += [("hook", path, name, id(hook)) for hook in vars(part)[name].values()]
         tensors = (*part._parameters.items(), *part._buffers.items())
         parts.append((path, type(part), tuple((name, shape_key(tensor)) for name, tensor in tensors)))
-    parts += [
-        (name, _POSITION if name in counted and value == position else plain(value))
-        for name, value in _attributes(module)
-    ]
+    parts += [(name, _COUNTED if name in counted else plain(value)) for name, value in _attributes(module)]
     return tuple(parts)
 
 

@@ -173,13 +173,27 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
     An operand may be a ``getitem`` of an op with several results. A ``getitem`` itself has no operands here.
     """
-    return [
-        leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node) and is_tensor(leaf)
-    ]
+    found: list[fx.Node] = []
+    _collect((node.args, node.kwargs), found)
+    return found
+
+
+def _collect(value: Any, found: list[fx.Node]) -> None:
+    if isinstance(value, fx.Node):
+        if isinstance(value.meta.get("val"), torch.Tensor):
+            found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
 
 
 def tensor_results(node: fx.Node) -> list[torch.Tensor]:
     """Fake tensors that an op returns, in order."""
+    if isinstance(value := node.meta.get("val"), torch.Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 

@@ -21,6 +21,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,8 +34,28 @@ from autopar.ir.alike import Group, groups_alike, plain, shape_key
 _AT_LEAST = 4
 
 
+# What Python itself does with every object.
+_ALLOWED = frozenset(
+    ("__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__doc__", "__getattribute__")
+    + ("__setattr__", "__delattr__", "__dir__", "__sizeof__", "__getstate__")
+)
+
+
 class NotAlike(Exception):
     """Modules that look alike do not run alike."""
+
+
+def _refuse(self: object, *args: object) -> Any:
+    raise NotAlike("modules that look alike make use of their number")
+
+
+# In place of an integer that counts modules: it may be handed around, but nothing may come of it. It is no integer
+# itself, or ``table[count]`` would go unnoticed.
+_COUNT = type(
+    "Count",
+    (),
+    {name: _refuse for name in (*vars(int), *vars(object)) if name.startswith("__") and name not in _ALLOWED},
+)()
 
 
 @torch.library.custom_op("autopar::edge", mutates_args=())
@@ -117,24 +138,33 @@ class Repetition:
         """Have every module of ``model`` that others are like record its calls, or repeat theirs. Whether any is."""
         groups = groups_alike(model, at_least=_AT_LEAST)
         for group in groups:
-            for path, module in group:
+            for path, module in group.members:
                 module.forward = self._watched(module, path, group)
+                for name in group.counts:
+                    owner, _, attribute = name.rpartition(".")
+                    vars(module.get_submodule(owner))[attribute] = _COUNT
         return bool(groups)
 
     def _watched(self, module: nn.Module, path: str, group: Group) -> Any:
         forward = module.forward
+        first, last = group.members[0][0], group.members[-1][0]
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (group[0][0], str(spec), _common(leaves))
+            key = (first, str(spec), _common(leaves))
             if self._inside or key in self._refused:
                 return forward(*args, **kwargs)
             number, self._count = self._count, self._count + 1
             calls = self.followed.setdefault(key, [])
-            if len(calls) >= 2 and path != group[-1][0]:
+            if len(calls) >= 2 and path != last:
                 return self._repeat(number, path, calls[1], leaves)
-            return self._follow(number, path, key, forward, leaves, spec)
+            followed, result = self._follow(number, path, forward, leaves, spec)
+            if followed is None:
+                self._refused.add(key)
+                return forward(*args, **kwargs)
+            calls.append(followed)
+            return result
 
         return watched
 
@@ -146,10 +176,10 @@ class Repetition:
         return pytree.tree_unflatten(flat, call.out_spec)
 
     def _follow(
-        self, number: int, path: str, key: object, forward: Any, leaves: list[Any], spec: pytree.TreeSpec
-    ) -> Any:
-        count = iter(range(len(leaves)))
-        inner = [EDGE(leaf, number, next(count), False) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self, number: int, path: str, forward: Any, leaves: list[Any], spec: pytree.TreeSpec
+    ) -> tuple[Followed | None, Any]:
+        """Run a call between edges. None if it returns what it is given: a write to the one would be to the other."""
+        inner = _edges_of(leaves, number, leaving=False)
         given = [(leaf, leaf._version) for leaf in inner if isinstance(leaf, Tensor)]
         args, kwargs = pytree.tree_unflatten(inner, spec)
         self._inside = True
@@ -160,16 +190,12 @@ class Repetition:
         if any(leaf._version != version for leaf, version in given):
             raise NotAlike(f"{path} writes to what it is given")
         returned, out_spec = pytree.tree_flatten(out)
-        results = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-        storages = {_storage(leaf) for leaf, _ in given}
-        if not results or any(_storage(leaf) in storages for leaf in results):
-            # It only passes on what it is given: a write to its result would be one to that.
-            self._refused.add(key)
-            return out
-        count = iter(range(len(returned)))
-        edges = [EDGE(leaf, number, next(count), True) if isinstance(leaf, Tensor) else leaf for leaf in returned]
-        self.followed[key].append(Followed(number=number, path=path, returned=tuple(edges), out_spec=out_spec))
-        return pytree.tree_unflatten(edges, out_spec)
+        results = {_storage(leaf) for leaf in returned if isinstance(leaf, Tensor)}
+        if not results or results & {_storage(leaf) for leaf, _ in given}:
+            return None, None
+        edges = _edges_of(returned, number, leaving=True)
+        followed = Followed(number=number, path=path, returned=tuple(edges), out_spec=out_spec)
+        return followed, pytree.tree_unflatten(edges, out_spec)
 
     def resolve(self, program: torch.export.ExportedProgram, root: str) -> dict[int, Again]:
         """What to run for each call that was not followed, by number. root: path of the model in the program.
@@ -223,6 +249,12 @@ def _common(leaves: Sequence[Any]) -> object:
         for place, leaf in enumerate(leaves)
     ]
     return (torch.is_grad_enabled(), tuple(described))
+
+
+def _edges_of(leaves: Sequence[Any], call: int, *, leaving: bool) -> list[Any]:
+    """Leaves with an edge for every tensor."""
+    places = count()
+    return [EDGE(leaf, call, next(places), leaving) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _constants(call: Followed) -> list[object]:

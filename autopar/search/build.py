@@ -11,24 +11,22 @@ repeats of its block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
 
 import numpy as np
 from torch import fx
 
 from autopar.cost_model.activations import Saved
-from autopar.ir.clusters import BATCH, Cluster
-from autopar.ir.placement import Layout, replicated
-from autopar.ir.rule import Assignment, Choice, factors_of_choice
+from autopar.ir.clusters import Cluster
+from autopar.ir.placement import Layout
+from autopar.ir.rule import Assignment, Choice
+from autopar.search.codes import Options, decode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
-from autopar.search.instance import Flow, Instance, Ints, User
+from autopar.search.instance import Floats, Flow, Instance, Ints, User
 from autopar.search.pricing import FlowShape, Pricing
-from autopar.search.workload import ParameterGroup, Tensor, Transfer, Workload
-
-_Item = TypeVar("_Item", bound=Hashable)
+from autopar.search.workload import ParameterGroup, Transfer, Workload
 
 # The choices that a cluster may make along a mesh axis (by position).
 Allowed = Callable[[Cluster, int], tuple[Choice, ...]]
@@ -52,14 +50,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Built:
-    """An instance and the assignments its options stand for: options[unit][option]."""
+    """An instance and what its options stand for."""
 
     instance: Instance
-    options: tuple[tuple[Assignment, ...], ...]
+    options: tuple[Options, ...]
 
     def assignments(self, selection: tuple[int, ...]) -> tuple[Assignment, ...]:
         """Assignment of the leader of each cluster."""
-        return tuple(own[option] for own, option in zip(self.options, selection, strict=True))
+        return tuple(own.leader(option) for own, option in zip(self.options, selection, strict=True))
 
 
 def build(pricing: Pricing, allowed: Allowed, weights: Weights) -> Built:
@@ -67,83 +65,100 @@ def build(pricing: Pricing, allowed: Allowed, weights: Weights) -> Built:
     return _Builder(pricing, allowed, weights).run()
 
 
-def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> tuple[Assignment, ...]:
-    """Assignments of a cluster's leader in which every factor of every member divides."""
-    choices = [allowed(group, axis) for axis in range(len(pricing.mesh))]
-    kept = [joint for joint in product(*choices) if _divides(pricing, group, joint)]
-    if not kept:
-        what = group.leader.name if group.leader is not None else "the step inputs"
-        raise NoOption(
-            f"{what} cannot be divided as pinned on mesh {pricing.mesh}: its sizes do not divide.\n"
-            f"  its choices: {dict(zip(pricing.mesh.names, choices, strict=True))}\n"
-            "  try: other degrees, fewer microbatches, or other placements in autopar.constrain"
-        )
-    return tuple(kept)
-
-
-def _divides(pricing: Pricing, group: Cluster, joint: Assignment) -> bool:
-    mesh, load = pricing.mesh, pricing.workload
-    for member in group.members:
-        rule, batch = load.rule(member), load.roles.batch.get(member)
-        left: dict[str, int] = {}
-        for choice, axis in zip(joint, mesh.axes, strict=True):
-            for factor in factors_of_choice(group.follow[choice][member]):
-                size = left.get(factor)
-                if size is None:
-                    size = rule.sizes[factor]
-                    if factor == batch:
-                        size //= pricing.num_microbatches
-                if size % axis.size:
-                    return False
-                left[factor] = size // axis.size
-    if group.leader is None:
-        rows = load.captured.batch_size // pricing.num_microbatches
-        for choice, axis in zip(joint, mesh.axes, strict=True):
-            if choice == BATCH:
-                if rows % axis.size:
-                    return False
-                rows //= axis.size
-    return True
+def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> Options:
+    """What a cluster may do so that every factor of every member divides."""
+    mesh, known = pricing.mesh, pricing.moves.options
+    choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
+    key = (group.index, pricing.num_microbatches, choices)
+    if key not in known:
+        where = {choice: pick for pick, choice in enumerate(group.choices)}
+        every = list(product(*([where[choice] for choice in own] for own in choices)))
+        picks = np.array(every, dtype=np.int64).reshape(len(every), len(mesh))
+        picks = picks[pricing.ops.codes.allows(group, picks, mesh, pricing.num_microbatches)]
+        if not len(picks):
+            what = group.leader.name if group.leader is not None else "the step inputs"
+            raise NoOption(
+                f"{what} cannot be divided as pinned on mesh {mesh}: its sizes do not divide.\n"
+                f"  its choices: {dict(zip(mesh.names, choices, strict=True))}\n"
+                "  try: other degrees, fewer microbatches, or other placements in autopar.constrain"
+            )
+        # Most numbers of microbatches leave the same options.
+        same = (group.index, picks.tobytes())
+        if same not in known:
+            known[same] = Options.made(group, mesh, picks)
+        known[key] = known[same]
+    return known[key]
 
 
 class _Builder:
     def __init__(self, pricing: Pricing, allowed: Allowed, weights: Weights) -> None:
         self.pricing = pricing
         self.load: Workload = pricing.workload
+        self.codes = pricing.ops.codes
         self.weights = weights
         self.groups = self.load.clusters.clusters
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.count = pricing.num_microbatches
-        self.members: dict[fx.Node, tuple[Assignment, ...]] = {
-            member: tuple(group.assignment(member, joint) for joint in own)
-            for group, own in zip(self.groups, self.options, strict=True)
-            for member in group.members
-        }
-        self.costs = [np.zeros(len(own)) for own in self.options]
+        self.costs = [self._seconds(own) for own in self.options]
         self.flows: list[Flow] = []
 
     def run(self) -> Built:
-        kept = self._kept() if self.weights.activations else {}
+        if self.weights.activations:
+            self._add_kept()
         if self.weights.working:
             self._add_working()
-        for node, repeats in self.load.repeats.items():
-            self._add_op(node, repeats, kept)
         for group in self.load.parameters:
             self._add_parameter(group)
         for number, transfer in enumerate(self.load.transfers):
             self._add_transfer(number, transfer)
         return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
 
-    def _add_op(self, node: fx.Node, repeats: int, kept: Mapping[fx.Node, list[Saved]]) -> None:
-        unit = self.load.cluster_of(node).index
-        cost = self.costs[unit]
-        factor = self.count * repeats
-        for option, assignment in enumerate(self.members[node]):
-            cost[option] += factor * self.pricing.op(node, assignment).total_s
-        for tensor in kept.get(node, ()):
-            price = self.weights.activations * repeats
-            for option, assignment in enumerate(self.members[node]):
-                cost[option] += price * tensor.local_bytes(assignment, self.pricing.mesh, self.count)
+    def _seconds(self, options: Options) -> Floats:
+        """Seconds of a step of the members of a cluster, under each option."""
+        found = options.memo.get(self.count)
+        if found is None:
+            found = options.memo[self.count] = self.count * (self._alone(options) + self._inside(options))
+        return np.array(found)
+
+    def _alone(self, options: Options) -> Floats:
+        """Without the collectives inside ops: it depends on the degrees only."""
+        mesh, ops = self.pricing.mesh, self.pricing.ops
+        totals = []
+        for degrees, option in zip(options.degrees, options.first.tolist(), strict=True):
+            key = (options.group.index, self.count, degrees.tobytes())
+            total = ops.totals.get(key)
+            if total is None:
+                leader = options.leader(option)
+                total = ops.totals[key] = sum(
+                    self.load.repeats[node]
+                    * ops.time(node, options.group.assignment(node, leader), mesh, self.count).total_s
+                    for node in options.group.members
+                )
+            totals.append(total)
+        return np.array(totals)[options.of]
+
+    def _inside(self, options: Options) -> Floats:
+        """Collectives inside ops."""
+        seconds = np.zeros(len(options))
+        for node in options.group.members:
+            lowered = self.load.rule(node).lowered
+            if not lowered:
+                continue
+            for option in range(len(options)):
+                assignment = options.member(node, option)
+                if any(choice in lowered for choice in assignment):
+                    seconds[option] += self.load.repeats[node] * self.pricing.lowering(node, assignment).total_s
+        return seconds
+
+    def _bytes(self, tensor: Saved) -> Floats:
+        """Bytes that a rank holds of a tensor for one microbatch, under each option of its op."""
+        options = self.options[self.load.cluster_of(tensor.node).index]
+        mesh = self.pricing.mesh
+        local = [
+            tensor.local_bytes(options.member(tensor.node, option), mesh, self.count)
+            for option in options.first.tolist()
+        ]
+        return np.array(local)[options.of]
 
     def _add_working(self) -> None:
         """The peak while gradients are made, taken to be that of the op with the largest tensors."""
@@ -153,20 +168,17 @@ class _Builder:
             default=(),
         )
         for tensor in largest:
-            cost = self.costs[self.load.cluster_of(tensor.node).index]
-            for option, assignment in enumerate(self.members[tensor.node]):
-                cost[option] += self.weights.working * tensor.local_bytes(assignment, self.pricing.mesh, self.count)
+            self.costs[self.load.cluster_of(tensor.node).index] += self.weights.working * self._bytes(tensor)
 
-    def _kept(self) -> dict[fx.Node, list[Saved]]:
-        """Saved tensors by the first op that keeps them."""
-        found: dict[fx.Node, list[Saved]] = {}
+    def _add_kept(self) -> None:
+        """Saved tensors, each storage with the first op that keeps it."""
         for activations in self.load.activations:
             seen = set()
             for tensor in (*activations.saved, *activations.extra):
                 if tensor.storage not in seen:
                     seen.add(tensor.storage)
-                    found.setdefault(tensor.node, []).append(tensor)
-        return found
+                    price = self.weights.activations * self.load.repeats[tensor.node]
+                    self.costs[self.load.cluster_of(tensor.node).index] += price * self._bytes(tensor)
 
     def _parameter_price(self, group: ParameterGroup, uses: list[tuple[Layout, Layout]]) -> float:
         price = self.pricing.parameter(group.numel, group.requires_grad, uses)
@@ -178,53 +190,36 @@ class _Builder:
 
     def _add_parameter(self, group: ParameterGroup) -> None:
         needs = [self._needs(node, position) for node, position in group.uses]
-        first = self.load.cluster_of(group.uses[0][0]).index
         units = [self.load.cluster_of(node).index for node, _ in group.uses]
-        own = [need for need, unit in zip(needs, units, strict=True) if unit == first]
-        alone = [
-            self._parameter_price(group, [need[option] for need in own]) for option in range(len(self.options[first]))
-        ]
-        self.costs[first] += alone
+        first = units[0]
+        own = np.stack([need for need, unit in zip(needs, units, strict=True) if unit == first], axis=1)
+        states, state_of = np.unique(own, axis=0, return_inverse=True)
+        state_of = state_of.reshape(-1)
+        stored = [[decode_need(use, len(self.pricing.mesh)) for use in state] for state in states.tolist()]
+        alone = np.array([self._parameter_price(group, uses) for uses in stored])
+        self.costs[first] += alone[state_of]
         for need, unit in zip(needs, units, strict=True):
             if unit == first:
                 continue
             # What a later user adds, seen pairwise: exact for two users, as tied weights are.
-            sources, source_of = _index(list(zip(*own, strict=True)))
-            wanted, need_of = _index(need)
-            cost = np.zeros((len(sources), len(wanted)))
-            for state, uses in enumerate(sources):
-                base = self._parameter_price(group, list(uses))
-                for number, use in enumerate(wanted):
-                    cost[state, number] = max(0.0, self._parameter_price(group, [*uses, use]) - base)
-            self.flows.append(
-                Flow(producer=first, sources=source_of, users=(User(unit=unit, needs=need_of),), cost=cost)
-            )
+            wanted, need_of = np.unique(need, return_inverse=True)
+            cost = np.zeros((len(states), len(wanted)))
+            for number, use in enumerate(decode_need(use, len(self.pricing.mesh)) for use in wanted.tolist()):
+                for state, uses in enumerate(stored):
+                    cost[state, number] = max(0.0, self._parameter_price(group, [*uses, use]) - alone[state])
+            user = User(unit=unit, needs=need_of)
+            self.flows.append(Flow(producer=first, sources=state_of, users=(user,), cost=cost))
 
-    def _needs(self, node: fx.Node, position: int) -> list[tuple[Layout, Layout]]:
-        rule = self.load.rule(node)
-        return [rule.operand_layout(position, assignment) for assignment in self.members[node]]
-
-    def _producer(self, tensor: Tensor) -> int:
-        """Unit that decides how a tensor is produced."""
-        return self.load.cluster_of(tensor.node).index
-
-    def _sources(self, tensor: Tensor) -> list[Layout]:
-        """Layout of a tensor under each option of its producer."""
-        node = tensor.node
-        if node in self.members:
-            rule = self.load.rule(node)
-            return [rule.result_layout(tensor.result, assignment) for assignment in self.members[node]]
-        own = self.options[self.load.clusters.inputs.index]
-        if node in self.load.clusters.input_dims:
-            place = self.load.clusters.input_placement
-            return [tuple(place(node, choice) for choice in joint) for joint in own]
-        return [replicated(self.pricing.mesh)] * len(own)
+    def _needs(self, node: fx.Node, position: int) -> Ints:
+        """Codes of what an op needs an operand in, under each of its options."""
+        options = self.options[self.load.cluster_of(node).index]
+        return need_code(*(options.layouts(of_pick) for of_pick in self.codes.need(node, position)))
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        """A flow for a transfer. Its shape depends on the mesh, the options of its units and the rows only: kept."""
-        units = [self._producer(transfer.tensor), *(self.load.cluster_of(node).index for node, _ in transfer.uses)]
-        rows = transfer.tensor.rows_of_microbatch(self.count)
-        key = (number, rows, *(self.options[unit] for unit in units))
+        """A flow for a transfer. Its shape depends on the options of its units and the rows only: it is kept."""
+        units = [self.load.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))]
+        rows = rows_class(transfer.tensor.rows_of_microbatch(self.count), self.pricing.mesh)
+        key = (number, rows, *(id(self.options[unit]) for unit in units))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
             shape = self.pricing.moves.shapes[key] = self._shape(transfer, units, rows)
@@ -235,19 +230,12 @@ class _Builder:
         self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
 
     def _shape(self, transfer: Transfer, units: list[int], rows: float) -> FlowShape:
-        sources, source_of = _index(self._sources(transfer.tensor))
+        sources, source_of = np.unique(
+            self.options[units[0]].layouts(self.codes.tensor(transfer.tensor)), return_inverse=True
+        )
         needs = [self._needs(node, position) for node, position in transfer.uses]
-        wanted, need_of = _index([need for own in needs for need in own])
+        wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
         fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable, rows)
-        users, begin = [], 0
-        for unit, own in zip(units[1:], needs, strict=True):
-            users.append(User(unit=unit, needs=need_of[begin : begin + len(own)]))
-            begin += len(own)
-        return FlowShape(sources=source_of, users=tuple(users), fixed=fixed, per_byte=per_byte)
-
-
-def _index(items: Sequence[_Item]) -> tuple[list[_Item], Ints]:
-    """Distinct items in order of appearance, and the number of each item among them."""
-    number: dict[_Item, int] = {}
-    positions = [number.setdefault(item, len(number)) for item in items]
-    return list(number), np.array(positions, dtype=np.int64)
+        parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
+        users = tuple(User(unit=unit, needs=part) for unit, part in zip(units[1:], parts, strict=True))
+        return FlowShape(sources=source_of, users=users, fixed=fixed, per_byte=per_byte)

@@ -1,4 +1,4 @@
-"""The inner problem solved exactly with HiGHS.
+"""The inner problem solved exactly: by elimination where its tables are small, else with HiGHS.
 
 Variables:  x[u,o]    1 if unit u takes option o
             y[f,s,q]  1 if flow f, produced in state s, is converted into state q; continuous, it ends up integral
@@ -16,7 +16,8 @@ that need q. With one user (needed) and (leaves) hold with equality: the flow is
 called for if the relaxation is fractional. Where producer and user are one unit, pairs that no option makes
 together are left out.
 
-Before, ``dominance.reduce`` removes options that cannot be needed; what is left is often a handful.
+Before, ``dominance.reduce`` removes options that cannot be needed; what is left is often a handful, and ``elimination``
+needs no program.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ import highspy
 import numpy as np
 
 from autopar.search.dominance import reduce
-from autopar.search.instance import Flow, Instance, Ints, value
+from autopar.search.elimination import eliminate
+from autopar.search.instance import Floats, Flow, Instance, Ints, value
 
 _INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """selection: option of each unit; objective: its value; num_columns: variables of the reduced program."""
+    """selection: option of each unit; objective: its value; num_columns: variables that the reduced program has."""
 
     selection: tuple[int, ...]
     objective: float
@@ -51,45 +53,49 @@ def solve(instance: Instance) -> Solution:
     if all(n == 1 for n in reduced.num_options):
         options = [0] * len(kept)
     else:
-        program = _Program()
-        program.add(reduced)
-        columns = len(program.cost)
-        options, branched = program.run(reduced)
+        columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
+        found = eliminate(reduced)
+        options, branched = solve_program(reduced) if found is None else (found, False)
     selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
     return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
 
 
+def solve_program(instance: Instance) -> tuple[list[int], bool]:
+    """The best selection by linear programming, and whether the relaxation was fractional."""
+    program = _Program()
+    program.add(instance)
+    return program.run()
+
+
 @dataclass(slots=True)
 class _Program:
-    """The columns and rows of the linear program, being built."""
+    """The linear program, being built: columns, and rows as their bounds and (row, column, weight) entries."""
 
-    cost: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    start: list[int] = field(default_factory=lambda: [0])
-    index: list[int] = field(default_factory=list)
-    weight: list[float] = field(default_factory=list)
+    num_columns: int = 0
+    num_rows: int = 0
+    cost: list[Floats] = field(default_factory=list)
+    lower: list[Floats] = field(default_factory=list)
+    upper: list[Floats] = field(default_factory=list)
+    entries: list[tuple[Ints, Ints, float]] = field(default_factory=list)
     x: list[Ints] = field(default_factory=list)
 
-    def columns(self, costs: Sequence[float]) -> Ints:
-        first = len(self.cost)
-        self.cost.extend(costs)
-        return np.arange(first, len(self.cost))
+    def columns(self, costs: Floats) -> Ints:
+        first, self.num_columns = self.num_columns, self.num_columns + len(costs)
+        self.cost.append(costs)
+        return np.arange(first, self.num_columns)
 
-    def row(self, lower: float, upper: float, plus: Sequence[int], minus: Sequence[int] = ()) -> None:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.index.extend(plus)
-        self.index.extend(minus)
-        self.weight.extend([1.0] * len(plus))
-        self.weight.extend([-1.0] * len(minus))
-        self.start.append(len(self.index))
+    def rows(self, number: int, lower: float, upper: float) -> int:
+        """That many rows; returns the first."""
+        first, self.num_rows = self.num_rows, self.num_rows + number
+        self.lower.append(np.full(number, lower))
+        self.upper.append(np.full(number, upper))
+        return first
 
     def add(self, instance: Instance) -> None:
-        for cost in instance.costs:
-            self.x.append(self.columns(cost.tolist()))
-        for x in self.x:
-            self.row(1.0, 1.0, x.tolist())
+        self.x = [self.columns(cost) for cost in instance.costs]
+        one = self.rows(len(self.x), 1.0, 1.0)
+        for unit, x in enumerate(self.x):
+            self.entries.append((np.full(len(x), one + unit), x, 1.0))
         for flow in instance.flows:
             self._add_flow(flow)
 
@@ -97,48 +103,54 @@ class _Program:
         infinity = highspy.kHighsInf
         num_sources, num_needs = flow.cost.shape
         producer = self.x[flow.producer]
-        produced = [producer[flow.sources == state].tolist() for state in range(num_sources)]
         possible = np.ones(flow.cost.shape, dtype=bool)
         if len(flow.users) == 1 and flow.users[0].unit == flow.producer:
             possible[:] = False
             possible[flow.sources, flow.users[0].needs] = True
         y = np.full(flow.cost.shape, -1, dtype=np.int64)
-        y[possible] = self.columns(flow.cost[possible].tolist())
+        y[possible] = self.columns(flow.cost[possible])
         alone = len(flow.users) == 1
         for user in flow.users:
-            mine = self.x[user.unit]
-            may = np.unique(user.needs)
-            for need in may.tolist():
-                into = y[:, need][possible[:, need]].tolist()
-                self.row(0.0, 0.0 if alone else infinity, into, mine[user.needs == need].tolist())
-            for state in range(num_sources):
-                out = [int(y[state, need]) for need in may if possible[state, need]]
-                self.row(0.0, 0.0 if alone else infinity, out, produced[state])
+            may = np.zeros(num_needs, dtype=bool)
+            may[user.needs] = True
+            state, need = np.nonzero(possible & may)
+            used = y[state, need]
+            needed = self.rows(num_needs, 0.0, 0.0 if alone else infinity)
+            self.entries += [(needed + need, used, 1.0), (needed + user.needs, self.x[user.unit], -1.0)]
+            leaves = self.rows(num_sources, 0.0, 0.0 if alone else infinity)
+            self.entries += [(leaves + state, used, 1.0), (leaves + flow.sources, producer, -1.0)]
         if not alone:
-            for state in range(num_sources):
-                for need in range(num_needs):
-                    self.row(-infinity, 0.0, [int(y[state, need])], produced[state])
+            state, need = np.nonzero(possible)
+            produced = self.rows(num_sources * num_needs, -infinity, 0.0)
+            self.entries.append((produced + state * num_needs + need, y[state, need], 1.0))
+            every = produced + flow.sources[:, None] * num_needs + np.arange(num_needs)
+            self.entries.append((every.reshape(-1), np.repeat(producer, num_needs), -1.0))
 
-    def run(self, instance: Instance) -> tuple[list[int], bool]:
+    def run(self) -> tuple[list[int], bool]:
         """Solve the relaxation, then the integer program if that came out fractional."""
-        scale = max(abs(c) for c in self.cost) or 1.0
+        cost = np.concatenate(self.cost)
+        scale = float(np.abs(cost).max()) or 1.0
+        row, column = (np.concatenate([entry[side] for entry in self.entries]) for side in (0, 1))
+        weight = np.concatenate([np.full(len(rows), weight) for rows, _, weight in self.entries])
+        order = np.argsort(row, kind="stable")
         program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self.cost), len(self.lower)
-        program.col_cost_ = np.asarray(self.cost) / scale * 1e4
-        program.col_lower_ = np.zeros(len(self.cost))
-        program.col_upper_ = np.ones(len(self.cost))
-        program.row_lower_, program.row_upper_ = np.asarray(self.lower), np.asarray(self.upper)
+        program.num_col_, program.num_row_ = self.num_columns, self.num_rows
+        program.col_cost_ = cost / scale * 1e4
+        program.col_lower_ = np.zeros(self.num_columns)
+        program.col_upper_ = np.ones(self.num_columns)
+        program.row_lower_, program.row_upper_ = np.concatenate(self.lower), np.concatenate(self.upper)
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.asarray(self.start, dtype=np.int32)
-        program.a_matrix_.index_ = np.asarray(self.index, dtype=np.int32)
-        program.a_matrix_.value_ = np.asarray(self.weight)
+        starts = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=self.num_rows))])
+        program.a_matrix_.start_ = starts.astype(np.int32)
+        program.a_matrix_.index_ = column[order].astype(np.int32)
+        program.a_matrix_.value_ = weight[order]
         values = _optimum(program)
         choices = [values[x] for x in self.x]
         if all(c.max() > 1 - _INTEGRAL for c in choices):
             return [int(c.argmax()) for c in choices], False
         binary = sum(len(x) for x in self.x)
         kinds = [highspy.HighsVarType.kInteger] * binary
-        program.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(self.cost) - binary)
+        program.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (self.num_columns - binary)
         values = _optimum(program)
         return [int(values[x].argmax()) for x in self.x], True
 

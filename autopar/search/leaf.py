@@ -111,7 +111,7 @@ class Solver:
     work: int = 0
     ops: OpPrices = field(init=False)
     floor: Floor = field(init=False)
-    _meshes: dict[Mesh, MeshPrices] = field(default_factory=dict)
+    _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
     _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
 
@@ -144,11 +144,12 @@ class Solver:
 
     def pricing(self, configuration: Configuration) -> Pricing:
         mesh = configuration.mesh
-        if mesh not in self._meshes:
-            self._meshes[mesh] = MeshPrices(Fabric(self.cluster, mesh))
+        if mesh.sizes not in self._meshes:
+            self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh))
         return Pricing(
             ops=self.ops,
-            moves=self._meshes[mesh],
+            moves=self._meshes[mesh.sizes],
+            named=mesh,
             num_microbatches=configuration.num_microbatches,
             zero=configuration.zero,
             data_axes=configuration.data_axes,

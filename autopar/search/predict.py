@@ -220,7 +220,7 @@ def _axis_seconds(pricing: Pricing, tensor: Tensor, source: Layout, value: Layou
     found: dict[int, float] = {}
     before = 0.0
     for number, step in enumerate(steps):
-        made = pricing.moves.fabric.redistribution_time(steps[: number + 1], tensor.numel, 1, source, rows)
+        made = pricing.moves.fabric.redistribution(steps[: number + 1], source, rows).at(tensor.numel)
         found[step.axis] = found.get(step.axis, 0.0) + made.total_s - before
         before = made.total_s
     return found

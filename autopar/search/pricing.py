@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from torch import fx
@@ -18,12 +18,13 @@ from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
 from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory
 from autopar.cost_model.ops import OpCost
-from autopar.cost_model.seconds import ZERO, OpTime
+from autopar.cost_model.seconds import NOTHING, ZERO, Affine, OpTime
 from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offload_time, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
+from autopar.search.codes import Codes, Options, decode, decode_need, encode, encode_need, rows_class
 from autopar.search.instance import Floats, Ints, User
 from autopar.search.workload import Tensor, Workload
 
@@ -31,25 +32,6 @@ from autopar.search.workload import Tensor, Workload
 _SAMPLE = 1e6
 
 _MASTER = 4  # bytes of a stored parameter and of its gradient
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """Seconds as ``fixed + per_byte * bytes``, forward and backward."""
-
-    forward_fixed: float
-    forward_per_byte: float
-    backward_fixed: float
-    backward_per_byte: float
-
-    def at(self, num_bytes: float) -> OpTime:
-        return OpTime(
-            self.forward_fixed + self.forward_per_byte * num_bytes,
-            self.backward_fixed + self.backward_per_byte * num_bytes,
-        )
-
-
-_NOTHING = Affine(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +65,14 @@ class OpPrices:
     workload: Workload
     cluster: Cluster
     balanced: bool = False
+    codes: Codes = field(init=False)
     _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
     _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
+    # Seconds of a microbatch of all members of a cluster, by its number, that of microbatches, and degrees.
+    totals: dict[tuple[int, int, bytes], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.codes = Codes(self.workload)
 
     def cost(self, node: fx.Node) -> OpCost:
         found = self._costs.get(node)
@@ -130,11 +118,15 @@ class FlowShape:
 
 @dataclass(slots=True)
 class MeshPrices:
-    """Seconds of communication on one mesh, affine in the bytes. ``shapes``: flows of its inner problems so far."""
+    """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
+
+    options: of each cluster, in its inner problems so far. shapes: flows of those.
+    """
 
     fabric: Fabric
-    _moves: dict[tuple[Layout, Layout, Layout, bool, float | None], Affine] = field(default_factory=dict)
+    options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, bool, float], Affine] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
@@ -143,44 +135,40 @@ class MeshPrices:
         return self.fabric.mesh
 
     def move(
-        self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float | None = None
+        self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf
     ) -> Affine:
         """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).
 
         rows: size of dimension 0 of the microbatch.
         """
-        key = (source, value, grad, differentiable, rows)
+        rows = rows_class(rows, self.mesh)
+        return self._move((encode(source), encode_need(value, grad), differentiable, rows))
+
+    def table(
+        self, sources: Ints, needs: Ints, differentiable: bool, rows: float
+    ) -> tuple[Floats, Floats]:
+        """Fixed seconds and seconds per byte, both directions together, of every (source, need), all in codes."""
+        moves = [[self._move((s, need, differentiable, rows)) for need in needs.tolist()] for s in sources.tolist()]
+        return np.array([[m.fixed for m in row] for row in moves]), np.array([[m.per_byte for m in row] for row in moves])
+
+    def _move(self, key: tuple[int, int, bool, float]) -> Affine:
         found = self._moves.get(key)
         if found is None:
             found = self._moves[key] = self._measure(*key)
         return found
 
-    def table(
-        self, sources: Sequence[Layout], needs: Sequence[tuple[Layout, Layout]], differentiable: bool, rows: float
-    ) -> tuple[Floats, Floats]:
-        """Fixed seconds and seconds per byte, both directions together, of every (source, need)."""
-        moves = [[self.move(s, *need, differentiable, rows) for need in needs] for s in sources]
-        return (
-            np.array([[m.forward_fixed + m.backward_fixed for m in row] for row in moves]),
-            np.array([[m.forward_per_byte + m.backward_per_byte for m in row] for row in moves]),
-        )
-
-    def _measure(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float | None) -> Affine:
-        steps = redistribute(source, value, grad)
+    def _measure(self, source: int, need: int, differentiable: bool, rows: float) -> Affine:
+        produced = decode(source, len(self.mesh))
+        value, grad = decode_need(need, len(self.mesh))
+        if produced is value is grad:
+            return NOTHING
+        steps = redistribute(produced, value, grad)
         if not differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
         if not steps:
-            return _NOTHING
-        one, two = (self.fabric.redistribution_time(steps, n * _SAMPLE, 1, source, rows) for n in (1, 2))
-        forward, backward = ((two.forward_s - one.forward_s) / _SAMPLE, (two.backward_s - one.backward_s) / _SAMPLE)
-        if not differentiable:
-            return Affine(max(0.0, one.forward_s - forward * _SAMPLE), forward, 0.0, 0.0)
-        return Affine(
-            max(0.0, one.forward_s - forward * _SAMPLE),
-            forward,
-            max(0.0, one.backward_s - backward * _SAMPLE),
-            backward,
-        )
+            return NOTHING
+        found = self.fabric.redistribution(steps, produced, rows)
+        return found if differentiable else found.forward
 
     def lowering(self, node: fx.Node, assignment: Assignment, ops: OpPrices, num_microbatches: int) -> OpTime:
         """Collectives inside a lowered op."""
@@ -216,7 +204,8 @@ class Pricing:
 
     data_axes: axes that divide the step inputs or have every parameter whole; what is whole on one is sharded there.
     Without ZeRO they mean nothing. prefetch: blocks that level 3 gathers ahead. levels, reshards: of the parameters of
-    each kind of block, instead of ``zero`` and ``reshard``. offload: what ZeRO shards is in host memory.
+    each kind of block, instead of ``zero`` and ``reshard``. offload: what ZeRO shards is in host memory. named: the
+    mesh with the names of its axes, if those of ``moves`` are others.
     """
 
     ops: OpPrices
@@ -229,6 +218,7 @@ class Pricing:
     levels: tuple[int, ...] | None = None
     reshards: tuple[bool, ...] | None = None
     offload: bool = False
+    named: Mesh | None = None
 
     @property
     def workload(self) -> Workload:
@@ -236,7 +226,7 @@ class Pricing:
 
     @property
     def mesh(self) -> Mesh:
-        return self.moves.mesh
+        return self.named or self.moves.mesh
 
     @property
     def zero_degree(self) -> int:
@@ -263,7 +253,7 @@ class Pricing:
             return ZERO
         rows = tensor.rows_of_microbatch(self.num_microbatches)
         affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
-        return ZERO if affine is _NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+        return ZERO if affine is NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
         """Bytes of a microbatch of ``tensor`` on one rank."""

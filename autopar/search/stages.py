@@ -14,11 +14,13 @@ the schedule (``simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 
     alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
 
 A stage wants nothing but little time, so every range of blocks has one best use of levels for each K
-(``_range_times``, all ranges at once). Then, over the number of stages and the blocks they cover,
+(``_Ranges``, all ranges at once). Then, with no stage as long as T, over the number of stages and the blocks they cover,
 
-    F_0(0) = {(0, 0)},   F_{i+1}(b) = Pareto of { (sum + S[a] + alpha t_i(a, b), max(max, t_i(a, b))) : a < b, F_i(a) }
+    F_0(0) = 0,    F_{i+1}(b) = min { F_i(a) + S[a] + alpha t_i(a, b) : a < b, t_i(a, b) < T }
 
-which is exact because the objective grows with both the sum and the maximum. Time O(P n^2 |F|).
+gives the least sum. T starts at infinity and is lowered to the longest stage of each answer, until no sum can make up
+for the least longest stage that there is; so the best of the answers is the best of all cuts. O(P n^2) for each T, and
+two or three of them do unless rematerialisation makes sum and maximum disagree.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+NDArrayInt = NDArray[np.int64]
+
+# (range, block) pairs that are looked at together.
+_CHUNK = 1 << 20
 
 LEVELS = ("none", "selective", "full")
 
@@ -128,53 +135,81 @@ def _cut(
     budget: float,
     levels: tuple[str, ...],
 ) -> Cuts | None:
-    n, num_stages = len(blocks), len(live)
-    if num_stages > n:
+    n = len(blocks)
+    if len(live) > n:
         return None
     ranges = _Ranges(blocks, levels)
-    times = {count: ranges.times(count, budget) for count in sorted(set(live))}
-    sends = np.array([0.0] + [block.send_s for block in blocks[1:]])
-    # front[b]: rows (sum, max, previous b, row there), sorted by sum, of the stages so far covering blocks < b.
-    fronts: list[dict[int, Floats]] = [{0: np.array([[0.0, 0.0, -1.0, -1.0]])}]
-    for stage, count in enumerate(live):
-        time = times[count]
-        front: dict[int, Floats] = {}
-        last_stage = stage == num_stages - 1
-        for end in (n,) if last_stage else range(stage + 1, n - (num_stages - stage - 1) + 1):
-            candidates = []
-            for begin, rows in fronts[-1].items():
-                if begin >= end or not np.isfinite(time[begin, end]):
-                    continue
-                grown = np.empty_like(rows)
-                grown[:, 0] = rows[:, 0] + sends[begin] + weights[0] * time[begin, end]
-                grown[:, 1] = np.maximum(rows[:, 1], time[begin, end])
-                grown[:, 2] = begin
-                grown[:, 3] = np.arange(len(rows))
-                candidates.append(grown)
-            if candidates:
-                front[end] = _pareto(np.concatenate(candidates))
-        fronts.append(front)
-    final = fronts[-1].get(n)
-    if final is None:
+    times = {count: ranges.times(count, budget) for count in sorted(set(live), reverse=True)}
+    sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
+    rows = [_Row.of(times[count], weights[0], sends) for count in live]
+    least = _least_longest(rows)
+    if not np.isfinite(least):
         return None
-    objective = final[:, 0] + weights[1] * final[:, 1]
-    row, end = int(objective.argmin()), n
-    best = float(objective[row])
+
+    def objective(answer: _Answer) -> float:
+        return answer.total + weights[1] * answer.longest
+
+    # Often the shortest longest stage costs nothing, and that is all.
+    best = _least_sum(rows, float(np.nextafter(least, np.inf)))
+    other = _least_sum(rows, float("inf"))
+    assert best is not None, "a cut with the shortest longest stage is there"
+    while other is not None and other.total + weights[1] * least < objective(best):
+        best = min(best, other, key=objective)
+        other = _least_sum(rows, other.longest)
     stages = []
-    for stage in range(num_stages - 1, -1, -1):
-        begin = int(fronts[stage + 1][end][row, 2])
-        row = int(fronts[stage + 1][end][row, 3])
-        full, selective = ranges.levels(begin, end, live[stage], budget)
+    for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
+        full, selective = ranges.levels(begin, end, count, budget)
         stages.append(Stage(first=begin, last=end - 1, full=full, selective=selective))
-        end = begin
-    return Cuts(stages=tuple(reversed(stages)), time_s=best)
+    return Cuts(stages=tuple(stages), time_s=objective(best))
 
 
-def _pareto(rows: Floats) -> Floats:
-    """Rows of which no other has both a smaller sum and a smaller maximum."""
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    best_before = np.concatenate([[np.inf], np.minimum.accumulate(rows[:, 1])[:-1]])
-    return rows[rows[:, 1] < best_before]
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One stage: seconds of every range of blocks, and what it adds to the sum; inf where it cannot be a stage."""
+
+    times: Floats
+    costs: Floats
+
+    @classmethod
+    def of(cls, times: Floats, weight: float, sends: Floats) -> _Row:
+        possible = np.isfinite(times) & np.isfinite(sends)[:, None]
+        costs = weight * np.where(possible, times, 0.0) + np.where(np.isfinite(sends), sends, 0.0)[:, None]
+        return cls(np.where(possible, times, np.inf), np.where(possible, costs, np.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """total: the sum. longest: the longest stage. bounds: the first block of each stage, and the number of blocks."""
+
+    total: float
+    longest: float
+    bounds: list[int]
+
+
+def _least_longest(rows: Sequence[_Row]) -> float:
+    """The shortest that the longest stage can be."""
+    front = np.where(np.arange(len(rows[0].times)) == 0, 0.0, np.inf)
+    for row in rows:
+        front = np.maximum(front[:, None], row.times).min(axis=0)
+    return float(front[-1])
+
+
+def _least_sum(rows: Sequence[_Row], limit: float) -> _Answer | None:
+    """The least sum with every stage shorter than ``limit``."""
+    front = np.where(np.arange(len(rows[0].times)) == 0, 0.0, np.inf)
+    back = []
+    for row in rows:
+        grown = front[:, None] + np.where(row.times < limit, row.costs, np.inf)
+        back.append(grown.argmin(axis=0))
+        front = grown.min(axis=0)
+    if not np.isfinite(front[-1]):
+        return None
+    bounds = [len(front) - 1]
+    for begins in reversed(back):
+        bounds.append(int(begins[bounds[-1]]))
+    bounds.reverse()
+    longest = max(float(row.times[a, b]) for row, (a, b) in zip(rows, pairwise(bounds), strict=True))
+    return _Answer(float(front[-1]), longest, bounds)
 
 
 class _Ranges:
@@ -187,10 +222,6 @@ class _Ranges:
     def __init__(self, blocks: tuple[BlockCost, ...], levels: tuple[str, ...]) -> None:
         self.n = len(blocks)
         self.blocks = blocks
-        self.run_end = list(range(1, self.n + 1))
-        for b in range(self.n - 2, -1, -1):
-            if blocks[b] == blocks[b + 1]:
-                self.run_end[b] = self.run_end[b + 1]
         self.allowed = [level in levels for level in LEVELS]
         self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
         self.time = [_prefix([b.time_s[level] for b in blocks]) for level in range(3)]
@@ -199,7 +230,27 @@ class _Ranges:
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
         self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in range(3)]
-        self._found: dict[tuple[int, float], tuple[Floats, NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._found: dict[tuple[int, float], tuple[Floats, NDArrayInt, NDArrayInt]] = {}
+        self._distinct()
+
+    def _distinct(self) -> None:
+        """The ranges that differ. Inside a run of equal blocks only the length of a range matters.
+
+        begins, ends: of the ranges that differ. known[a, b]: the number of the one that [a, b) is like; the last
+        number of all where there is no range.
+        """
+        run_begin = list(range(self.n))
+        for b in range(1, self.n):
+            if self.blocks[b] == self.blocks[b - 1]:
+                run_begin[b] = run_begin[b - 1]
+        begin, end = np.triu_indices(self.n + 1, 1)
+        first, last = np.array([*run_begin, self.n])[begin], np.array([0, *run_begin])[end]
+        inside = first == last  # the last block is in the run of the first
+        like = np.where(inside, first, begin), np.where(inside, first + end - begin, end)
+        distinct, number = np.unique(like[0] * (self.n + 1) + like[1], return_inverse=True)
+        self.begins, self.ends = distinct // (self.n + 1), distinct % (self.n + 1)
+        self.known = np.full((self.n + 1, self.n + 1), len(distinct), dtype=np.int64)
+        self.known[begin, end] = number
 
     def times(self, live: int, budget: float) -> Floats:
         """[a, b]: least seconds of blocks a to b - 1 as one stage, inf where nothing fits."""
@@ -210,136 +261,87 @@ class _Ranges:
         _, full, selective = self._solve(live, budget)
         return int(full[begin, end]), int(selective[begin, end])
 
-    def _solve(self, live: int, budget: float) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+    def _solve(self, live: int, budget: float) -> tuple[Floats, NDArrayInt, NDArrayInt]:
         if (live, budget) not in self._found:
             self._found[live, budget] = self._solve_all(live, budget)
         return self._found[live, budget]
 
-    def _solve_all(self, live: int, budget: float) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
-        n = self.n
-        best = np.full((n + 1, n + 1), np.inf)
-        full = np.zeros((n + 1, n + 1), dtype=np.int64)
-        selective = np.zeros((n + 1, n + 1), dtype=np.int64)
-        position = np.arange(n + 1)
-        # Terms of k at (m, k): what changes when blocks m..k-1 go from level none to selective.
+    def _solve_all(self, live: int, budget: float) -> tuple[Floats, NDArrayInt, NDArrayInt]:
+        best = np.full(len(self.begins), np.inf)
+        full = np.zeros(len(self.begins), dtype=np.int64)
+        selective = np.zeros(len(self.begins), dtype=np.int64)
+        begins, ends = self.begins, self.ends
+        least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
+        for some in np.array_split(np.flatnonzero(least <= budget + 1e-6), 1 + len(begins) * self.n // _CHUNK):
+            self._solve_some(some, live, budget, best, full, selective)
+        n = self.n + 1
+        tables = tuple(np.append(found, missing)[self.known] for found, missing in ((best, np.inf), (full, 0), (selective, 0)))
+        assert all(table.shape == (n, n) for table in tables)
+        return tables[0], tables[1], tables[2]
+
+    def _solve_some(
+        self, some: NDArrayInt, live: int, budget: float, best: Floats, full: NDArrayInt, selective: NDArrayInt
+    ) -> None:
+        """Fill in the ranges ``some``."""
+        position = np.arange(self.n + 1)
+        # What changes when the blocks before k go from level none to selective.
         extra_time = self.time[1] - self.time[0]
         extra_saved = live * (self.saved[1] - self.saved[0])
-        for begin in range(n):
-            ends = position[begin + 1 :]
-            if begin and self.blocks[begin] == self.blocks[begin - 1]:
-                # Inside a run of equal blocks only the length of a range matters.
-                known = position[begin + 1 : self.run_end[begin] + 1]
-                for table in (best, full, selective):
-                    table[begin, known] = table[begin - 1, known - 1]
-                ends = position[self.run_end[begin] + 1 :]
-            least = budget - live * self.least[ends] + live * self.least[begin] - self.static[ends] + self.static[begin]
-            ends = ends[least >= -1e-6]
-            if not len(ends):
+        monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
+        for use_full, use_selective in ((False, False), (False, True), (True, False), (True, True)):
+            if (use_full and not self.allowed[2]) or (use_selective and not self.allowed[1]):
                 continue
-            for use_full, use_selective in ((False, False), (False, True), (True, False), (True, True)):
-                if (use_full and not self.allowed[2]) or (use_selective and not self.allowed[1]):
-                    continue
-                if self.costly and (use_full or use_selective):
-                    # What fits without rematerialisation is best without it.
-                    ends = ends[~np.isfinite(best[begin, ends]) | (full[begin, ends] + selective[begin, ends] > 0)]
-                    if not len(ends):
-                        break
-                fixed = self.static[ends] - self.static[begin] + self.workspace[begin, ends]
-                strongest = 2 if use_full else 1 if use_selective else 0
-                room = budget - fixed - self.recomputed[strongest][begin, ends]
-                m = position[begin + 1 : n + 1] if use_full else position[begin : begin + 1]
-                if not self.allowed[0]:
-                    # Every block is rematerialised: the selective part reaches to the end, or there is none.
-                    if not (use_full or use_selective):
-                        continue
-                    grid_m = np.broadcast_to(m[None, :] if use_selective else ends[:, None], (len(ends), len(m)))
-                    grid_k = np.broadcast_to(ends[:, None], grid_m.shape)
-                    self._take(
-                        begin, ends, grid_m, grid_k, live, room, best, full, selective, use_selective=use_selective
-                    )
-                    continue
+            if not self.allowed[0] and not (use_full or use_selective):
+                continue
+            if self.costly and (use_full or use_selective):
+                # What fits without rematerialisation is best without it.
+                some = some[~np.isfinite(best[some]) | (full[some] + selective[some] > 0)]
+            if not len(some):
+                return
+            begin, end = self.begins[some], self.ends[some]
+            strongest = 2 if use_full else 1 if use_selective else 0
+            fixed = self.static[end] - self.static[begin] + self.workspace[begin, end]
+            room = budget - fixed - self.recomputed[strongest][begin, end]
+            m = np.broadcast_to(position, (len(some), self.n + 1)) if use_full else begin[:, None]
+            candidates: list[NDArrayInt]
+            if not self.allowed[0]:
+                # Every block is rematerialised: the selective part reaches to the end, or there is none.
                 if not use_selective:
-                    grid_m = np.broadcast_to(m[None, :], (len(ends), len(m)))
-                    self._take(
-                        begin, ends, grid_m, grid_m, live, room, best, full, selective, use_selective=use_selective
-                    )
-                    continue
-                if np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0):
-                    # More selective blocks take less memory and more time: the fewest that fit are best.
-                    base = self._saved(begin, ends[:, None], m[None, :], m[None, :], live)
-                    target = room[:, None] - base + extra_saved[m][None, :]
-                    k = np.searchsorted(-extra_saved, -target, side="left")
-                    k = np.minimum(np.maximum(k, m[None, :] + 1), n)
-                    self._take(
-                        begin,
-                        ends,
-                        np.broadcast_to(m[None, :], k.shape),
-                        k,
-                        live,
-                        room,
-                        best,
-                        full,
-                        selective,
-                        use_selective=use_selective,
-                    )
-                    continue
-                for one_m in m[m < n]:
-                    k = np.broadcast_to(position[one_m + 1 :][None, :], (len(ends), n - one_m))
-                    self._take(
-                        begin,
-                        ends,
-                        np.full(k.shape, one_m),
-                        k,
-                        live,
-                        room,
-                        best,
-                        full,
-                        selective,
-                        use_selective=use_selective,
-                    )
-        return best, full, selective
+                    m = end[:, None]
+                candidates = [np.broadcast_to(end[:, None], m.shape)]
+            elif not use_selective:
+                candidates = [m]
+            elif monotonous:
+                # More selective blocks take less memory and more time: the fewest that fit are best.
+                target = room[:, None] - self._saved(begin[:, None], end[:, None], m, m, live) + extra_saved[m]
+                k = np.searchsorted(-extra_saved, -target, side="left")
+                candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
+            else:
+                candidates = [np.broadcast_to(k, m.shape) for k in position[1:]]
+            for k in candidates:
+                seconds = self._seconds(begin[:, None], end[:, None], m, k)
+                slack = 1e-9 * np.abs(room[:, None]) + 1e-6
+                fits = (k <= end[:, None]) & (self._saved(begin[:, None], end[:, None], m, k, live) <= room[:, None] + slack)
+                fits &= (m > begin[:, None]) if use_full else (m == begin[:, None])
+                fits &= (k > m) if use_selective else (k == m)
+                seconds = np.where(fits, seconds, np.inf)
+                number = seconds.argmin(axis=1)
+                rows = np.arange(len(some))
+                better = seconds[rows, number] < best[some]
+                at = some[better]
+                best[at] = seconds[rows, number][better]
+                full[at] = m[rows, number][better] - begin[better]
+                selective[at] = (k - m)[rows, number][better]
 
-    def _saved(self, begin: int, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt, live: int) -> Floats:
+    def _seconds(self, begin: NDArrayInt, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt) -> Floats:
+        none, some, everything = self.time
+        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
+
+    def _saved(self, begin: NDArrayInt, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt, live: int) -> Floats:
         none, some, everything = self.saved
         return np.asarray(
             live * (everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]), dtype=np.float64
         )
-
-    def _take(
-        self,
-        begin: int,
-        ends: NDArrayInt,
-        m: NDArrayInt,
-        k: NDArrayInt,
-        live: int,
-        room: Floats,
-        best: Floats,
-        full: NDArrayInt,
-        selective: NDArrayInt,
-        *,
-        use_selective: bool,
-    ) -> None:
-        """Enter the best of the candidates (m, k)[end, number] where it beats what is there."""
-        none, some, everything = self.time
-        end = ends[:, None]
-        seconds = everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]
-        slack = 1e-9 * np.abs(room[:, None]) + 1e-6
-        fits = (k <= end) & (self._saved(begin, end, m, k, live) <= room[:, None] + slack)
-        if use_selective:
-            fits &= k > m
-        seconds = np.where(fits, seconds, np.inf)
-        number = seconds.argmin(axis=1)
-        rows = np.arange(len(ends))
-        found = seconds[rows, number]
-        better = found < best[begin, ends]
-        at = ends[better]
-        best[begin, at] = found[better]
-        full[begin, at] = m[rows, number][better] - begin
-        selective[begin, at] = (k - m)[rows, number][better]
-
-
-NDArrayInt = NDArray[np.int64]
-
 
 def _prefix(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.search import elimination
 from autopar.search.dominance import reduce
-from autopar.search.ilp import solve
+from autopar.search.elimination import eliminate
+from autopar.search.ilp import solve, solve_program
 from autopar.search.instance import Flow, Instance, User, absorb, brute_force, value
 
 
@@ -46,6 +48,34 @@ def test_solver_equals_brute_force(instance: Instance) -> None:
     solution = solve(instance)
     assert solution.objective == pytest.approx(brute_force(instance)[0])
     assert value(instance, solution.selection) == solution.objective
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances())
+def test_elimination_and_the_linear_program_equal_brute_force(instance: Instance) -> None:
+    best = brute_force(instance)[0]
+    eliminated = eliminate(instance)
+    assert eliminated is not None
+    assert value(instance, eliminated) == pytest.approx(best)
+    assert value(instance, solve_program(instance)[0]) == pytest.approx(best)
+
+
+def test_elimination_leaves_large_tables_to_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    flows = [
+        Flow(
+            producer=producer,
+            sources=np.arange(3),
+            users=(User(unit=user, needs=np.arange(3)),),
+            cost=rng.integers(0, 9, (3, 3)).astype(float),
+        )
+        for producer in range(5)
+        for user in range(producer)
+    ]
+    instance = Instance(costs=tuple(rng.random(3) for _ in range(5)), flows=tuple(flows))
+    monkeypatch.setattr(elimination, "MAX_ENTRIES", 3**5 - 1)
+    assert eliminate(instance) is None
+    assert solve(instance).objective == pytest.approx(brute_force(instance)[0])
 
 
 @settings(max_examples=200, deadline=None)
