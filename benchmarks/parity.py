@@ -372,7 +372,7 @@ def main() -> int:
     parser.add_argument("--models", help="model,... under every plan, or those of --plans")
     parser.add_argument("--plans", help="plan,... for every model, or those of --models")
     parser.add_argument("--cells", help="model:plan,... instead")
-    parser.add_argument("--full", action="store_true", help="every model under every plan: more than an hour on 2 cores")
+    parser.add_argument("--full", action="store_true", help="every model under every plan: 80 minutes on 2 cores")
     options = parser.parse_args()
     if options.cells:
         pairs = [(model, plan) for model, _, plan in (cell.partition(":") for cell in options.cells.split(","))]
