@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +17,13 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.ir.schedule import Pipelining
 
 PIPELINE_AXIS = "pp"
+
+_Made = dict[
+    tuple[str, tuple[int, ...], tuple[str, ...]], tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None]]
+]
+# What was made on a default group: device meshes by device type, sizes and names, with the groups over some of their
+# stages by the ranks of the pipeline.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -39,7 +47,8 @@ class JobMesh:
     """Where this rank stands among all ranks, and the groups that it shares with others.
 
     device_mesh: ("pp", *stage axes) over all ranks, the pipeline outermost. coordinates: of this rank on the
-    axes of its stage mesh. Groups over several axes or stages are made once, by all ranks in the same order.
+    axes of its stage mesh. Groups over several axes or stages are made once, by all ranks in the same order; models on
+    equal meshes share them, since each holds threads or device memory for as long as the job runs.
     """
 
     device_mesh: DeviceMesh
@@ -47,19 +56,21 @@ class JobMesh:
     pipelining: Pipelining
     pipeline_rank: int
     coordinates: tuple[int, ...]
-    _over_stages: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _over_stages: dict[tuple[int, ...], dist.ProcessGroup | None]
 
     @classmethod
     def build(cls, plan: Plan, device_type: str) -> JobMesh:
         """The mesh of ``plan`` over all ranks of the default group. Raises PlanMismatch if they do not fit."""
         check_world_size(plan, dist.get_world_size())
         stage_mesh = plan.stage_mesh
-        device_mesh = init_device_mesh(
-            device_type, (plan.num_pipeline_ranks, *stage_mesh.sizes), mesh_dim_names=(PIPELINE_AXIS, *stage_mesh.names)
-        )
+        sizes, names = (plan.num_pipeline_ranks, *stage_mesh.sizes), (PIPELINE_AXIS, *stage_mesh.names)
+        made = _MADE.setdefault(dist.group.WORLD, {})
+        if (device_type, sizes, names) not in made:
+            made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}
+        device_mesh, over_stages = made[device_type, sizes, names]
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]))
+        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages)
 
     def group_names(self) -> dict[str, str]:
         """Mesh axis of a stage -> name of this rank's process group along it, as collectives in graphs want it."""
@@ -137,8 +148,9 @@ class JobMesh:
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
         for holders in sorted({self._pipeline_ranks(layout.stages) for layout in layouts}):
-            if not 1 < len(holders) < self.num_pipeline_ranks:
+            if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:
                 continue
+            self._over_stages[holders] = None
             for ranks in self.device_mesh.mesh.reshape(self.num_pipeline_ranks, -1).T[:, list(holders)].tolist():
                 group = dist.new_group(ranks)
                 if dist.get_rank() in ranks:

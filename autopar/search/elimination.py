@@ -35,13 +35,13 @@ class _Table:
         return self.costs.reshape([next(sizes) if unit in self.units else 1 for unit in units])
 
 
-def eliminate(instance: Instance) -> tuple[int, ...] | None:
-    """A best selection; None if a table would have more than MAX_ENTRIES entries. Deterministic."""
+def eliminate(instance: Instance, max_entries: int = MAX_ENTRIES) -> tuple[int, ...] | None:
+    """A best selection; None if a table would have more than ``max_entries`` entries. Deterministic."""
     counts = instance.num_options
     tables = []
     for flow in instance.flows:
         units = tuple(sorted({flow.producer, *(user.unit for user in flow.users)}))
-        if prod(counts[unit] for unit in units) > MAX_ENTRIES:
+        if prod(counts[unit] for unit in units) > max_entries:
             return None
         tables.append(_Table(units, _costs(flow, units, counts)))
     left = set(range(len(counts)))
@@ -53,7 +53,7 @@ def eliminate(instance: Instance) -> tuple[int, ...] | None:
                 around[unit].update(table.units)
         sizes = {unit: prod(counts[other] for other in others) for unit, others in around.items()}
         unit = min(left, key=lambda u: (sizes[u], u))
-        if sizes[unit] > MAX_ENTRIES:
+        if sizes[unit] > max_entries:
             return None
         units = tuple(sorted(around[unit]))
         mine = [table for table in tables if unit in table.units]

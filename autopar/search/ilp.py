@@ -16,8 +16,8 @@ that need q. With one user (needed) and (leaves) hold with equality: the flow is
 called for if the relaxation is fractional. Where producer and user are one unit, pairs that no option makes
 together are left out.
 
-Before, ``dominance.reduce`` removes options that cannot be needed; what is left is often a handful, and ``elimination``
-needs no program.
+If the tables are not small at once, ``dominance.reduce`` removes options that cannot be needed; what is left is often a
+handful.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from autopar.search.instance import Floats, Flow, Instance, Ints, value
 
 _INTEGRAL = 1e-6
 
+# Entries of tables up to which elimination is faster than removing options first.
+_EASY_ENTRIES = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
@@ -47,15 +50,18 @@ class Solution:
 
 def solve(instance: Instance) -> Solution:
     """The best selection. Deterministic, one thread."""
+    selection = eliminate(instance, _EASY_ENTRIES)
+    if selection is not None:
+        columns = sum(instance.num_options)
+        return Solution(
+            selection=selection, objective=value(instance, selection), num_columns=columns, branched=False
+        )
     reduced, kept = reduce(instance)
-    options: Sequence[int]
-    columns, branched = 0, False
-    if all(n == 1 for n in reduced.num_options):
-        options = [0] * len(kept)
-    else:
-        columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
-        found = eliminate(reduced)
-        options, branched = solve_program(reduced) if found is None else (found, False)
+    columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
+    options: Sequence[int] | None = eliminate(reduced)
+    branched = False
+    if options is None:
+        options, branched = solve_program(reduced)
     selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
     return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
 
