@@ -1,4 +1,4 @@
-"""Time of collectives, and of the redistributions made of them.
+"""Time of collectives.
 
 A collective on ``n`` ranks moves per rank, of a tensor of ``S`` bytes:
 
@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf, log2, prod
+from math import ceil, log2, prod
 
 from autopar.cost_model.cluster import Cluster, Group
 from autopar.cost_model.hardware import Link
-from autopar.cost_model.seconds import Affine, OpTime
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
-from autopar.ir.redistribution import Collective, Step
+from autopar.ir.redistribution import Collective
 
 # NCCL takes the switch's own reduction from this group size on (NVIDIA/nccl#1455).
 _SWITCH_REDUCE_FROM = 5
@@ -89,22 +88,6 @@ def point_to_point_time(payload_bytes: float, link: Link) -> float:
     return link.base_latency_s + link.hop_latency_s + payload_bytes / link.ring_bandwidth(2)
 
 
-def redistribution_time(
-    steps: Sequence[Step],
-    numel: int,
-    itemsize: int,
-    source: Layout,
-    mesh: Mesh,
-    cluster: Cluster,
-    rows: float | None = None,
-) -> OpTime:
-    """Seconds, forward and backward, of the steps that take a tensor of global ``numel`` out of layout ``source``.
-
-    rows: global size of dimension 0, if known.
-    """
-    return Fabric(cluster, mesh).redistribution(steps, source, rows).at(numel * itemsize)
-
-
 @dataclass(frozen=True)
 class Fabric:
     """The links of one stage mesh on one cluster: what communication along its axes costs."""
@@ -124,85 +107,11 @@ class Fabric:
         """Seconds of one collective over one axis, or over several jointly."""
         return collective_time(collective, payload_bytes, self.group(axes), self.cluster)
 
-    def redistribution(self, steps: Sequence[Step], source: Layout, rows: float | None = None) -> Affine:
-        """Seconds of steps out of layout ``source``, by the global bytes of the tensor (of one microbatch).
-
-        Local copies count too: what a split cuts off, and the reordering around a collective along a dimension
-        that is not the first, unless those before it have one element on a rank. rows: global size of dimension 0.
-        """
-        local = 1.0  # share of the tensor that a rank has
-        lead = inf if rows is None else rows  # local size of dimension 0
-        for placement, axis in zip(source, self.mesh.axes, strict=True):
-            if isinstance(placement, Shard):
-                local /= axis.size
-                lead /= axis.size if placement.dim == 0 else 1
-        forward_fixed = forward = backward_fixed = backward = 0.0
-        for step in steps:
-            size = self.mesh.axes[step.axis].size
-            if size == 1:
-                continue
-            after = _size_after(step.forward, local, size)
-            ends = max(local, after), min(local, after)
-            gathered, sharded = (_reordered(dim, lead) for dim in (step.gather_dim, step.shard_dim))
-            for collective, first, second, ahead in (
-                (step.forward, gathered, sharded, True),
-                (step.backward, sharded, gathered, False),
-            ):
-                fixed, per_byte = self._rate(collective, step.axis)
-                launches, moved = _copies(collective, first, second, *ends)
-                fixed += launches * self.cluster.device.kernel_launch_s
-                per_byte = per_byte * ends[0] + self.cluster.device.memory_seconds(moved)
-                if ahead:
-                    forward_fixed, forward = forward_fixed + fixed, forward + per_byte
-                else:
-                    backward_fixed, backward = backward_fixed + fixed, backward + per_byte
-            local = after
-            lead *= (size if step.gather_dim == 0 else 1) / (size if step.shard_dim == 0 else 1)
-        return Affine(forward_fixed, forward, backward_fixed, backward)
-
-    def _rate(self, collective: Collective, axis: int) -> tuple[float, float]:
+    def rate(self, collective: Collective, axis: int) -> tuple[float, float]:
         """Seconds of a collective along an axis: fixed, and for each byte of its payload."""
-        found = self._rates.get((collective, axis))
-        if found is None:
-            group = self.groups[axis]
-            one, two = (collective_time(collective, n * _SAMPLE, group, self.cluster) for n in (1, 2))
-            per_byte = (two - one) / _SAMPLE
-            found = self._rates[collective, axis] = (max(0.0, one - per_byte * _SAMPLE), per_byte)
-        return found
-
-    @cached_property
-    def _rates(self) -> dict[tuple[Collective, int], tuple[float, float]]:
-        return {}
-
-
-def _size_after(collective: Collective, local: float, size: int) -> float:
-    if collective in (Collective.SPLIT, Collective.REDUCE_SCATTER):
-        return local / size
-    if collective is Collective.ALL_GATHER:
-        return local * size
-    return local
-
-
-def _reordered(dim: int | None, lead: float) -> bool:
-    """Whether pieces along ``dim`` do not lie one after the other. lead: local size of dimension 0."""
-    return bool(dim) and not (dim == 1 and lead <= 1)
-
-
-def _copies(
-    collective: Collective, gathered: bool, sharded: bool, large: float, small: float
-) -> tuple[int, float]:
-    """Local copies that come with a step in one direction: how many, and the bytes that they read and write.
-
-    gathered, sharded: pieces to reorder.
-    """
-    if collective in (Collective.SPLIT, Collective.DIVIDE):
-        return 1, 2 * small
-    copies = 0
-    if collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
-        copies += gathered
-    if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
-        copies += sharded
-    return copies, copies * 2 * large
+        one, two = (self.time(collective, n * _SAMPLE, axis) for n in (1, 2))
+        per_byte = (two - one) / _SAMPLE
+        return max(0.0, one - per_byte * _SAMPLE), per_byte
 
 
 def sharded_degree(layout: Layout, mesh: Mesh) -> int:

@@ -43,21 +43,6 @@ class Affine:
     backward_fixed: float = 0.0
     backward_per_byte: float = 0.0
 
-    @property
-    def fixed(self) -> float:
-        """Forward and backward together."""
-        return self.forward_fixed + self.backward_fixed
-
-    @property
-    def per_byte(self) -> float:
-        """Forward and backward together."""
-        return self.forward_per_byte + self.backward_per_byte
-
-    @property
-    def forward(self) -> Affine:
-        """Forward alone."""
-        return Affine(self.forward_fixed, self.forward_per_byte)
-
     def at(self, num_bytes: float) -> OpTime:
         return OpTime(
             self.forward_fixed + self.forward_per_byte * num_bytes,

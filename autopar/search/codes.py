@@ -8,16 +8,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
 from torch import fx
 
+from autopar.cost_model.redistributions import Redistributions, steps_row
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
+from autopar.ir.redistribution import Collective, redistribute
 from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.search.instance import Ints
 from autopar.search.workload import Tensor, Workload
@@ -47,8 +49,8 @@ def decode(code: int, num_axes: int) -> Layout:
     return tuple(_PLACEMENTS[code // _BASE**axis % _BASE] for axis in range(num_axes))
 
 
-# Digits that a layout may have, so that a need fits into 64 bits.
-_MOST_AXES = 7
+# Digits that a layout may have, so that a source and a need fit into 64 bits.
+_MOST_AXES = 5
 _GRADIENT = _BASE**_MOST_AXES
 
 
@@ -62,6 +64,42 @@ def encode_need(value: Layout, grad: Layout) -> int:
 
 def decode_need(code: int, num_axes: int) -> tuple[Layout, Layout]:
     return decode(code % _GRADIENT, num_axes), decode(code // _GRADIENT, num_axes)
+
+
+@dataclass(slots=True)
+class Moves:
+    """Redistributions on meshes of ``num_axes``, numbered as they come up."""
+
+    num_axes: int
+    _numbers: dict[tuple[bool, int], int] = field(default_factory=dict)
+    _rows: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def numbers(self, sources: Ints, needs: Ints, differentiable: bool) -> Ints:
+        """(source, need) -> number, of all pairs of codes. differentiable: whether a gradient comes back."""
+        found = [
+            [self._number(differentiable, source + need) for source in sources.tolist()]
+            for need in (needs * _BASE**self.num_axes).tolist()
+        ]
+        return np.array(found, dtype=np.int64).T
+
+    def _number(self, differentiable: bool, pair: int) -> int:
+        found = self._numbers.get((differentiable, pair))
+        if found is None:
+            found = self._numbers[differentiable, pair] = len(self._rows)
+            need, code = divmod(pair, _BASE**self.num_axes)
+            source = decode(code, self.num_axes)
+            steps = redistribute(source, *decode_need(need, self.num_axes))
+            if not differentiable:
+                steps = tuple(replace(s, backward=Collective.NONE) for s in steps if s.forward is not Collective.NONE)
+            self._rows.append(steps_row(steps, source))
+        return found
+
+    def since(self, number: int) -> Redistributions:
+        """Those from ``number`` on."""
+        return Redistributions.of(self._rows[number:], self.num_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +161,14 @@ class Codes:
     """The placements of a workload's tensors by the picks of the clusters that decide them. Remembers them."""
 
     load: Workload
+    _moves: dict[int, Moves] = field(default_factory=dict)
     _results: dict[tuple[fx.Node, int], Ints] = field(default_factory=dict)
     _needs: dict[tuple[fx.Node, int], tuple[Ints, Ints]] = field(default_factory=dict)
     _limits: dict[int, tuple[Limit, ...]] = field(default_factory=dict)
+
+    def moves(self, num_axes: int) -> Moves:
+        """What is known of redistributions on meshes of so many axes."""
+        return self._moves.setdefault(num_axes, Moves(num_axes))
 
     def tensor(self, tensor: Tensor) -> Ints:
         """Placement that a tensor is produced in, by pick of its producer's cluster."""

@@ -17,7 +17,7 @@ from autopar.ir.redistribution import reduces_or_exchanges
 from autopar.ir.rule import Assignment
 from autopar.search.pricing import ParameterPrice, Pricing
 from autopar.search.stages import LEVELS, BlockCost, Stage
-from autopar.search.workload import PRELUDE, Tensor, Workload
+from autopar.search.workload import PRELUDE, Tensor, Transfer, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,20 +128,22 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     load = pricing.workload
     assignments = spread(load, leaders)
     own = [_Ops.of(pricing, assignments, kind) for kind in range(len(load.folding.kinds))]
-    moves, again, crossing, unsendable = _moves(pricing, assignments, leaders[load.clusters.inputs.index])
+    inputs = leaders[load.clusters.inputs.index]
+    moves = [_moved(pricing, transfer, assignments, inputs) for transfer in load.transfers]
     prices, layouts, by_block = _parameters(pricing, assignments, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
     for block in load.folding.blocks:
-        moved = moves.get(block.index, ZERO)
-        held = by_block.get(block.index, ())
-        send = None if block.index in unsendable else crossing.get(block.index, 0.0)
-        key = (block.kind, moved, again.get(block.index, 0.0), tuple(id(p) for p in held), send)
+        arrivals, held = load.arrivals[block.index], by_block.get(block.index, ())
+        key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            made[key] = own[block.kind].block(pricing, moved, again.get(block.index, 0.0), held, send)
+            into = [moves[number] for number in arrivals.transfers]
+            moved = sum((move for move, _ in into), ZERO)
+            send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
+            made[key] = own[block.kind].block(pricing, moved, sum(again for _, again in into), held, send)
         blocks.append(made[key])
     prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
-    prelude += moves.get(PRELUDE, ZERO).forward_s
+    prelude += sum(moves[number][0].forward_s for number in load.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
 
 
@@ -267,37 +269,25 @@ class _Ops:
         )
 
 
-def _moves(
-    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
-) -> tuple[dict[int, OpTime], dict[int, float], dict[int, float], set[int]]:
-    """Redistributions of each block, and the forward seconds of those that selective rematerialisation runs again;
-    bytes that cross the cut before each block; blocks that cannot be cut before."""
+def _moved(
+    pricing: Pricing, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> tuple[OpTime, float]:
+    """Redistributions of a transfer, and the forward seconds of those that selective rematerialisation runs again."""
     load = pricing.workload
-    moves: dict[int, OpTime] = {}
-    again: dict[int, float] = {}
-    reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
-    for transfer in load.transfers:
-        source = layout_of(pricing, transfer.tensor, assignments, inputs)
-        wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
-        made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
-        total = sum(made.values(), ZERO)
-        redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
-        for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
-            if total is not ZERO:
-                moves[block] = moves.get(block, ZERO) + total
-                again[block] = again.get(block, 0.0) + redone
-            if start != PRELUDE and block > start:
-                key = (transfer.tensor.node, transfer.tensor.result, start)
-                reach[key] = (transfer.tensor, max(block, reach[key][1] if key in reach else block))
-    crossing: dict[int, float] = {}
-    unsendable: set[int] = set()
-    for (_, _, start), (tensor, end) in reach.items():
-        size = pricing.local_bytes(tensor, layout_of(pricing, tensor, assignments, inputs))
-        for block in range(start + 1, end + 1):
-            crossing[block] = crossing.get(block, 0.0) + size
-            if not tensor.floating:
-                unsendable.add(block)
-    return moves, again, crossing, unsendable
+    source = layout_of(pricing, transfer.tensor, assignments, inputs)
+    wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
+    made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
+    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
+    return sum(made.values(), ZERO), redone
+
+
+def _crossing_bytes(
+    pricing: Pricing, crossing: Sequence[Tensor], assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> float | None:
+    """Bytes that cross the cut before a block; None if it cannot be cut there."""
+    if not all(tensor.floating for tensor in crossing):
+        return None
+    return sum(pricing.local_bytes(t, layout_of(pricing, t, assignments, inputs)) for t in crossing)
 
 
 def _parameters(

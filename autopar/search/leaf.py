@@ -22,7 +22,7 @@ from autopar.search.floor import Floor
 from autopar.search.ilp import solve
 from autopar.search.predict import Predicted, predict
 from autopar.search.pricing import MeshPrices, OpPrices, Pricing
-from autopar.search.roles import Rules
+from autopar.search.roles import Choices, Rules
 from autopar.search.stages import LEVELS, Stage, cut
 from autopar.search.workload import Workload
 
@@ -111,6 +111,7 @@ class Solver:
     work: int = 0
     ops: OpPrices = field(init=False)
     floor: Floor = field(init=False)
+    choices: Choices = field(init=False)
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
     _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
@@ -118,6 +119,7 @@ class Solver:
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.load, self.cluster, self.balanced)
         self.floor = Floor.of(self.ops)
+        self.choices = Choices(self.load)
 
     @property
     def least_state_bytes(self) -> float:
@@ -145,7 +147,7 @@ class Solver:
     def pricing(self, configuration: Configuration) -> Pricing:
         mesh = configuration.mesh
         if mesh.sizes not in self._meshes:
-            self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh))
+            self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh), self.ops.codes.moves(len(mesh)))
         return Pricing(
             ops=self.ops,
             moves=self._meshes[mesh.sizes],
@@ -193,7 +195,7 @@ class Solver:
         key = (configuration.mesh, configuration.constraints, data_axes, configuration.batch_axes)
         if key not in self._rules:
             self._rules[key] = Rules(
-                load=self.load,
+                choices=self.choices,
                 mesh=configuration.mesh,
                 constraints=configuration.constraints,
                 data_axes=data_axes,

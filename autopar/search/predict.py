@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
+from autopar.cost_model.redistributions import redistribution
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.step import exposed_time
 from autopar.ir.placement import Layout
@@ -74,7 +75,8 @@ def predict(
         sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
     ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
-    fullest = max(range(len(ends)), key=lambda rank: timeline.busy_s[rank] + tails[rank])
+    busy = timeline.busy_s
+    fullest = max(range(len(ends)), key=lambda rank: busy[rank] + tails[rank])
     return Predicted(
         step_time_s=max(ends),
         forward_s=tuple(forward),
@@ -220,7 +222,7 @@ def _axis_seconds(pricing: Pricing, tensor: Tensor, source: Layout, value: Layou
     found: dict[int, float] = {}
     before = 0.0
     for number, step in enumerate(steps):
-        made = pricing.moves.fabric.redistribution(steps[: number + 1], source, rows).at(tensor.numel)
+        made = redistribution(pricing.moves.fabric, steps[: number + 1], source, rows).at(tensor.numel)
         found[step.axis] = found.get(step.axis, 0.0) + made.total_s - before
         before = made.total_s
     return found

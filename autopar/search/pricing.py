@@ -18,13 +18,13 @@ from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
 from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory
 from autopar.cost_model.ops import OpCost
+from autopar.cost_model.redistributions import LinkPrices, Times
 from autopar.cost_model.seconds import NOTHING, ZERO, Affine, OpTime
 from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offload_time, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
-from autopar.ir.redistribution import Collective, redistribute
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
-from autopar.search.codes import Codes, Options, decode, decode_need, encode, encode_need, rows_class
+from autopar.search.codes import Codes, Moves, Options, encode, encode_need, rows_class
 from autopar.search.instance import Floats, Ints, User
 from autopar.search.workload import Tensor, Workload
 
@@ -124,51 +124,48 @@ class MeshPrices:
     """
 
     fabric: Fabric
+    known: Moves
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
-    _moves: dict[tuple[int, int, bool, float], Affine] = field(default_factory=dict)
+    _links: LinkPrices = field(init=False)
+    _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._links = LinkPrices.of(self.fabric)
 
     @property
     def mesh(self) -> Mesh:
         return self.fabric.mesh
 
-    def move(
-        self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf
-    ) -> Affine:
+    def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf) -> Affine:
         """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).
 
         rows: size of dimension 0 of the microbatch.
         """
-        rows = rows_class(rows, self.mesh)
-        return self._move((encode(source), encode_need(value, grad), differentiable, rows))
+        codes = np.array([encode(source)]), np.array([encode_need(value, grad)])
+        number = self.known.numbers(*codes, differentiable)
+        return self._at(rows_class(rows, self.mesh)).at(int(number[0, 0]))
 
-    def table(
-        self, sources: Ints, needs: Ints, differentiable: bool, rows: float
-    ) -> tuple[Floats, Floats]:
-        """Fixed seconds and seconds per byte, both directions together, of every (source, need), all in codes."""
-        moves = [[self._move((s, need, differentiable, rows)) for need in needs.tolist()] for s in sources.tolist()]
-        return np.array([[m.fixed for m in row] for row in moves]), np.array([[m.per_byte for m in row] for row in moves])
+    def table(self, sources: Ints, needs: Ints, differentiable: bool, rows: float) -> tuple[Floats, Floats]:
+        """Fixed seconds and seconds per byte, both directions together, of every (source, need), all in codes.
 
-    def _move(self, key: tuple[int, int, bool, float]) -> Affine:
-        found = self._moves.get(key)
-        if found is None:
-            found = self._moves[key] = self._measure(*key)
+        rows: a ``rows_class``.
+        """
+        numbers = self.known.numbers(sources, needs, differentiable)
+        times = self._at(rows)
+        fixed = times.forward_fixed[numbers] + times.backward_fixed[numbers]
+        return fixed, times.forward_per_byte[numbers] + times.backward_per_byte[numbers]
+
+    def _at(self, rows: float) -> Times:
+        """Of all redistributions that are known."""
+        found = self._times.get(rows)
+        done = 0 if found is None else len(found.forward_fixed)
+        if found is None or done < len(self.known):
+            more = self.known.since(done).times(self._links, rows)
+            found = self._times[rows] = more if found is None else found.followed_by(more)
         return found
-
-    def _measure(self, source: int, need: int, differentiable: bool, rows: float) -> Affine:
-        produced = decode(source, len(self.mesh))
-        value, grad = decode_need(need, len(self.mesh))
-        if produced is value is grad:
-            return NOTHING
-        steps = redistribute(produced, value, grad)
-        if not differentiable:
-            steps = tuple(step for step in steps if step.forward is not Collective.NONE)
-        if not steps:
-            return NOTHING
-        found = self.fabric.redistribution(steps, produced, rows)
-        return found if differentiable else found.forward
 
     def lowering(self, node: fx.Node, assignment: Assignment, ops: OpPrices, num_microbatches: int) -> OpTime:
         """Collectives inside a lowered op."""
@@ -253,7 +250,7 @@ class Pricing:
             return ZERO
         rows = tensor.rows_of_microbatch(self.num_microbatches)
         affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
-        return ZERO if affine is NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+        return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
         """Bytes of a microbatch of ``tensor`` on one rank."""

@@ -39,6 +39,52 @@ def divides_experts_axes(batch: int, mesh: Mesh, constraints: Constraints) -> bo
     return batch % (ranks * (constraints.num_microbatches or 1)) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A choice of a cluster's leader. stores: of the parameters that members read, "whole", "sharded" or "partial"."""
+
+    role: str
+    others: frozenset[str]
+    experts: bool
+    stores: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the choices of a model's clusters amount to, on any mesh. Remembers it."""
+
+    load: Workload
+    known: dict[tuple[int, Choice], _Choice] = field(default_factory=dict)
+
+    def of(self, group: Cluster, choice: Choice) -> _Choice:
+        key = (group.index, choice)
+        if key not in self.known:
+            assert group.leader is not None
+            factors = factors_of_choice(choice)
+            # Roles of the factors that share an axis with experts: of the tokens that are exchanged.
+            others = {role_of(self.load, group.leader, factor) for factor in factors} - {"ep"}
+            self.known[key] = _Choice(
+                role=role_of(self.load, group.leader, choice),
+                others=frozenset(others),
+                experts=EXPERTS in factors,
+                stores=self._stores(group, choice),
+            )
+        return self.known[key]
+
+    def _stores(self, group: Cluster, choice: Choice) -> str:
+        parameters = self.load.captured.parameters
+        stores = "whole"
+        for member in group.members:
+            for position, operand in enumerate(tensor_operands(member)):
+                if operand.op == "placeholder" and operand.name in parameters:
+                    value, _ = self.load.rule(member).operand(position, group.follow[choice][member])
+                    if value.is_partial():
+                        return "partial"
+                    if not value.is_replicate():
+                        stores = "sharded"
+        return stores
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Which choices each cluster may make on each axis of a mesh.
@@ -48,12 +94,16 @@ class Rules:
     batch_axes: if given, exactly these axes divide the step inputs.
     """
 
-    load: Workload
+    choices: Choices
     mesh: Mesh
     constraints: Constraints
     data_axes: tuple[int, ...] = ()
     batch_axes: tuple[int, ...] | None = None
     known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
+
+    @property
+    def load(self) -> Workload:
+        return self.choices.load
 
     def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
         key = (group.index, axis)
@@ -103,36 +153,25 @@ class Rules:
             roles = {"tp", "cp"}
         elif wanted == named == "cp" and is_attention(group.leader):
             roles = {"cp", "tp"}
-        used = [c for c in allowed if wanted and role_of(self.load, group.leader, c) in roles]
+        used = [c for c in allowed if wanted and self.choices.of(group, c).role in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
         return dividing or allowed
 
     def _may(self, group: Cluster, axis: int, choice: Choice) -> bool:
         assert group.leader is not None
-        role = role_of(self.load, group.leader, choice)
-        name = self.mesh.names[axis]
+        known = self.choices.of(group, choice)
+        role, name = known.role, self.mesh.names[axis]
         if role == "ep" and self.constraints.may(name, role):
-            return role_of_axis(name) == "ep" or all(self.constraints.may(name, r) for r in self._others(group, choice))
+            return role_of_axis(name) == "ep" or all(self.constraints.may(name, r) for r in known.others)
         if not role or self.constraints.may(name, role):
             return True
         return role_of_axis(name) == "cp" and role == "tp" and is_attention(group.leader)
 
-    def _others(self, group: Cluster, choice: Choice) -> set[str]:
-        """Roles of the factors that share an axis with experts: of the tokens that are exchanged."""
-        assert group.leader is not None
-        return {role_of(self.load, group.leader, factor) for factor in factors_of_choice(choice)} - {"ep"}
-
     def _stores(self, group: Cluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
-        parameters = self.load.captured.parameters
-        experts = role_of_axis(self.mesh.names[axis]) == "ep" and EXPERTS in factors_of_choice(choice)
-        experts = experts and (self.batch_axes is None or axis in self.batch_axes)
-        for member in group.members:
-            for position, operand in enumerate(tensor_operands(member)):
-                if operand.op != "placeholder" or operand.name not in parameters:
-                    continue
-                value, _ = self.load.rule(member).operand(position, group.follow[choice][member])
-                if value.is_partial() or (axis in self.data_axes and not experts and not value.is_replicate()):
-                    return False
-        return True
+        known = self.choices.of(group, choice)
+        if known.stores != "sharded" or axis not in self.data_axes:
+            return known.stores != "partial"
+        experts = role_of_axis(self.mesh.names[axis]) == "ep" and known.experts
+        return experts and (self.batch_axes is None or axis in self.batch_axes)

@@ -71,6 +71,17 @@ class Transfer:
     from_blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrivals:
+    """What blocks that are alike have to do with others.
+
+    transfers: numbers of those that lead into such a block. crossing: tensors that cross a cut before it.
+    """
+
+    transfers: tuple[int, ...]
+    crossing: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
     """Parameters that are used alike.
@@ -188,6 +199,30 @@ class Workload:
             )
             for key, (blocks, from_blocks) in folded.items()
         )
+
+    @cached_property
+    def arrivals(self) -> Mapping[int, Arrivals]:
+        """Of every block and of the PRELUDE; the same object where it is the same."""
+        into: dict[int, list[int]] = {}
+        reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
+        for number, transfer in enumerate(self.transfers):
+            tensor = transfer.tensor
+            for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
+                into.setdefault(block, []).append(number)
+                if start != PRELUDE and block > start:
+                    key = (tensor.node, tensor.result, start)
+                    reach[key] = (tensor, max(block, reach[key][1] if key in reach else block))
+        over: dict[int, list[Tensor]] = {}
+        for (_, _, start), (tensor, end) in reach.items():
+            for block in range(start + 1, end + 1):
+                over.setdefault(block, []).append(tensor)
+        made: dict[tuple[object, ...], Arrivals] = {}
+        found = {}
+        for block in (PRELUDE, *range(self.num_blocks)):
+            transfers, crossing = tuple(into.get(block, ())), tuple(over.get(block, ()))
+            key = (transfers, tuple((tensor.node, tensor.result) for tensor in crossing))
+            found[block] = made.setdefault(key, Arrivals(transfers=transfers, crossing=crossing))
+        return found
 
     def tensor(self, node: fx.Node, result: int) -> Tensor:
         """Description of result ``result`` of ``node``."""

@@ -11,9 +11,9 @@ from autopar.cost_model.collectives import (
     Fabric,
     collective_time,
     point_to_point_time,
-    redistribution_time,
     volume_bytes,
 )
+from autopar.cost_model.redistributions import redistribution_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute

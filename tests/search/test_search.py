@@ -26,7 +26,7 @@ from autopar.search.evaluate import evaluate
 from autopar.search.ilp import solve
 from autopar.search.instance import value
 from autopar.search.pricing import MeshPrices, OpPrices, Pricing
-from autopar.search.roles import Rules
+from autopar.search.roles import Choices, Rules
 from autopar.search.workload import PRELUDE, Workload
 
 
@@ -76,9 +76,9 @@ def tied() -> CapturedModel:
 
 def pricing_of(load: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing:
     cluster = make_cluster("a100-80gb", mesh.size, min(8, mesh.size))
-    return Pricing(
-        ops=OpPrices(load, cluster), moves=MeshPrices(Fabric(cluster, mesh)), num_microbatches=num_microbatches
-    )
+    ops = OpPrices(load, cluster)
+    moves = MeshPrices(Fabric(cluster, mesh), ops.codes.moves(len(mesh)))
+    return Pricing(ops=ops, moves=moves, num_microbatches=num_microbatches)
 
 
 @pytest.mark.parametrize("which", ["small", "tied"])
@@ -87,7 +87,7 @@ def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.Fixtur
     load = Workload.of(request.getfixturevalue(which), "fp32")
     mesh = Mesh((MeshAxis("free0", 2), MeshAxis("free1", 2)))
     pricing = pricing_of(load, mesh, 2)
-    built = build(pricing, Rules(load=load, mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
+    built = build(pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
 
     @settings(max_examples=25, deadline=None)
     @given(st.randoms(use_true_random=False))
@@ -109,7 +109,7 @@ def test_inner_answer_equals_brute_force() -> None:
     load = Workload.of(captured(num_layers=1), "fp32")
     mesh = Mesh((MeshAxis("free0", 4),))
     pricing = pricing_of(load, mesh)
-    built = build(pricing, Rules(load=load, mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights())
+    built = build(pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights())
     solution = solve(built.instance)
     options = [range(n) for n in built.instance.num_options]
     assert len(list(product(*options))) < 200_000
