@@ -2,9 +2,9 @@
 
     python benchmarks/published.py [--data DIR] [--families sc21,titan] [--rows titan-001] [--plot published.html]
 
-Each row of ``runs.csv`` is a model of the stated shape on the stated cluster under the stated plan; ``autopar estimate``'s
-own code predicts it, with memory enough that nothing is refused. Rows that do not state what a prediction needs are
-listed with what is missing. Ranking groups are pairs of plans for one workload whose true order is known. Constants of
+Each row of ``runs.csv`` is a model of the stated shape on the stated cluster under the stated plan. The code of
+``autopar estimate`` predicts it, with memory enough that nothing is refused. Rows that do not state what a prediction
+needs are listed with what is missing. Ranking groups are plans for one workload whose true order is known. Constants of
 the cost model are not fitted here, and nothing depends on the name of a row beyond the family it is counted in.
 """
 
@@ -229,7 +229,7 @@ def summary(name: str, errors: list[float]) -> str:
 
 
 def ranking(path: Path, compared: dict[str, Compared]) -> tuple[int, int, list[str]]:
-    """Pairs of one group that differ by over 5 %: how many are predicted in the right order, of how many, and the wrong."""
+    """Of pairs in one group that differ by over 5 %: how many are in the right order, how many there are, the wrong."""
     groups: dict[str, list[str]] = {}
     for cells in csv.DictReader(path.open()):
         groups.setdefault(cells["group"], []).append(cells["row_id"])

@@ -81,7 +81,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistributions:
-    """steps: (number, most steps, 5), see above. sources: (number, axes), the dimension that each axis shards at first."""
+    """steps: (number, most steps, 5), as above. sources: (number, axes), the dimension an axis shards at first."""
 
     steps: Ints
     sources: Ints

@@ -22,7 +22,10 @@ _COUNTED = "counted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Siblings that are alike. members: (path, module). counts: attributes that count them, as ``attention.layer_idx``."""
+    """Siblings that are alike.
+
+    members: (path, module). counts: attributes that count them, as ``attention.layer_idx``.
+    """
 
     members: tuple[tuple[str, nn.Module], ...]
     counts: frozenset[str]

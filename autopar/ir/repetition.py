@@ -10,7 +10,8 @@ torch.export follows the first two calls and those of the last module. Every oth
 in whose place functionalisation puts the ops of the second call, with the parameters of ``layers.3``. All that is
 outside of the modules is traced for every call, as it is, so the captured graph is the same as without this, provided
 that the calls that were followed run the same ops, read nothing but parameters and what they are given, and hand on
-nothing but their results. ``Repetition.resolve`` checks it. Where it is not so, NotAlike is raised, and the model is traced whole.
+nothing but their results. ``Repetition.resolve`` checks it. Where it is not so, NotAlike is raised, and the model is
+traced whole.
 
 What a followed call is given, and what it returns, goes through the op ``edge``: the edges enclose its body.
 """
@@ -214,7 +215,9 @@ class Repetition:
         for number, (path, call) in self.repeats.items():
             body = bodies[call]
             own = {n: targets.get(n.name, "") for n in body.reads()}
-            own = {n: path + name.removeprefix(body.path) for n, name in own.items() if name.startswith(f"{body.path}.")}
+            own = {
+                n: path + name.removeprefix(body.path) for n, name in own.items() if name.startswith(f"{body.path}.")
+            }
             if not placeholder.keys() >= set(own.values()):
                 raise NotAlike(f"{path} does not have what {body.path} has")
             found[number] = Again(path=path, body=body, twins={n: placeholder[name] for n, name in own.items()})

@@ -1,9 +1,9 @@
 """Placements and choices as small numbers, so that all options of a cluster are looked at together.
 
-    placement   R = 0, P = 1, S(d) = 2 + d
-    layout      one digit for each mesh axis, to the base 16, the first axis lowest
-    need        the layout of a value, and above it that of its gradient
-    pick        position of a choice among ``Cluster.choices``; an option is one pick for each mesh axis
+placement   R = 0, P = 1, S(d) = 2 + d
+layout      one digit for each mesh axis, to the base 16, the first axis lowest
+need        the layout of a value, and above it that of its gradient
+pick        position of a choice among ``Cluster.choices``; an option is one pick for each mesh axis
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ class Codes:
             self._needs[node, position] = found
         return found
 
-    def allows(self, group: Cluster, picks: Ints, mesh: Mesh, num_microbatches: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def allows(
+        self, group: Cluster, picks: Ints, mesh: Mesh, num_microbatches: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which options of a cluster divide every factor of every member."""
         sizes = np.array(mesh.sizes, dtype=np.int64)
         kept = np.ones(len(picks), dtype=bool)

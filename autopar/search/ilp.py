@@ -53,9 +53,7 @@ def solve(instance: Instance) -> Solution:
     selection = eliminate(instance, _EASY_ENTRIES)
     if selection is not None:
         columns = sum(instance.num_options)
-        return Solution(
-            selection=selection, objective=value(instance, selection), num_columns=columns, branched=False
-        )
+        return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=False)
     reduced, kept = reduce(instance)
     columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
     options: Sequence[int] | None = eliminate(reduced)

@@ -14,7 +14,7 @@ the schedule (``simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 
     alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
 
 A stage wants nothing but little time, so every range of blocks has one best use of levels for each K
-(``_Ranges``, all ranges at once). Then, with no stage as long as T, over the number of stages and the blocks they cover,
+(``_Ranges``, all ranges at once). With no stage as long as T, over the number of stages and the blocks they cover,
 
     F_0(0) = 0,    F_{i+1}(b) = min { F_i(a) + S[a] + alpha t_i(a, b) : a < b, t_i(a, b) < T }
 
@@ -275,7 +275,9 @@ class _Ranges:
         for some in np.array_split(np.flatnonzero(least <= budget + 1e-6), 1 + len(begins) * self.n // _CHUNK):
             self._solve_some(some, live, budget, best, full, selective)
         n = self.n + 1
-        tables = tuple(np.append(found, missing)[self.known] for found, missing in ((best, np.inf), (full, 0), (selective, 0)))
+        tables = tuple(
+            np.append(found, missing)[self.known] for found, missing in ((best, np.inf), (full, 0), (selective, 0))
+        )
         assert all(table.shape == (n, n) for table in tables)
         return tables[0], tables[1], tables[2]
 
@@ -321,7 +323,9 @@ class _Ranges:
             for k in candidates:
                 seconds = self._seconds(begin[:, None], end[:, None], m, k)
                 slack = 1e-9 * np.abs(room[:, None]) + 1e-6
-                fits = (k <= end[:, None]) & (self._saved(begin[:, None], end[:, None], m, k, live) <= room[:, None] + slack)
+                fits = (k <= end[:, None]) & (
+                    self._saved(begin[:, None], end[:, None], m, k, live) <= room[:, None] + slack
+                )
                 fits &= (m > begin[:, None]) if use_full else (m == begin[:, None])
                 fits &= (k > m) if use_selective else (k == m)
                 seconds = np.where(fits, seconds, np.inf)
@@ -342,6 +346,7 @@ class _Ranges:
         return np.asarray(
             live * (everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]), dtype=np.float64
         )
+
 
 def _prefix(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

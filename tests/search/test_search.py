@@ -109,7 +109,9 @@ def test_inner_answer_equals_brute_force() -> None:
     load = Workload.of(captured(num_layers=1), "fp32")
     mesh = Mesh((MeshAxis("free0", 4),))
     pricing = pricing_of(load, mesh)
-    built = build(pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights())
+    built = build(
+        pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights()
+    )
     solution = solve(built.instance)
     options = [range(n) for n in built.instance.num_options]
     assert len(list(product(*options))) < 200_000
