@@ -21,6 +21,7 @@ CELLS = [
     ("mixtral", "tp2 experts"),
     ("qwen3_moe", "ep2 pp2"),
     ("deepseek_v3", "ep2 tp2"),
+    ("deepseek_v3", "cp2 remat"),
     ("clip", "zero2"),
     ("llama", "dp2 tp2 pp2"),
     ("mlp", "free"),

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.collective_counter import CollectiveCounter
+from autopar.ir.lowered import blockwise
+from autopar.ir.sequence import Block, Sight, Span
+from autopar.runtime.rematerialised import rematerialised
 from autopar.search.api import predict_plan
 from tests.end_to_end.stacks import Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
@@ -71,3 +76,53 @@ def test_memory_falls_as_predicted(block: Any, sequence: bool | None) -> None:
         assert full < 0.5 * none and full < selective < none
         if sequence:  # what a norm passes on is gathered anew for the backward, once a block
             assert found["selective"][2] == 2 * found["none"][2]
+
+
+LENGTH = 48
+
+
+class _OneBlock(torch.autograd.Function):
+    """Attention over one block whose values are wider than its keys, which no fused kernel takes."""
+
+    @staticmethod
+    def scores() -> blockwise.Scores:
+        whole = Span(0, LENGTH)
+        return blockwise.Scores(0.5, Sight("causal"), Block(whole, whole, whole, whole, whole=False))
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = blockwise.forward(q, k, v, None, _OneBlock.scores())
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return blockwise.backward(grads[0], q, k, v, None, out, lse, _OneBlock.scores(), None)
+
+
+def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
+    """Their products are written to in place, so that one kept from the first run would be wrong in the second."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = _OneBlock.apply(q * 2.0, k * 2.0, v * 2.0)
+        assert isinstance(result, Tensor)
+        return result.sin()
+
+    def run(remat: Any) -> tuple[list[Tensor | None], int]:
+        torch.manual_seed(0)
+        operands = [torch.randn(2, 3, LENGTH, size, requires_grad=True) for size in (4, 4, 6)]
+        saved = Saved()
+        before = held_bytes()
+        with saved:
+            loss = rematerialised(attend, remat=remat, preserve_rng_state=False)(*operands).sum()
+        kept = held_bytes() - before
+        loss.backward()
+        return [operand.grad for operand in operands], kept
+
+    expected, _ = run("none")
+    found, kept = run("selective")
+    for grad, other in zip(found, expected, strict=True):
+        assert grad is not None and other is not None and grad.equal(other)
+    # The result and its log-sum-exps, and rounding, but no scores.
+    assert kept < 4 * 2 * 3 * LENGTH * (6 + 1 + 6 + 1) < 4 * 2 * 3 * LENGTH * LENGTH

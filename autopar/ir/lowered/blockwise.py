@@ -11,12 +11,14 @@ and log-sum-exp -inf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from autopar.ir.ops import AttentionKind
 from autopar.ir.sequence import Block, Sight, Span
 
 _aten = torch.ops.aten
@@ -78,16 +80,59 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
                 q, _repeat(k, q), _repeat(v, q), None, True, 0.0, causal, scale=scores.scale
             )
             return out, lse
+    block, sight = scores.block, scores.sight
+    spans = [end for span in (block.rows, block.columns, block.queries, block.keys) for end in span]
+    found: tuple[Tensor, Tensor] = _by_tiles(
+        q, k, v, mask, scores.scale, sight.kind, sight.window, spans, scores.block.whole
+    )
+    return found
+
+
+@torch.library.custom_op("autopar::attention_by_tiles", mutates_args=())
+def _by_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kind: str,
+    window: int | None,
+    spans: Sequence[int],
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
+    """One op, so that selective rematerialisation keeps what comes out of it and none of the products inside.
+
+    spans: starts and ends of the block's rows, columns, queries and keys.
+    """
+    rows, columns, queries, keys = (Span(*spans[at : at + 2]) for at in range(0, 8, 2))
+    block = Block(rows=rows, columns=columns, queries=queries, keys=keys, whole=whole)
+    scores = Scores(scale, Sight(cast(AttentionKind, kind), window), block)
     wide = wide_dtype(q)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-    for rows, columns in _tiles(scores):
-        tile = _tile(q, k, mask, scores, rows, columns)
+    for row, column in _tiles(scores):
+        tile = _tile(q, k, mask, scores, row, column)
         tile_lse = torch.logsumexp(tile, -1)
         weights = tile.sub_(_finite(tile_lse)[..., None]).exp_()
-        more = weights @ _repeat(v[:, :, columns.start : columns.stop], q).to(wide)
-        merge(out[:, :, rows.start : rows.stop], lse[:, :, rows.start : rows.stop], more, tile_lse)
+        more = weights @ _repeat(v[:, :, column.start : column.stop], q).to(wide)
+        merge(out[:, :, row.start : row.stop], lse[:, :, row.start : row.stop], more, tile_lse)
     return out, lse
+
+
+@_by_tiles.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kind: str,
+    window: int | None,
+    spans: Sequence[int],
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
+    wide = wide_dtype(q)
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
 
 
 def backward(
