@@ -214,10 +214,10 @@ class Repetition:
         found: dict[int, Again] = {}
         for number, (path, call) in self.repeats.items():
             body = bodies[call]
-            own = {n: targets.get(n.name, "") for n in body.reads()}
-            own = {
-                n: path + name.removeprefix(body.path) for n, name in own.items() if name.startswith(f"{body.path}.")
-            }
+            # Constants are those of the body.
+            read = {n: targets.get(n.name, "") for n in body.reads() if targets.get(n.name) not in constants}
+            inside = {n: name for n, name in read.items() if name.startswith(f"{body.path}.")}
+            own = {n: path + name.removeprefix(body.path) for n, name in inside.items()}
             if not placeholder.keys() >= set(own.values()):
                 raise NotAlike(f"{path} does not have what {body.path} has")
             found[number] = Again(path=path, body=body, twins={n: placeholder[name] for n, name in own.items()})
@@ -360,10 +360,10 @@ class _Comparison:
         mine, theirs = self.targets.get(p.name), self.targets.get(q.name)
         if mine is None or theirs is None:
             return p is q
-        if mine.startswith(paths[0]):
-            return theirs == paths[1] + mine.removeprefix(paths[0])
         if mine in self.constants and theirs in self.constants:
             return _equal(self.constants[mine], self.constants[theirs])
+        if mine.startswith(paths[0]):
+            return theirs == paths[1] + mine.removeprefix(paths[0])
         return mine == theirs
 
 

@@ -58,17 +58,26 @@ class Stack(nn.Module):
 
 
 def lines(captured: CapturedModel) -> list[tuple[str, ...]]:
+    """All that a graph says. Constants by their values: those of modules that are alike may be one."""
+
+    def shown(value: object) -> str:
+        text = str(value)
+        for name, constant in sorted(captured.constants.items(), reverse=True):
+            text = text.replace(name, str(constant.tolist()))
+        return text
+
     return [
         (
             node.name,
             str(node.target),
-            str(node.args),
-            str(node.kwargs),
+            shown(node.args),
+            shown(node.kwargs),
             str(node.meta.get("path")),
             str(node.meta.get("source")),
             str(getattr(node.meta.get("val"), "shape", None)),
         )
         for node in captured.graph.nodes
+        if node.name not in captured.constants
     ]
 
 

@@ -39,5 +39,7 @@ def test_a_second_model_makes_no_groups() -> None:
 
 
 def test_nor_groups_over_stages() -> None:
-    for counts in run_ranks(_num_groups, 3, pp=3, num_microbatches=2):
-        assert counts[0] == counts[1] == counts[2] > 1
+    found = run_ranks(_num_groups, 3, pp=3, num_microbatches=2)
+    assert max(found)[0] > 1, "ranks that share the weight have a group"
+    for counts in found:
+        assert counts[0] == counts[1] == counts[2]
