@@ -130,7 +130,8 @@ class Redistributions:
 
 def _reordered(dim: Ints, lead: Floats) -> NDArray[np.bool_]:
     """Whether pieces along ``dim`` do not lie one after the other. lead: local size of dimension 0."""
-    return (dim > 0) & ~((dim == 1) & (lead <= 1))
+    apart: NDArray[np.bool_] = (dim > 0) & ~((dim == 1) & (lead <= 1))
+    return apart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,9 @@ class JobMesh:
         check_world_size(plan, dist.get_world_size())
         stage_mesh = plan.stage_mesh
         sizes, names = (plan.num_pipeline_ranks, *stage_mesh.sizes), (PIPELINE_AXIS, *stage_mesh.names)
-        made = _MADE.setdefault(dist.group.WORLD, {})
+        world = dist.group.WORLD
+        assert world is not None, "the default group is there"
+        made = _MADE.setdefault(world, {})
         if (device_type, sizes, names) not in made:
             made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}
         device_mesh, over_stages = made[device_type, sizes, names]

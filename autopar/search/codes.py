@@ -51,11 +51,12 @@ def decode(code: int, num_axes: int) -> Layout:
 
 # Digits that a layout may have, so that a source and a need fit into 64 bits.
 _MOST_AXES = 5
-_GRADIENT = _BASE**_MOST_AXES
+_GRADIENT = 1 << (4 * _MOST_AXES)
 
 
 def need_code(value: Ints, grad: Ints) -> Ints:
-    return value + _GRADIENT * grad
+    code: Ints = value + _GRADIENT * grad
+    return code
 
 
 def encode_need(value: Layout, grad: Layout) -> int:
@@ -83,7 +84,8 @@ class Moves:
             [self._number(differentiable, source + need) for source in sources.tolist()]
             for need in (needs * _BASE**self.num_axes).tolist()
         ]
-        return np.array(found, dtype=np.int64).T
+        numbers: Ints = np.array(found, dtype=np.int64).T
+        return numbers
 
     def _number(self, differentiable: bool, pair: int) -> int:
         found = self._numbers.get((differentiable, pair))

@@ -220,8 +220,8 @@ class Workload:
         found = {}
         for block in (PRELUDE, *range(self.num_blocks)):
             transfers, crossing = tuple(into.get(block, ())), tuple(over.get(block, ()))
-            key = (transfers, tuple((tensor.node, tensor.result) for tensor in crossing))
-            found[block] = made.setdefault(key, Arrivals(transfers=transfers, crossing=crossing))
+            alike = (transfers, tuple((tensor.node, tensor.result) for tensor in crossing))
+            found[block] = made.setdefault(alike, Arrivals(transfers=transfers, crossing=crossing))
         return found
 
     def tensor(self, node: fx.Node, result: int) -> Tensor:
