@@ -62,7 +62,8 @@ def brute_force(outer: Outer) -> float | None:
     best: float | None = None
     for leaf in every_leaf(outer):
         pricing = solver.pricing(leaf)
-        for leaders in product(*build(pricing, solver.rules(leaf), Weights()).options):
+        options = build(pricing, solver.rules(leaf), Weights()).options
+        for leaders in product(*([own.leader(option) for option in range(len(own))] for own in options)):
             inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
             found = solver.complete(leaf, inner)
             if found is not None and (best is None or found.predicted.step_time_s < best):
