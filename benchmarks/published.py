@@ -196,8 +196,8 @@ def captured_of(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Captur
         known.clear()
         with torch.device("meta"):
             tokens = torch.zeros((row.number("global_batch"), row.number("seq_len")), dtype=torch.long)
-            inputs = {"input_ids": tokens, "labels": tokens.clone()}
-            known[shape] = normalise(capture(row.model(), inputs), check=False)
+            model, inputs = row.model(), {"input_ids": tokens, "labels": tokens.clone()}
+        known[shape] = normalise(capture(model, inputs), check=False)
     return known[shape]
 
 

@@ -39,7 +39,7 @@ class Case:
     @property
     def command(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "autopar.cli", "search", str(EXAMPLES / self.model)),
+            *(str(Path(sys.executable).with_name("autopar")), "search", str(EXAMPLES / self.model)),
             *("--gpus", str(self.gpus), "--gpu", self.gpu),
             *("--global-batch", str(self.batch), "--seq", str(self.seq), "--json"),
         ]

@@ -40,7 +40,7 @@ _EASY_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """selection: option of each unit; objective: its value; num_columns: variables that the reduced program has."""
+    """selection: option of each unit; objective: its value; num_columns: variables of the program, 0 without one."""
 
     selection: tuple[int, ...]
     objective: float
@@ -52,13 +52,12 @@ def solve(instance: Instance) -> Solution:
     """The best selection. Deterministic, one thread."""
     selection = eliminate(instance, _EASY_ENTRIES)
     if selection is not None:
-        columns = sum(instance.num_options)
-        return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=False)
+        return Solution(selection=selection, objective=value(instance, selection), num_columns=0, branched=False)
     reduced, kept = reduce(instance)
-    columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
     options: Sequence[int] | None = eliminate(reduced)
-    branched = False
+    columns, branched = 0, False
     if options is None:
+        columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
         options, branched = solve_program(reduced)
     selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
     return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
