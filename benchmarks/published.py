@@ -31,20 +31,21 @@ from autopar.cost_model.cluster import Cluster
 from autopar.ir.capture import capture
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Precision
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, Remat
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 
-# Column gpu -> catalogue name, and what differs from the entry: bytes of memory and bytes/s of its bandwidth.
-GPUS: dict[str, tuple[str, dict[str, float]]] = {
-    "A100-80GB": ("a100-80gb", {}),
-    "H100": ("h100-sxm", {}),
-    "H100-96GB-HBM2e": ("h100-sxm", {"memory_bytes": 96e9, "memory_bandwidth": 2.4e12}),
+# Column gpu -> catalogue name, and bytes/s of its memory where the entry has others.
+GPUS: dict[str, tuple[str, float | None]] = {
+    "A100-80GB": ("a100-80gb", None),
+    "H100": ("h100-sxm", None),
+    "H100-96GB-HBM2e": ("h100-sxm", 2.4e12),
 }
-PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16"}
+PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16"}
 ENOUGH = 1 << 50
 
 
@@ -148,26 +149,24 @@ class Row:
         return self.cells["model"]
 
     def cluster(self) -> Cluster:
-        name, others = GPUS[self.gpu]
+        name, bandwidth = GPUS[self.gpu]
         made = make_cluster(name, self.number("n_gpus"), min(8, self.number("n_gpus")))
-        device = replace(made.device, **{key: type(getattr(made.device, key))(value) for key, value in others.items()})
+        device = replace(made.device, memory_bandwidth=bandwidth or made.device.memory_bandwidth)
         return replace(made, device=device).with_memory(ENOUGH)
 
     def constraints(self) -> Constraints:
         degrees = {name: self.number(name, 1) for name in ("tp", "cp", "pp", "ep")}
         if not self.tp or not self.pp:
             raise Missing("tp, pp")
-        data = self.number("dp")
-        micro = self.number("micro_batch", 1 if data * degrees["pp"] > 1 and degrees["pp"] > 1 else None)
-        virtual = self.number("vpp", 1)
-        pipelined = degrees["pp"] > 1
+        data, virtual, pipelined = self.number("dp"), self.number("vpp", 1), degrees["pp"] > 1
+        micro = self.number("micro_batch", 1 if pipelined else None)
         return Constraints(
             **degrees,
             dp=data // degrees["ep"],
             sequence_parallel=self.sp == "1" if degrees["tp"] > 1 else None,
             num_microbatches=self.number("global_batch") // (data * micro),
-            precision=PRECISIONS[self.precision.split()[0]],  # type: ignore[arg-type]
-            remat=self.remat(),  # type: ignore[arg-type]
+            precision=PRECISIONS[self.precision.split()[0]],
+            remat=self.remat(),
             schedule=("interleaved" if virtual > 1 else "1f1b") if pipelined else None,
             virtual_stages=virtual if pipelined and virtual > 1 else None,
             **self.zero(),
@@ -181,11 +180,12 @@ class Row:
             return {"zero": 3}
         return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}
 
-    def remat(self) -> str:
+    def remat(self) -> Remat:
         """Megatron's "selective" recomputes attention scores alone, which fused attention never keeps."""
         if "every other" in self.recompute:
             raise Missing("a level that every block has (every other layer is rematerialised)")
-        return {"full": "full", "selective (op)": "selective"}.get(self.recompute, "none")
+        levels: dict[str, Remat] = {"full": "full", "selective (op)": "selective"}
+        return levels.get(self.recompute, "none")
 
 
 def captured_of(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> CapturedModel:

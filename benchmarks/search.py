@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +64,16 @@ class Run:
 
 def run(case: Case) -> Run:
     start = time.perf_counter()
-    process = subprocess.Popen(case.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    text, errors = process.communicate()
-    wall_s = time.perf_counter() - start
-    if process.returncode not in (0, 2):
-        raise SystemExit(f"{' '.join(case.command)}\n{errors}")
-    # Largest of all children so far: right for the largest, too high for those after it.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return Run(wall_s=wall_s, peak_bytes=peak, answer=json.loads(text))
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(case.command, stdout=out, stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        errors.seek(0)
+        if process.returncode not in (0, 2):
+            raise SystemExit(f"{' '.join(case.command)}\n{errors.read()}")
+        return Run(wall_s=wall_s, peak_bytes=usage.ru_maxrss * 1024, answer=json.load(out))
 
 
 def row(case: Case, best: Run) -> str:

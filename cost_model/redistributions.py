@@ -176,10 +176,10 @@ def redistribution_time(
 
     rows: global size of dimension 0, if known.
     """
-    return redistribution(Fabric(cluster, mesh), steps, source, inf if rows is None else rows).at(numel * itemsize)
+    prices = LinkPrices.of(Fabric(cluster, mesh))
+    return redistribution(prices, steps, source, inf if rows is None else rows).at(numel * itemsize)
 
 
-def redistribution(fabric: Fabric, steps: Sequence[Step], source: Layout, rows: float = inf) -> Affine:
+def redistribution(prices: LinkPrices, steps: Sequence[Step], source: Layout, rows: float = inf) -> Affine:
     """Seconds of one redistribution, by the global bytes of the tensor (of one microbatch)."""
-    one = Redistributions.of([steps_row(steps, source)], len(fabric.mesh))
-    return one.times(LinkPrices.of(fabric), rows).at(0)
+    return Redistributions.of([steps_row(steps, source)], len(prices.sizes)).times(prices, rows).at(0)

@@ -111,9 +111,33 @@ def shape_key(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
+_DATA = (int, float, str, bytes, complex, torch.dtype, torch.device, type, type(None))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value says all about itself, and cannot change."""
+    return isinstance(value, _DATA)
+
+
+def state_of(module: nn.Module) -> Hashable:
+    """What the attributes of a module tree hold, and the attributes of the objects among them.
+
+    The same before and after a call that changes nothing but tensors.
+    """
+    found: list[Hashable] = []
+    objects: dict[int, object] = {}
+    for name, value in _attributes(module):
+        found.append((name, plain(value)))
+        if hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, nn.Module)):
+            objects[id(value)] = value
+    for key, value in objects.items():
+        found.append((key, tuple((name, plain(item)) for name, item in vars(value).items())))
+    return tuple(found)
+
+
 def plain(value: object) -> Hashable:
     """A hashable twin of an attribute; of what is not plain data, its identity."""
-    if isinstance(value, (int, float, str, bytes, complex, torch.dtype, torch.device, type, type(None))):
+    if is_plain(value):
         return (type(value), value)
     if isinstance(value, (tuple, list)):
         return (type(value), tuple(map(plain, value)))

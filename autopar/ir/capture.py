@@ -66,24 +66,40 @@ def capture(
     """
     title = name or type(model).__name__
     call = Call.of(model, example_inputs, loss_fn, example_target)
-    for repetition in (Repetition(), None):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        twin = _Flat(fake_model(model, mode), call, loss_fn)
-        if repetition is not None and not repetition.watch(twin.model):
-            continue
-        fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+    try:
+        traced = _trace(model, call, loss_fn, Repetition())
+    except (*_FAILURES, NotAlike):
+        # What it is comes up again, or is not there, when all modules are traced.
         try:
-            # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-            with _use_lazy_graph_module(True):
-                program = torch.export.export(twin, fakes, strict=False)
-            repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
-        except (*_FAILURES, NotAlike) as error:
-            if repetition is not None:
-                continue  # whatever it is, it is found again, or not, in the model as it is
+            traced = _trace(model, call, loss_fn, None)
+        except _FAILURES as error:
             raise explain(title, error) from error
-        refuse_unknown_sizes(title, program.graph)
-        return _assemble(model, title, call, twin, program, mode, repeats)
-    raise AssertionError("unreachable")
+    refuse_unknown_sizes(title, traced.program.graph)
+    return _assemble(model, title, call, traced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """What torch.export made of ``twin``. repeats: what stands for calls that were not followed."""
+
+    twin: _Flat
+    mode: FakeTensorMode
+    program: torch.export.ExportedProgram
+    repeats: Mapping[int, Again]
+
+
+def _trace(model: nn.Module, call: Call, loss_fn: LossFunction | None, repetition: Repetition | None) -> _Trace:
+    """Modules that are alike are traced a few times if ``repetition`` is given."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = _Flat(fake_model(model, mode), call, loss_fn)
+    if repetition is not None:
+        repetition.watch(twin.model)
+    fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+    # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
+    with _use_lazy_graph_module(True):
+        program = torch.export.export(twin, fakes, strict=False)
+    repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
+    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats)
 
 
 @dataclass(slots=True)
@@ -135,16 +151,9 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _assemble(
-    model: nn.Module,
-    title: str,
-    call: Call,
-    twin: _Flat,
-    program: torch.export.ExportedProgram,
-    mode: FakeTensorMode,
-    repeats: Mapping[int, Again],
-) -> CapturedModel:
+def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> CapturedModel:
     """The captured model from what torch.export returned."""
+    twin, mode, program = traced.twin, traced.mode, traced.program
     graph = fx.Graph()
     sources = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     kinds: dict[str, list[Any]] = {}
@@ -189,7 +198,7 @@ def _assemble(
         inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
         arguments[sources[spec.arg.name]] = node
 
-    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module, repeats=repeats)
+    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module, repeats=traced.repeats)
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
     supply = iter(flat[has_loss:])

@@ -141,7 +141,7 @@ class Functionaliser:
         if "path" not in like.meta:
             like.meta["path"], like.meta["source"] = origin_of(like)
         made = add_call(self.graph, self.mode, target, args, dict(kwargs), like=like, value=value)
-        if self._moved is not None and made.meta["path"].startswith(self._moved[0]):
+        if self._moved is not None and f"{made.meta['path']}.".startswith(f"{self._moved[0]}."):
             made.meta["path"] = self._moved[1] + made.meta["path"].removeprefix(self._moved[0])
         return made
 

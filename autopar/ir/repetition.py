@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir.alike import Group, groups_alike, plain, shape_key
+from autopar.ir.alike import Group, groups_alike, is_plain, plain, shape_key, state_of
 
 # With fewer modules alike there is nothing to save.
 _AT_LEAST = 4
@@ -135,16 +135,14 @@ class Repetition:
     _count: int = 0
     _inside: bool = False
 
-    def watch(self, model: nn.Module) -> bool:
-        """Have every module of ``model`` that others are like record its calls, or repeat theirs. Whether any is."""
-        groups = groups_alike(model, at_least=_AT_LEAST)
-        for group in groups:
+    def watch(self, model: nn.Module) -> None:
+        """Have every module of ``model`` that others are like record its calls, or repeat theirs."""
+        for group in groups_alike(model, at_least=_AT_LEAST):
             for path, module in group.members:
                 module.forward = self._watched(module, path, group)
                 for name in group.counts:
                     owner, _, attribute = name.rpartition(".")
                     vars(module.get_submodule(owner))[attribute] = _COUNT
-        return bool(groups)
 
     def _watched(self, module: nn.Module, path: str, group: Group) -> Any:
         forward = module.forward
@@ -154,13 +152,18 @@ class Repetition:
         def watched(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (first, str(spec), _common(leaves))
-            if self._inside or key in self._refused:
+            # An object may hold other things by the next call.
+            compared = all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves)
+            if self._inside or key in self._refused or not compared:
                 return forward(*args, **kwargs)
             number, self._count = self._count, self._count + 1
             calls = self.followed.setdefault(key, [])
             if len(calls) >= 2 and path != last:
                 return self._repeat(number, path, calls[1], leaves)
+            before = state_of(module)
             followed, result = self._follow(number, path, forward, leaves, spec)
+            if state_of(module) != before:
+                raise NotAlike(f"{path} keeps something of a call in its attributes")
             if followed is None:
                 self._refused.add(key)
                 return forward(*args, **kwargs)

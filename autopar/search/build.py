@@ -22,9 +22,10 @@ from autopar.cost_model.activations import Saved
 from autopar.ir.clusters import Cluster
 from autopar.ir.placement import Layout
 from autopar.ir.rule import Assignment, Choice
-from autopar.search.codes import Options, decode_need, need_code, rows_class
+from autopar.search.codes import decode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
+from autopar.search.options import Options
 from autopar.search.pricing import FlowShape, Pricing
 from autopar.search.workload import ParameterGroup, Transfer, Workload
 

@@ -37,7 +37,7 @@ PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
 
-# Work (see ``leaf.Solver``) after which the search settles for what it has; about 20 s on one core.
+# Work (see ``leaf.Solver``) after which the search settles for what it has; 10 to 25 s on one core.
 MAX_WORK = 450_000
 
 # Part of it that the baselines may take, and that they and their neighbours may.

@@ -222,7 +222,7 @@ def _axis_seconds(pricing: Pricing, tensor: Tensor, source: Layout, value: Layou
     found: dict[int, float] = {}
     before = 0.0
     for number, step in enumerate(steps):
-        made = redistribution(pricing.moves.fabric, steps[: number + 1], source, rows).at(tensor.numel)
+        made = redistribution(pricing.moves.links, steps[: number + 1], source, rows).at(tensor.numel)
         found[step.axis] = found.get(step.axis, 0.0) + made.total_s - before
         before = made.total_s
     return found

@@ -24,8 +24,9 @@ from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offloa
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
-from autopar.search.codes import Codes, Moves, Options, encode, encode_need, rows_class
+from autopar.search.codes import Moves, encode, encode_need, rows_class
 from autopar.search.instance import Floats, Ints, User
+from autopar.search.options import Codes, Options
 from autopar.search.workload import Tensor, Workload
 
 # Bytes at which affine costs are sampled.
@@ -127,13 +128,13 @@ class MeshPrices:
     known: Moves
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
-    _links: LinkPrices = field(init=False)
+    links: LinkPrices = field(init=False)
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._links = LinkPrices.of(self.fabric)
+        self.links = LinkPrices.of(self.fabric)
 
     @property
     def mesh(self) -> Mesh:
@@ -163,7 +164,7 @@ class MeshPrices:
         found = self._times.get(rows)
         done = 0 if found is None else len(found.forward_fixed)
         if found is None or done < len(self.known):
-            more = self.known.since(done).times(self._links, rows)
+            more = self.known.since(done).times(self.links, rows)
             found = self._times[rows] = more if found is None else found.followed_by(more)
         return found
 

@@ -31,10 +31,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-NDArrayInt = NDArray[np.int64]
+from autopar.search.instance import Floats, Ints
 
 # (range, block) pairs that are looked at together.
 _CHUNK = 1 << 20
@@ -230,7 +228,7 @@ class _Ranges:
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
         self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in range(3)]
-        self._found: dict[tuple[int, float], tuple[Floats, NDArrayInt, NDArrayInt]] = {}
+        self._found: dict[tuple[int, float], tuple[Floats, Ints, Ints]] = {}
         self._distinct()
 
     def _distinct(self) -> None:
@@ -261,12 +259,12 @@ class _Ranges:
         _, full, selective = self._solve(live, budget)
         return int(full[begin, end]), int(selective[begin, end])
 
-    def _solve(self, live: int, budget: float) -> tuple[Floats, NDArrayInt, NDArrayInt]:
+    def _solve(self, live: int, budget: float) -> tuple[Floats, Ints, Ints]:
         if (live, budget) not in self._found:
             self._found[live, budget] = self._solve_all(live, budget)
         return self._found[live, budget]
 
-    def _solve_all(self, live: int, budget: float) -> tuple[Floats, NDArrayInt, NDArrayInt]:
+    def _solve_all(self, live: int, budget: float) -> tuple[Floats, Ints, Ints]:
         best = np.full(len(self.begins), np.inf)
         full = np.zeros(len(self.begins), dtype=np.int64)
         selective = np.zeros(len(self.begins), dtype=np.int64)
@@ -281,9 +279,7 @@ class _Ranges:
         assert all(table.shape == (n, n) for table in tables)
         return tables[0], tables[1], tables[2]
 
-    def _solve_some(
-        self, some: NDArrayInt, live: int, budget: float, best: Floats, full: NDArrayInt, selective: NDArrayInt
-    ) -> None:
+    def _solve_some(self, some: Ints, live: int, budget: float, best: Floats, full: Ints, selective: Ints) -> None:
         """Fill in the ranges ``some``."""
         position = np.arange(self.n + 1)
         # What changes when the blocks before k go from level none to selective.
@@ -305,7 +301,7 @@ class _Ranges:
             fixed = self.static[end] - self.static[begin] + self.workspace[begin, end]
             room = budget - fixed - self.recomputed[strongest][begin, end]
             m = np.broadcast_to(position, (len(some), self.n + 1)) if use_full else begin[:, None]
-            candidates: list[NDArrayInt]
+            candidates: list[Ints]
             if not self.allowed[0]:
                 # Every block is rematerialised: the selective part reaches to the end, or there is none.
                 if not use_selective:
@@ -337,11 +333,11 @@ class _Ranges:
                 full[at] = m[rows, number][better] - begin[better]
                 selective[at] = (k - m)[rows, number][better]
 
-    def _seconds(self, begin: NDArrayInt, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt) -> Floats:
+    def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints) -> Floats:
         none, some, everything = self.time
         return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
 
-    def _saved(self, begin: NDArrayInt, end: NDArrayInt, m: NDArrayInt, k: NDArrayInt, live: int) -> Floats:
+    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, live: int) -> Floats:
         none, some, everything = self.saved
         return np.asarray(
             live * (everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]), dtype=np.float64

@@ -123,7 +123,7 @@ def test_buffers_that_a_step_updates(x: Tensor, monkeypatch: pytest.MonkeyPatch)
             self.batch = nn.BatchNorm1d(16)
 
         def inner(self, x: Tensor) -> Tensor:
-            return self.batch(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+            return self.batch(x.transpose(1, 2)).transpose(1, 2)
 
     assert assert_as_traced_whole(Stack(Normed), x, monkeypatch) == 3
 
@@ -231,6 +231,52 @@ def test_a_value_read_in_secret(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> N
     assert assert_as_traced_whole(Giving(Reading), x, monkeypatch) == 3 + DEPTH
 
 
+def test_an_argument_that_changes_between_calls(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its identity is the same for every call, and so are the ops of the first two and the last."""
+
+    class Context:
+        depth = 0
+
+    class Asking(Layer):
+        def forward(self, x: Tensor, scale: Tensor, context: Any = None) -> Tensor:
+            y = super().forward(x, scale)
+            return y.relu() if context.depth == 4 else y
+
+    class Telling(Stack):
+        def forward(self, x: Tensor) -> Any:
+            context = Context()
+            x = x * self.scale
+            for context.depth, layer in enumerate(self.layers):
+                x = layer(x, self.scale, context)
+            return (x.square().mean(),)
+
+    assert assert_as_traced_whole(Telling(Asking), x, monkeypatch) == DEPTH
+
+
+def test_calls_that_are_counted(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an object that all modules hold: those that are not followed would not count."""
+
+    class Counter:
+        calls = 0
+
+    def make(counter: Counter, index: int) -> nn.Module:
+        layer = Counting(index)
+        layer.counter = counter
+        return layer
+
+    class Counting(Layer):
+        def inner(self, x: Tensor) -> Tensor:
+            self.counter.calls += 1
+            return x.relu() if self.counter.calls == 5 else x
+
+    def counting() -> nn.Module:
+        counter = Counter()
+        return Stack(lambda index: make(counter, index))
+
+    model = counting()
+    assert assert_as_traced_whole(model, x, monkeypatch) == 1 + DEPTH
+
+
 def test_what_is_given_is_written_to(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     class Writing(Layer):
         def forward(self, x: Tensor, scale: Tensor, flag: bool = True) -> Tensor:
@@ -258,7 +304,7 @@ def test_what_does_not_look_alike(why: str, x: Tensor, monkeypatch: pytest.Monke
     def make(index: int) -> nn.Module:
         layer = Layer(index)
         if why == "attribute":
-            layer.rate = 0.1 * index  # type: ignore[assignment]
+            layer.rate = 0.1 * index
         if why == "shape":
             layer.up, layer.down = nn.Linear(8, 16 + index), nn.Linear(16 + index, 8)
         return layer
@@ -266,7 +312,7 @@ def test_what_does_not_look_alike(why: str, x: Tensor, monkeypatch: pytest.Monke
     model = Stack(make)
     if why == "tied":
         for layer in model.layers:
-            layer.up.weight = model.layers[0].up.weight  # type: ignore[union-attr]
+            layer.up.weight = model.layers[0].up.weight
     assert assert_as_traced_whole(model, x, monkeypatch) == DEPTH
 
 

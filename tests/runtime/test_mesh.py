@@ -19,7 +19,7 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.middle(torch.relu(self.first(x))))).square().mean()  # type: ignore[no-any-return]
+        return self.last(torch.relu(self.middle(torch.relu(self.first(x))))).square().mean()
 
 
 def _num_groups(**constraints: int) -> list[int]:

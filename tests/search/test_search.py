@@ -213,3 +213,10 @@ def test_nothing_fits(small: CapturedModel) -> None:
 def test_bad_constraints(small: CapturedModel, constraints: Constraints, words: str) -> None:
     with pytest.raises(InfeasiblePlan, match=words):
         search_captured(small, make_cluster("a100-80gb", 4), constraints)
+
+
+def test_a_mesh_of_too_many_axes_is_refused() -> None:
+    load = Workload.of(captured(num_layers=1), "fp32")
+    mesh = Mesh(tuple(MeshAxis(f"free{number}", 2) for number in range(6)))
+    with pytest.raises(InfeasiblePlan, match="6 axes cannot be planned; expected at most 5"):
+        pricing_of(load, mesh)

@@ -120,17 +120,7 @@ def _by_tiles(
 
 
 @_by_tiles.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    kind: str,
-    window: int | None,
-    spans: Sequence[int],
-    whole: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(q)
     return q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
 
