@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -139,6 +139,10 @@ def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
     return {"interleaved": (2, None), "zb-h1": (1, None)}.get(schedule, (1, 1))
 
 
+# Rounds of microbatches after which more of them change nothing but the length of a step.
+_STEADY = 4
+
+
 @lru_cache(maxsize=256)
 def _orders(shape: Pipelining) -> tuple[Order, ...]:
     shape.check()
@@ -148,8 +152,11 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
     return tuple(tuple(make(shape, rank)) for rank in range(shape.num_ranks))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _live(shape: Pipelining) -> tuple[int, ...]:
+    ranks, count = shape.num_ranks, shape.num_microbatches
+    if shape.schedule != "gpipe" and count > _STEADY * ranks and count % ranks == 0:
+        return _live(replace(shape, num_microbatches=_STEADY * ranks))
     live, peak = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
         for stage, kind, _ in order:

@@ -46,11 +46,16 @@ def stored(length: int, index: int, count: int) -> Span:
 @lru_cache(maxsize=4096)
 def spans(length: int, folds: int, index: int = 0, count: int = 1) -> tuple[Span, ...]:
     """Positions that piece ``index`` of ``count`` holds of a sequence of ``length``, in the order it holds them."""
-    chunks = [Span(length * i // (2 * folds), length * (i + 1) // (2 * folds)) for i in range(2 * folds)]
     first, last = stored(length, index, count)
     held: list[Span] = []
-    passed = 0
-    for chunk in (chunks[order] for pair in range(folds) for order in (pair, -1 - pair)):
+    pairs, passed = range(folds), 0
+    if length and length % (2 * folds) == 0:
+        # Chunks are equal: those before and after the piece can be left out.
+        pair_length = length // folds
+        pairs = range(first // pair_length, -(-last // pair_length))
+        passed = pairs.start * pair_length
+    for order in (order for pair in pairs for order in (pair, 2 * folds - 1 - pair)):
+        chunk = Span(length * order // (2 * folds), length * (order + 1) // (2 * folds))
         low, high = max(first - passed, 0), min(last - passed, len(chunk))
         passed += len(chunk)
         if low >= high:

@@ -14,7 +14,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.annotations import check_annotations
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, NoOption
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
 from autopar.search.infeasible import explain
 from autopar.search.leaf import Configuration, Inner, Solver
@@ -57,6 +57,7 @@ def search_captured(
         balanced=_balanced(load, constraints),
     )
     tried: list[tuple[Configuration, Inner]] = []
+    refusal: NoOption | None = None
     # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
     for offload in (False, True) if constraints.offload is None else (constraints.offload,):
         outer = Outer(solver=solver, constraints=constraints, offload=offload)
@@ -64,9 +65,10 @@ def search_captured(
         if best is not None:
             break
         tried += outer.closest
+        refusal = refusal or outer.refusal
         solver.work = 0
     if best is None:
-        raise outer.refusal if outer.refusal is not None and not tried else explain(solver, constraints, tried)
+        raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = refine(solver, best)
     plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s

@@ -11,7 +11,7 @@ repeats of its block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,14 +19,17 @@ import numpy as np
 from torch import fx
 
 from autopar.cost_model.activations import Saved
+from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.seconds import OpTime
 from autopar.ir.clusters import Cluster
 from autopar.ir.placement import Layout
+from autopar.ir.products import is_product
 from autopar.ir.rule import Assignment, Choice
 from autopar.search.codes import decode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
 from autopar.search.options import Options
-from autopar.search.pricing import FlowShape, Pricing
+from autopar.search.pricing import FlowShape, ParameterShape, Pricing
 from autopar.search.workload import ParameterGroup, Transfer, Workload
 
 # The choices that a cluster may make along a mesh axis (by position).
@@ -39,7 +42,8 @@ class Weights:
 
     sync: share of the gradient communication that is not hidden behind compute. masters: share that counts of the
     work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte
-    held for parameters, for what backward needs, and for the gradients of the op that has the most of them.
+    held for parameters, for what backward needs, and for the gradients of the op that has the most of them. again:
+    less is kept where rematerialisation is cheaper, taken op by op.
     """
 
     sync: float = 1.0
@@ -47,6 +51,7 @@ class Weights:
     state: float = 0.0
     activations: float = 0.0
     working: float = 0.0
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,8 +103,8 @@ class _Builder:
         self.codes = pricing.ops.codes
         self.weights = weights
         self.groups = self.load.clusters.clusters
-        self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.count = pricing.num_microbatches
+        self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
         self.flows: list[Flow] = []
 
@@ -108,8 +113,8 @@ class _Builder:
             self._add_kept()
         if self.weights.working:
             self._add_working()
-        for group in self.load.parameters:
-            self._add_parameter(group)
+        for number, group in enumerate(self.load.parameters):
+            self._add_parameter(number, group)
         for number, transfer in enumerate(self.load.transfers):
             self._add_transfer(number, transfer)
         return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
@@ -123,20 +128,21 @@ class _Builder:
 
     def _alone(self, options: Options) -> Floats:
         """Without the collectives inside ops: it depends on the degrees only."""
-        mesh, ops = self.pricing.mesh, self.pricing.ops
         totals = []
         for degrees, option in zip(options.degrees, options.first.tolist(), strict=True):
             key = (options.group.index, self.count, degrees.tobytes())
-            total = ops.totals.get(key)
+            total = self.pricing.ops.totals.get(key)
             if total is None:
-                leader = options.leader(option)
-                total = ops.totals[key] = sum(
-                    self.load.repeats[node]
-                    * ops.time(node, options.group.assignment(node, leader), mesh, self.count).total_s
-                    for node in options.group.members
+                total = self.pricing.ops.totals[key] = sum(
+                    self.load.repeats[node] * self._time(node, option).total_s for node in options.group.members
                 )
             totals.append(total)
         return np.array(totals)[options.of]
+
+    def _time(self, node: fx.Node, option: int) -> OpTime:
+        """One microbatch of one op alone, under an option of its cluster."""
+        assignment = self.options[self.load.cluster_of(node).index].member(node, option)
+        return self.pricing.ops.time(node, assignment, self.pricing.mesh, self.count)
 
     def _inside(self, options: Options) -> Floats:
         """Collectives inside ops."""
@@ -172,16 +178,31 @@ class _Builder:
             self.costs[self.load.cluster_of(tensor.node).index] += self.weights.working * self._bytes(tensor)
 
     def _add_kept(self) -> None:
-        """Saved tensors, each storage with the first op that keeps it."""
-        for activations in self.load.activations:
-            seen = set()
-            for tensor in (*activations.saved, *activations.extra):
-                if tensor.storage not in seen:
-                    seen.add(tensor.storage)
-                    price = self.weights.activations * self.load.repeats[tensor.node]
-                    self.costs[self.load.cluster_of(tensor.node).index] += price * self._bytes(tensor)
+        for node, tensors in self.load.kept.items():
+            index = self.load.cluster_of(node).index
+            price = self.weights.activations * np.sum([self._bytes(tensor) for tensor in tensors], axis=0)
+            if self.weights.again:
+                price = np.minimum(price, self._rematerialised(node))
+            self.costs[index] += self.load.repeats[node] * price
 
-    def _parameter_price(self, group: ParameterGroup, uses: list[tuple[Layout, Layout]]) -> float:
+    def _rematerialised(self, node: fx.Node) -> Floats:
+        """What an op costs at least if its block is rematerialised: it runs again, or its results are kept.
+
+        Products are kept as what comes out of a reduction; that is no less than an equal part for each rank.
+        """
+        options = self.options[self.load.cluster_of(node).index]
+        forward = [self._time(node, option).forward_s for option in options.first.tolist()]
+        least: Floats = self.count * np.array(forward)[options.of]
+        if not is_contraction(node, self.load.rule(node)):
+            return least
+        kept = np.zeros(len(options))
+        for tensor in self.load.contracted[node]:
+            whole = tensor.num_bytes / (self.count if tensor.carries_batch else 1)
+            divided = whole / self.pricing.mesh.size
+            kept += divided if is_product(node.target) else self._bytes(tensor)
+        return np.minimum(least, self.weights.activations * kept)
+
+    def _parameter_price(self, group: ParameterGroup, uses: Sequence[tuple[Layout, Layout]]) -> float:
         price = self.pricing.parameter(group.numel, group.requires_grad, uses)
         sync = self.pricing.sync(price)
         masters = self.count * price.cast_s + self.pricing.optimiser_s(price)
@@ -189,27 +210,37 @@ class _Builder:
         seconds += self.weights.sync * sync.total_s(self.count)
         return (seconds + self.weights.state * self.pricing.state(price).total) * len(group.names)
 
-    def _add_parameter(self, group: ParameterGroup) -> None:
-        needs = [self._needs(node, position) for node, position in group.uses]
+    def _add_parameter(self, number: int, group: ParameterGroup) -> None:
         units = [self.load.cluster_of(node).index for node, _ in group.uses]
-        first = units[0]
-        own = np.stack([need for need, unit in zip(needs, units, strict=True) if unit == first], axis=1)
-        states, state_of = np.unique(own, axis=0, return_inverse=True)
-        state_of = state_of.reshape(-1)
-        stored = [[decode_need(use, len(self.pricing.mesh)) for use in state] for state in states.tolist()]
-        alone = np.array([self._parameter_price(group, uses) for uses in stored])
-        self.costs[first] += alone[state_of]
-        for need, unit in zip(needs, units, strict=True):
-            if unit == first:
-                continue
+        key = (number, *(id(self.options[unit]) for unit in units))
+        shape = self.pricing.moves.stored.get(key)
+        if shape is None:
+            shape = self.pricing.moves.stored[key] = self._stored(group, units)
+        alone = np.array([self._parameter_price(group, uses) for uses in shape.states])
+        self.costs[units[0]] += alone[shape.state_of]
+        for user, wanted in shape.later:
             # What a later user adds, seen pairwise: exact for two users, as tied weights are.
-            wanted, need_of = np.unique(need, return_inverse=True)
-            cost = np.zeros((len(states), len(wanted)))
-            for number, use in enumerate(decode_need(use, len(self.pricing.mesh)) for use in wanted.tolist()):
-                for state, uses in enumerate(stored):
-                    cost[state, number] = max(0.0, self._parameter_price(group, [*uses, use]) - alone[state])
-            user = User(unit=unit, needs=need_of)
-            self.flows.append(Flow(producer=first, sources=state_of, users=(user,), cost=cost))
+            cost = np.zeros((len(shape.states), len(wanted)))
+            for need, use in enumerate(wanted):
+                for state, uses in enumerate(shape.states):
+                    cost[state, need] = max(0.0, self._parameter_price(group, [*uses, use]) - alone[state])
+            self.flows.append(Flow(producer=units[0], sources=shape.state_of, users=(user,), cost=cost))
+
+    def _stored(self, group: ParameterGroup, units: list[int]) -> ParameterShape:
+        axes = len(self.pricing.mesh)
+        needs = [self._needs(node, position) for node, position in group.uses]
+        own = np.stack([need for need, unit in zip(needs, units, strict=True) if unit == units[0]], axis=1)
+        states, state_of = np.unique(own, axis=0, return_inverse=True)
+        later = []
+        for need, unit in zip(needs, units, strict=True):
+            if unit != units[0]:
+                wanted, need_of = np.unique(need, return_inverse=True)
+                later.append((User(unit=unit, needs=need_of), [decode_need(use, axes) for use in wanted.tolist()]))
+        return ParameterShape(
+            states=[[decode_need(use, axes) for use in state] for state in states.tolist()],
+            state_of=state_of.reshape(-1),
+            later=later,
+        )
 
     def _needs(self, node: fx.Node, position: int) -> Ints:
         """Codes of what an op needs an operand in, under each of its options."""

@@ -64,10 +64,14 @@ def decode_need(code: int, num_axes: int) -> tuple[Layout, Layout]:
 
 @dataclass(slots=True)
 class Moves:
-    """Redistributions on meshes of ``num_axes``, numbered as they come up."""
+    """Redistributions on meshes of ``num_axes``, numbered as they come up.
+
+    A *pair* is a source and a need in one number, and whether a gradient comes back.
+    """
 
     num_axes: int
-    _numbers: dict[tuple[bool, int], int] = field(default_factory=dict)
+    _pairs: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ascending
+    _numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the pairs
     _rows: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -75,24 +79,32 @@ class Moves:
 
     def numbers(self, sources: Ints, needs: Ints, differentiable: bool) -> Ints:
         """(source, need) -> number, of all pairs of codes. differentiable: whether a gradient comes back."""
-        found = [
-            [self._number(differentiable, source + need) for source in sources.tolist()]
-            for need in (needs * BASE**self.num_axes).tolist()
-        ]
-        numbers: Ints = np.array(found, dtype=np.int64).T
+        pairs = 2 * (sources[:, None] + needs[None, :] * BASE**self.num_axes) + int(differentiable)
+        places = np.searchsorted(self._pairs, pairs)
+        new = places == len(self._pairs)
+        new[~new] = self._pairs[places[~new]] != pairs[~new]
+        if new.any():
+            self._add(np.unique(pairs[new]))
+            places = np.searchsorted(self._pairs, pairs)
+        numbers: Ints = self._numbers[places]
         return numbers
 
-    def _number(self, differentiable: bool, pair: int) -> int:
-        found = self._numbers.get((differentiable, pair))
-        if found is None:
-            found = self._numbers[differentiable, pair] = len(self._rows)
-            need, code = divmod(pair, BASE**self.num_axes)
-            source = decode(code, self.num_axes)
-            steps = redistribute(source, *decode_need(need, self.num_axes))
-            if not differentiable:
-                steps = tuple(replace(s, backward=Collective.NONE) for s in steps if s.forward is not Collective.NONE)
-            self._rows.append(steps_row(steps, source))
-        return found
+    def _add(self, pairs: Ints) -> None:
+        """Ascending ones that are not known."""
+        numbers = np.arange(len(self._rows), len(self._rows) + len(pairs))
+        self._rows += [self._row(pair) for pair in pairs.tolist()]
+        places = np.searchsorted(self._pairs, pairs)
+        self._pairs = np.insert(self._pairs, places, pairs)
+        self._numbers = np.insert(self._numbers, places, numbers)
+
+    def _row(self, pair: int) -> tuple[list[list[int]], list[int]]:
+        both, differentiable = divmod(pair, 2)
+        need, code = divmod(both, BASE**self.num_axes)
+        source = decode(code, self.num_axes)
+        steps = redistribute(source, *decode_need(need, self.num_axes))
+        if not differentiable:
+            steps = tuple(replace(s, backward=Collective.NONE) for s in steps if s.forward is not Collective.NONE)
+        return steps_row(steps, source)
 
     def since(self, number: int) -> Redistributions:
         """Those from ``number`` on."""

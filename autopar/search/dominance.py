@@ -74,10 +74,10 @@ def _alive(instance: Instance, unit: int) -> NDArrayBool:
     scale = 1e-12 * (1.0 + float(np.abs(cost).max()))
     worse = bound > scale
     tie = (bound >= -scale) & ~worse
+    beaten = worse | np.tril(tie, -1)
     alive = np.ones(len(cost), dtype=bool)
-    for option in range(len(cost)):
-        beaten = worse[option] | (tie[option] & (np.arange(len(cost)) < option))
-        alive[option] = not (beaten & alive).any()
+    for option in np.flatnonzero(beaten.any(axis=1)).tolist():
+        alive[option] = not (beaten[option] & alive).any()
     return alive
 
 
@@ -98,10 +98,12 @@ def _using(flow: Flow, unit: int, instance: Instance) -> Floats:
     own = [user.needs for user in flow.users if user.unit == unit]
     alone = len(own) == len(flow.users)
     count = len(own[0])
+    if len(own) == 1:
+        single = flow.cost[states][:, own[0]]
+        if alone:
+            return np.asarray((single[:, :, None] - single[:, None, :]).min(axis=0))
+        return np.where(own[0][:, None] == own[0][None, :], 0.0, -single.max(axis=0)[None, :])
     priced = np.zeros((len(states), count))
-    if not alone and len(own) == 1:
-        dearest = flow.cost[states].max(axis=0)[own[0]]
-        return np.where(own[0][:, None] == own[0][None, :], 0.0, -dearest[None, :])
     for option in range(count):
         needed = sorted({int(needs[option]) for needs in own})
         priced[:, option] = flow.cost[states][:, needed].sum(axis=1)

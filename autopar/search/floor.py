@@ -6,69 +6,167 @@ For one microbatch of M on n ranks, with the roofline of ``cost_model.ops`` (a s
 
 forward and backward alike. Launches are what makes many small microbatches slow on small models. A microbatch on its
 way through all stages and back waits for what no schedule can put off: everything but the gradients of weights.
+
+Where memory is short, blocks are rematerialised. With what they keep perfectly divided as well, and each level taken by
+any share of the blocks of a kind, the least time for that is a fractional knapsack: of the steps from level to level
+those go first that take least seconds for each byte.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
+from torch import fx
 
-from autopar.cost_model.ops import OpCost
+from autopar.cost_model.activations import Saved
+from autopar.cost_model.ops import OpCost, is_contraction
 from autopar.search.instance import Floats
 from autopar.search.pricing import OpPrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floor:
-    """Per op and direction: seconds of all samples on one device, by what bounds them, and of launches.
-
-    on_path: the share that a microbatch waits for.
-    """
+class Work:
+    """Passes of ops: seconds of all samples on one device, by what bounds them, and of launches."""
 
     flops_s: Floats
     flops_batch: Floats
     batch_bytes_s: Floats
     other_bytes_s: Floats
     launch_s: Floats
-    on_path: Floats
 
     @classmethod
-    def of(cls, ops: OpPrices) -> Floor:
-        rows: list[tuple[float, ...]] = []
-        load = ops.workload
-        for node, repeats in load.repeats.items():
-            if node not in load.folding.block_of:
-                continue
-            cost = ops.cost(node)
-            if not cost.free:
-                rows.append((*_row(cost, cost.flops, False, 1, repeats), 1.0))
-            if not cost.free_backward:
-                row = _row(cost, cost.backward_flops, True, cost.backward_launches, repeats)
-                rows.append((*row, 1.0 - load.weights_share(node)))
-        table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
+    def of(cls, rows: list[tuple[float, ...]]) -> Work:
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
         return cls(
             flops_s=table[:, 0],
             flops_batch=table[:, 1],
             batch_bytes_s=table[:, 2],
             other_bytes_s=table[:, 3],
             launch_s=table[:, 4],
-            on_path=table[:, 5],
         )
 
-    def microbatch_s(self, num_ranks: int, num_microbatches: int) -> float:
-        """Least seconds that all blocks together take for one microbatch on a stage mesh of ``num_ranks``."""
-        return float(self._seconds(num_ranks, num_microbatches).sum())
-
-    def path_s(self, num_ranks: int, num_microbatches: int) -> float:
-        """Least seconds from the start of a microbatch's forward to the end of its backward, under any schedule."""
-        return float(self._seconds(num_ranks, num_microbatches) @ self.on_path)
-
-    def _seconds(self, num_ranks: int, num_microbatches: int) -> Floats:
+    def seconds(self, num_ranks: int, num_microbatches: int) -> Floats:
+        """Of one microbatch on ``num_ranks``."""
         flops = self.flops_s / np.where(self.flops_batch > 0, num_microbatches, 1)
         moved = self.batch_bytes_s / num_microbatches + self.other_bytes_s
         seconds: Floats = np.maximum(flops, moved) / num_ranks + self.launch_s
         return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kept:
+    """What the blocks of one kind keep, and run again, all together.
+
+    forward: passes of its ops. again: of LEVELS, which ops run again. batch_bytes, other_bytes: kept at each of LEVELS,
+    over all ranks: of the whole batch, and what is no part of the batch.
+    """
+
+    forward: Work
+    again: Floats
+    batch_bytes: Floats
+    other_bytes: Floats
+
+    @classmethod
+    def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
+        load, found = ops.workload, ops.workload.activations[kind]
+        repeats = load.folding.kinds[kind].repeats
+        contracts = [float(is_contraction(node, load.rule(node))) for node in nodes]
+        saved = [tensor for node in nodes for tensor in load.kept.get(node, ())]
+        levels = saved, (*found.inputs, *found.kept), found.inputs
+        size = [[repeats * _distinct_bytes(tensors, batch) for tensors in levels] for batch in (True, False)]
+        return cls(
+            forward=Work.of([_forward(ops.cost(node), repeats) for node in nodes]),
+            again=np.array([[0.0] * len(nodes), [1.0 - share for share in contracts], [1.0] * len(nodes)]),
+            batch_bytes=np.array(size[0]),
+            other_bytes=np.array(size[1]),
+        )
+
+    def steps(self, num_ranks: int, num_microbatches: int) -> tuple[float, list[tuple[float, float]]]:
+        """Bytes of a microbatch on a rank at no rematerialisation, and (bytes, seconds) of the steps from there to the
+        strongest that pays, each dearer by the byte than the one before."""
+        kept = (self.batch_bytes / num_microbatches + self.other_bytes) / num_ranks
+        seconds = self.again @ self.forward.seconds(num_ranks, num_microbatches)
+        now = 0
+        found: list[tuple[float, float]] = []
+        while True:
+            further = [
+                ((seconds[level] - seconds[now]) / (kept[now] - kept[level]), level)
+                for level in range(now + 1, len(kept))
+                if kept[level] < kept[now]
+            ]
+            if not further:
+                return float(kept[0]), found
+            _, level = min(further)
+            found.append((float(kept[now] - kept[level]), float(seconds[level] - seconds[now])))
+            now = level
+
+
+def _distinct_bytes(tensors: Iterable[Saved], batch: bool) -> float:
+    sizes = {tensor.storage: tensor.num_bytes for tensor in tensors if tensor.carries_batch is batch}
+    return sum(sizes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Floor:
+    """passes: of every op, forward and backward; on_path: the share of each that a microbatch waits for. kept: of each
+    kind of block."""
+
+    passes: Work
+    on_path: Floats
+    kept: tuple[Kept, ...]
+
+    @classmethod
+    def of(cls, ops: OpPrices) -> Floor:
+        load = ops.workload
+        passes, on_path = [], []
+        inside: list[list[fx.Node]] = [[] for _ in load.folding.kinds]
+        for node, repeats in load.repeats.items():
+            block = load.folding.block_of.get(node)
+            if block is None:
+                continue
+            inside[load.folding.blocks[block].kind].append(node)
+            cost = ops.cost(node)
+            passes.append(_forward(cost, repeats))
+            on_path.append(1.0)
+            if not cost.free_backward:
+                passes.append(_row(cost, cost.backward_flops, True, cost.backward_launches, repeats))
+                on_path.append(1.0 - load.weights_share(node))
+        return cls(
+            passes=Work.of(passes),
+            on_path=np.array(on_path),
+            kept=tuple(Kept.of(ops, kind, nodes) for kind, nodes in enumerate(inside)),
+        )
+
+    def microbatch_s(self, num_ranks: int, num_microbatches: int) -> float:
+        """Least seconds that all blocks together take for one microbatch on a stage mesh of ``num_ranks``."""
+        return float(self.passes.seconds(num_ranks, num_microbatches).sum())
+
+    def path_s(self, num_ranks: int, num_microbatches: int) -> float:
+        """Least seconds from the start of a microbatch's forward to the end of its backward, under any schedule."""
+        return float(self.passes.seconds(num_ranks, num_microbatches) @ self.on_path)
+
+    def again_s(self, num_ranks: int, num_microbatches: int, room_bytes: float) -> float:
+        """Least seconds that all blocks together run again for one microbatch, so that what the ranks of one place in
+        every stage keep of it comes to ``room_bytes``; inf if it is more in any case."""
+        over, steps = -room_bytes, []
+        for kind in self.kept:
+            kept, own = kind.steps(num_ranks, num_microbatches)
+            over += kept
+            steps += own
+        seconds = 0.0
+        for num_bytes, more_s in sorted(steps, key=lambda step: step[1] / step[0]):
+            if over <= 0:
+                break
+            seconds += more_s * min(1.0, over / num_bytes)
+            over -= num_bytes
+        return seconds if over <= 0 else inf
+
+
+def _forward(cost: OpCost, repeats: int) -> tuple[float, ...]:
+    return (0.0,) * 5 if cost.free else _row(cost, cost.flops, False, 1, repeats)
 
 
 def _row(cost: OpCost, flops: float, backward: bool, launches: int, repeats: int) -> tuple[float, ...]:

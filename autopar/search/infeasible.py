@@ -27,10 +27,11 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     need, configuration, inner = min(
         ((_least_budget(solver, c, i), c, i) for c, i in _promising(solver, tried)), key=lambda found: found[0]
     )
-    stages = solver.cuts(configuration, inner, need * 1.0001 + 1)
-    assert stages is not None
-    costs = inner.priced.block_costs(inner.pricing, configuration.num_stages)
-    live = solver.live(configuration)
+    found = solver.cuts(configuration, inner, need * 1.0001 + 1)
+    assert found is not None
+    stages = found.stages
+    costs = inner.costs(configuration.num_stages)
+    live = configuration.pipelining.live()
     number = max(range(len(stages)), key=lambda n: stage_memory(costs, stages[n], live[n]))
     own = stages[number]
     parts = rank_parts(inner.pricing, inner.priced, [own], live[number] * stage_activations(inner.priced, own))

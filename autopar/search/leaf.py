@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -23,11 +22,14 @@ from autopar.search.ilp import solve
 from autopar.search.predict import Predicted, predict
 from autopar.search.pricing import MeshPrices, OpPrices, Pricing
 from autopar.search.roles import Choices, Rules
-from autopar.search.stages import LEVELS, Stage, cut
+from autopar.search.stages import LEVELS, BlockCost, Cuts, Stage, cut
 from autopar.search.workload import Workload
 
 # Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
 HIDDEN = OVERLAP_SLOWDOWN
+
+# A plan whose estimate is this many times as long as the record is not simulated.
+_HOPELESS = 1.1
 
 # Building an inner problem counts as solving this many variables, and so does cutting and simulating stages.
 _FIXED_WORK = 1000
@@ -64,16 +66,32 @@ class Configuration:
         return f"pp={self.num_stages} on {self.mesh}, {self.num_microbatches} microbatches{zero}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A complete plan of a configuration, with its prediction."""
+    """A complete plan of a configuration.
+
+    estimate_s: of a step, in the closed form of the schedule. hopeless: that is all that anybody will want to know.
+    """
 
     configuration: Configuration
     pricing: Pricing
     leaders: tuple[Assignment, ...]
     priced: Priced
     stages: tuple[Stage, ...]
-    predicted: Predicted
+    estimate_s: float = 0.0
+    hopeless: bool = False
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        return predict(self.pricing, self.leaders, self.priced, self.stages, self.configuration.pipelining)
+
+    @property
+    def step_time_s(self) -> float:
+        return self.estimate_s if self.hopeless else self.predicted.step_time_s
+
+    @property
+    def is_rematerialised(self) -> bool:
+        return any(stage.full or stage.selective for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,11 +105,18 @@ class Inner:
     leaders: tuple[Assignment, ...]
     objective: float
     shared_once: bool
+    _costs: dict[int, tuple[BlockCost, ...]] = field(default_factory=dict)
 
     @cached_property
     def priced(self) -> Priced:
         """Block by block; answers that only serve as bounds never need it."""
         return evaluate(self.pricing, self.leaders, shared_once=self.shared_once)
+
+    def costs(self, num_ranks: int) -> tuple[BlockCost, ...]:
+        """What the blocks cost a pipeline of so many ranks."""
+        if num_ranks not in self._costs:
+            self._costs[num_ranks] = self.priced.block_costs(self.pricing, num_ranks)
+        return self._costs[num_ranks]
 
 
 @dataclass(slots=True)
@@ -115,6 +140,7 @@ class Solver:
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
     _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
+    _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.load, self.cluster, self.balanced)
@@ -211,15 +237,23 @@ class Solver:
         best: Candidate | None = None
         for shape in self.shapes(configuration):
             if best is not None and (
-                shape.schedule == "naive"
-                or self._least_s(configuration, inner) >= min(record_s, best.predicted.step_time_s)
+                shape.schedule == "naive" or self._balanced_s(shape, inner) >= min(record_s, best.step_time_s)
             ):
-                break
+                continue
             own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
-            found = self._complete(own, inner)
-            if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
+            found = self._complete(own, inner, record_s)
+            if found is not None and (best is None or found.step_time_s < best.step_time_s):
                 best = found
         return best
+
+    def likely_s(self, configuration: Configuration, inner: Inner) -> float:
+        """Seconds of a step under the best schedule, if all ranks had the same to do and memory were no matter."""
+        return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
+
+    def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
+        of_sum, of_max = time_weights(shape)
+        once = sum(min(block.time_s) for block in inner.costs(shape.num_ranks))
+        return once * (of_sum + of_max / shape.num_stages)
 
     def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
         """The schedules that a configuration leaves open."""
@@ -231,50 +265,69 @@ class Solver:
             remat="none" not in self.levels,
         )
 
-    def _least_s(self, configuration: Configuration, inner: Inner) -> float:
-        """Bound on a step of any schedule: no rank waits, and all have the same to do."""
-        once = inner.priced.prelude_s + sum(block.forward_s + block.backward_s(0) for block in inner.priced.blocks)
-        return configuration.num_microbatches * once / configuration.num_stages
-
-    def _complete(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+    def _complete(self, configuration: Configuration, inner: Inner, record_s: float) -> Candidate | None:
         """The same under the schedule of ``configuration``."""
         self.work += _CUT_WORK
-        stages = self.cuts(configuration, inner, self.budget_bytes)
-        if stages is None:
+        found = self.cuts(configuration, inner, self.budget_bytes)
+        if found is None:
             return None
+        stages = found.stages
         if configuration.offload:
             stages = tuple(replace(stage, offload=True) for stage in stages)
-        predicted = predict(inner.pricing, inner.leaders, inner.priced, stages, configuration.pipelining)
-        # The cuts give each virtual stage its part of the memory, but know nothing of what a split backward keeps.
-        shape = configuration.pipelining
-        if (shape.splits_backward or shape.virtual_stages > 1) and predicted.peak_bytes > self.budget_bytes:
-            return None
-        return Candidate(
+        candidate = Candidate(
             configuration=configuration,
             pricing=inner.pricing,
             leaders=inner.leaders,
             priced=inner.priced,
             stages=stages,
-            predicted=predicted,
+            estimate_s=found.time_s,
+            hopeless=found.time_s > record_s * _HOPELESS,
         )
+        # The cuts give each virtual stage its part of the memory, but know nothing of what a split backward keeps.
+        shape = configuration.pipelining
+        unsure = (shape.splits_backward or shape.virtual_stages > 1) and not candidate.hopeless
+        return None if unsure and candidate.predicted.peak_bytes > self.budget_bytes else candidate
 
-    def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> tuple[Stage, ...] | None:
+    def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
         """The best stage cuts under a memory budget; None if nothing fits."""
         shape = configuration.pipelining
-        found = cut(
-            inner.priced.block_costs(inner.pricing, configuration.num_stages),
+        return cut(
+            inner.costs(configuration.num_stages),
             shape.live(),
             time_weights(shape),
             budget_bytes / shape.virtual_stages,
             ("none",) if shape.splits_backward else self.levels,
         )
-        return None if found is None else found.stages
-
-    def live(self, configuration: Configuration) -> Sequence[int]:
-        """Microbatches in flight on each stage."""
-        return configuration.pipelining.live()
 
     def memory_weights(self, configuration: Configuration, price: float) -> Weights:
-        """Weights with memory at ``price`` seconds a byte."""
-        live = max(self.live(configuration)) if "none" in self.levels else 0
-        return Weights(sync=HIDDEN, state=price, activations=price * live, working=price)
+        """Weights with memory at ``price`` seconds a byte: of state, and of as many microbatches as a rank keeps."""
+        live, _ = self.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
+        kept = live if "none" in self.levels else 0
+        again = len(self.levels) > 1
+        return Weights(sync=HIDDEN, state=price, activations=price * kept, working=price, again=again)
+
+    def room(self, num_stages: int, num_microbatches: int, constraints: Constraints) -> tuple[int, float]:
+        """The most microbatches that a rank keeps under the plainest schedule, and the bytes that one place in every
+        stage has for the state and so many microbatches of the model, under any schedule but the naive one.
+
+        Rank i has S_i of state, keeps at least k_i microbatches of A_i bytes, and has B; with k the most of one rank,
+
+            sum over ranks of  max(1, k / k_i) (S_i + k_i A_i)  <=  B sum of max(1, k / k_i)
+
+        whose left side is S + k A of the model at least.
+        """
+        # From a few microbatches on, more of them change nothing; but GPipe keeps all.
+        count = num_microbatches if constraints.schedule == "gpipe" else min(num_microbatches, 4 * num_stages)
+        key = (num_stages, count, constraints)
+        if key not in self._room:
+            remat = "none" not in self.levels
+            shapes = constraints.shapes(num_stages, count, self.load.num_blocks, remat=remat)
+            most = max(shapes[0].live()) if shapes else 1
+            found = 0.0
+            for shape in shapes:
+                if shape.schedule != "naive":
+                    live = shape.live()
+                    kept = [min(live[s] for s in shape.stages_of(r)) / shape.virtual_stages for r in range(num_stages)]
+                    found = max(found, sum(max(1.0, most / number) for number in kept))
+            self._room[key] = most, self.budget_bytes * (found or num_stages * most)
+        return self._room[key]

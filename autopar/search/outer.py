@@ -1,21 +1,22 @@
-"""The outer search: pipeline degree, stage mesh, microbatches, ZeRO; best first, with lower bounds.
+"""The outer search: pipeline degree, stage mesh, microbatches, ZeRO; the most promising first, with lower bounds.
 
-Best first over three levels. A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *pace* adds
-the number of microbatches M; a *leaf* adds ZeRO (level and axes). Lower bounds on the seconds of a step:
+A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *pace* adds the number of microbatches M; a
+*leaf* adds ZeRO (level and axes). Lower bounds on the seconds of a step:
 
-    mesh    min over M of the pace's bound                    floor(n, M): every op perfectly divided
-    pace    floor(n, M) (M + P - 1) / P                       if only naive, GPipe and 1F1B may run
-            max(floor(n, M) M / P, path(n, M))                else
-    leaf    T / P + floor(n, M) (P - 1) / P, or else T / P    T: optimum of the inner problem of the pace without
-                                                              gradient sums, optimiser and casts, on one mesh
+    pace    (floor(n, M) (M + P - 1) + M again) / P           if only naive, GPipe and 1F1B may run
+            max((floor(n, M) + again) M / P, path(n, M))      else
+    leaf    T / P + floor(n, M) (P - 1) / P, or else T / P    T: optimum of the inner problem, gradient sums at the
+                                                              slow-down they cause at least
+            the same with T - price * room for T              T: with memory at a price
 
 since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P) under 1F1B, no
 schedule takes less than its busiest rank, which has M (sum t_i) / P to do at least, nor than a microbatch on its way
-through all stages and back, and M sum t_i is at least T. A leaf's own inner problem, with gradient sums at the
-slow-down they cause at least, sharpens T.
+through all stages and back, and M sum t_i is at least T. ``floor`` divides every op perfectly; ``again`` is what has to
+run again in backward for the memory there is. The last line is Lagrangian duality (``Outer.dearer``).
 
-It stops when the best plan is as good as every bound left. At each leaf the price of memory is swept from 0; a
-leaf that fits at price 0 without rematerialisation is done.
+Paces are tried in the order of their bounds with the bubble that is likely. It stops when the best plan is as good as
+every bound left, when none left is likely to be better, or when it has worked enough; ``bound`` is what is proved in
+any case. At each leaf the price of memory is swept; a leaf that fits for free without rematerialisation is done.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from autopar.search.roles import divides_experts_axes
 # Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
 PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 
+# Passes of a stage that are waited for on the way through the others, under the best schedule there is as a rule.
+LIKELY_BUBBLE = 1 / 3
+
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
 
-# Work (see ``leaf.Solver``) after which the search settles for what it has; 10 to 25 s on one core.
-MAX_WORK = 450_000
+# Work (see ``leaf.Solver``) after which the search settles for what it has; 3 to 7 s on one core.
+MAX_WORK = 250_000
 
 # Part of it that the baselines may take, and that they and their neighbours may.
 BASELINE_SHARE = 0.5
@@ -72,6 +76,7 @@ class Outer:
     refusal: NoOption | None = None
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
+    _floors: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def run(self) -> Candidate | None:
         """The best plan; ``bound`` is what no plan of the space can beat."""
@@ -79,37 +84,35 @@ class Outer:
         too_large = not self.offload and self.solver.least_state_bytes > self.solver.budget_bytes
         if self.best is None and self.closest and too_large:
             return None
-        heap: list[tuple[float, int, Configuration | _Pace]] = []
+        heap: list[tuple[float, int, float, Configuration | _Pace]] = []
         for num_stages, mesh in self.nodes(self.constraints):
             for num in self.microbatches(self.constraints, mesh):
+                hope, lower = self.hope(num_stages, num), self.floor(num_stages, num)
                 for root in self.roots(num_stages, mesh, num, self.constraints):
-                    heapq.heappush(heap, (self.floor(num_stages, num), next(self._order), _Pace(root)))
+                    heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
         # The bounds of the baselines are no better than those of the leaves that contain them.
-        self.bound = self.unproved = float("inf")
+        self.unproved = float("inf")
         while heap:
-            lower, _, item = heapq.heappop(heap)
             spent = self.solver.work / (1 if self.best is not None else 3)
-            if self.good_enough(lower) or spent >= self.max_work:
-                self.bound = lower
-                self.num_skipped += 1 + len(heap)
+            if self.good_enough(heap[0][0]) or spent >= self.max_work:
                 break
-            if isinstance(item, Configuration):
+            hope, _, lower, item = heapq.heappop(heap)
+            if self.good_enough(lower):
+                self.num_skipped += 1
+                self.unproved = min(self.unproved, lower)
+            elif isinstance(item, Configuration):
                 self.expand(item)
-                continue
-            try:
-                inner = self.solver.inner(item.root, Weights(sync=0.0, masters=0.0))
-            except NoOption as error:
-                self.refuse(error)
-                continue
-            lower = max(lower, self.pipelined(inner.objective, item.root))
-            for leaf in self.variants(item.root):
-                heapq.heappush(heap, (lower, next(self._order), leaf))
+            else:
+                for leaf in self.variants(item.root):
+                    heapq.heappush(heap, (hope, next(self._order), lower, leaf))
+        self.num_skipped += len(heap)
         if self.best is not None:
-            self.bound = min(self.bound, self.unproved, self.best.predicted.step_time_s)
+            left = min((lower for _, _, lower, _ in heap), default=float("inf"))
+            self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
 
     def good_enough(self, lower: float) -> bool:
-        return self.best is not None and lower >= self.best.predicted.step_time_s * (1 - TOLERANCE)
+        return self.best is not None and lower >= self.best.step_time_s * (1 - TOLERANCE)
 
     # The space.
 
@@ -250,7 +253,7 @@ class Outer:
                 found.append((seconds, len(tried), configuration))
 
         turns: dict[int, list[Configuration]] = {}
-        for root in sorted(self.baselines(), key=lambda c: self.floor(c.num_stages, c.num_microbatches)):
+        for root in sorted(self.baselines(), key=lambda c: self.hope(c.num_stages, c.num_microbatches)):
             turns.setdefault(root.num_stages, []).extend(self._with_zero(root)[-1:])
         for turn in zip_longest(*turns.values()):
             for leanest in turn:
@@ -284,11 +287,39 @@ class Outer:
     # Bounds and leaves.
 
     def floor(self, num_stages: int, num_microbatches: int) -> float:
-        """Seconds of a step in which every op is perfectly divided, with the bubble."""
+        """Seconds of a step in which everything is perfectly divided, with the bubble and rematerialisation."""
+        key = (num_stages, num_microbatches)
+        if key not in self._floors:
+            floor, ranks = self.solver.floor, self.solver.cluster.num_gpus // num_stages
+            once = floor.microbatch_s(ranks, num_microbatches)
+            passes = num_microbatches + self.bubble * (num_stages - 1)
+            again = num_microbatches * self._again_s(ranks, num_stages, num_microbatches)
+            busy = (once * passes + again) / num_stages
+            if self.may_be_naive(num_stages):
+                busy = min(busy, num_microbatches * once)
+            self._floors[key] = max(busy, floor.path_s(ranks, num_microbatches))
+        return self._floors[key]
+
+    def hope(self, num_stages: int, num_microbatches: int) -> float:
+        """The same with the bubble that the best of the schedules is likely to have."""
+        floor = self.floor(num_stages, num_microbatches)
+        if self.bubble or num_stages == 1:
+            return floor
+        waited = LIKELY_BUBBLE * (num_stages - 1) / num_stages
         ranks = self.solver.cluster.num_gpus // num_stages
-        passes = num_microbatches + self.bubble * (num_stages - 1)
-        busy = self.solver.floor.microbatch_s(ranks, num_microbatches) * passes / num_stages
-        return max(busy, self.solver.floor.path_s(ranks, num_microbatches))
+        return floor + waited * self.solver.floor.microbatch_s(ranks, num_microbatches)
+
+    def _again_s(self, ranks: int, num_stages: int, num_microbatches: int) -> float:
+        """Seconds that a microbatch runs again at least, in all stages, for a rank's memory."""
+        if len(self.solver.levels) == 1:
+            return 0.0
+        live, room = self.solver.room(num_stages, num_microbatches, self.constraints)
+        state = 0.0 if self.offload else self.solver.least_state_bytes * num_stages
+        return self.solver.floor.again_s(ranks, num_microbatches, (room - state) / live)
+
+    def may_be_naive(self, num_stages: int) -> bool:
+        """Whether a rank may have a single microbatch, and nothing to do while others have it."""
+        return num_stages > 1 and self.constraints.schedule in (None, "naive")
 
     @property
     def bubble(self) -> int:
@@ -321,61 +352,85 @@ class Outer:
             self.num_skipped += 1
             self.unproved = min(self.unproved, lower)
             return None
+        if self.best is not None and solver.likely_s(configuration, inner) >= self.best.step_time_s:
+            # Memory and stages that are not alike only make it slower. That is no proof.
+            self.num_skipped += 1
+            self.unproved = min(self.unproved, lower)
+            return None
         first = self.consider(configuration, inner)
-        if first is not None and first.predicted.step_time_s > lower * (1 + TOLERANCE):
+        if first is not None and first.step_time_s > lower * (1 + TOLERANCE):
             exposed = solver.inner(configuration, Weights(sync=1.0))
             if exposed.leaders != inner.leaders:
                 other = self.consider(configuration, exposed)
-                if other is not None and other.predicted.step_time_s < first.predicted.step_time_s:
+                if other is not None and other.step_time_s < first.step_time_s:
                     first = other
-        if first is None and self.too_large(configuration, inner):
+        if first is None and self.best is None and self.too_large(configuration, inner):
             self.num_skipped += 1
             return None
-        self.unproved = min(self.unproved, lower)
-        if first is not None and not any(stage.full or stage.selective for stage in first.stages):
-            return first.predicted.step_time_s
-        last, before = inner.leaders, first
-        for price in PRICES:
-            priced = solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
-            answer = solver.inner(configuration, priced)
-            if answer.leaders == last:
+        if first is not None and not first.is_rematerialised:
+            self.unproved = min(self.unproved, lower)
+            return first.step_time_s
+        before = first
+        for answer, bound in self.dearer(configuration, inner):
+            lower = max(lower, bound)
+            if self.good_enough(lower):
+                self.num_skipped += 1
+                break
+            if answer is None:
                 continue
-            last = answer.leaders
             found = self.consider(configuration, answer)
             if found is not None:
-                slower = before is not None and found.predicted.step_time_s >= before.predicted.step_time_s
+                slower = before is not None and found.step_time_s >= before.step_time_s
                 if not slower:
                     before = found
-                if slower or not any(stage.full or stage.selective for stage in found.stages):
+                if slower or not found.is_rematerialised:
                     break
-        return None if before is None else before.predicted.step_time_s
+        self.unproved = min(self.unproved, lower)
+        return None if before is None else before.step_time_s
+
+    def dearer(self, configuration: Configuration, inner: Inner) -> Iterator[tuple[Inner | None, float]]:
+        """Answers at rising prices of memory, each once, and what they say about all plans of a leaf.
+
+        The memory of a plan is at most ``room``, so for any price the optimum of seconds + price * memory less price *
+        room is a lower bound on the seconds (Lagrangian duality). An answer that is best at two prices is best between
+        them.
+        """
+        solver = self.solver
+        _, room = solver.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
+        naive = self.may_be_naive(configuration.num_stages)
+
+        def at(price: float) -> tuple[Inner, float]:
+            seconds = price * inner.objective / solver.budget_bytes
+            answer = solver.inner(configuration, solver.memory_weights(configuration, seconds))
+            bound = self.pipelined(answer.objective - seconds * room, configuration)
+            return answer, min(bound, inner.objective) if naive else bound
+
+        last = inner.leaders
+        leanest, bound = at(PRICES[-1])
+        yield None, bound
+        for price in PRICES[:-1]:
+            answer, bound = at(price)
+            yield answer if answer.leaders != last else None, bound
+            last = answer.leaders
+            if leanest.leaders == last:
+                return
+        yield leanest, bound
 
     def too_large(self, configuration: Configuration, inner: Inner) -> bool:
-        """Whether the model state alone excludes a leaf, or makes it too slow.
-
-        All stages together hold at most P budgets of state, so for any price the optimum of seconds + price * state
-        less price * P * budget is a lower bound on the seconds (Lagrangian duality).
-        """
-        room = configuration.num_stages * self.solver.budget_bytes
-        # Before anything fits only size matters: at this price the answer is the one with the least state.
-        price = inner.objective / self.solver.budget_bytes * (1 if self.best is not None else 1e6)
-        dual = self.solver.inner(configuration, Weights(sync=HIDDEN, state=price))
-        if self.best is not None:
-            lower = self.pipelined(dual.objective - price * room, configuration)
-            if self.good_enough(lower):
-                self.unproved = min(self.unproved, lower)
-                return True
-            return False
-        self.closest.append((configuration, dual))
-        return sum(block.states.total for block in dual.priced.blocks) > room
+        """Whether the model state alone excludes a leaf. Before anything fits only size matters."""
+        price = 1e6 * inner.objective / self.solver.budget_bytes
+        leanest = self.solver.inner(configuration, Weights(sync=HIDDEN, state=price))
+        self.closest.append((configuration, leanest))
+        state = sum(block.states.total for block in leanest.priced.blocks)
+        return state > configuration.num_stages * self.solver.budget_bytes
 
     def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """Complete an answer; keep it if it is the best so far."""
-        record_s = float("inf") if self.best is None else self.best.predicted.step_time_s
+        record_s = float("inf") if self.best is None else self.best.step_time_s
         found = self.solver.complete(configuration, inner, record_s)
         if found is None:
             self.closest.append((configuration, inner))
             return None
-        if self.best is None or found.predicted.step_time_s < self.best.predicted.step_time_s:
+        if self.best is None or found.step_time_s < self.best.step_time_s:
             self.best = found
         return found

@@ -5,8 +5,9 @@ The search, an estimate of pinned degrees and a plan edited by hand are all judg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
@@ -23,12 +24,11 @@ from autopar.search.stages import Stage
 from autopar.search.workload import Tensor, Workload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Predicted:
     """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
-    memory: of each rank of the pipeline.
-    breakdown_s: of the rank with the most to do; its parts add up to ``step_time_s``.
+    memory: of each rank of the pipeline. explain: makes ``breakdown_s``.
     """
 
     step_time_s: float
@@ -37,8 +37,13 @@ class Predicted:
     inputs_s: tuple[float, ...]
     weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
-    breakdown_s: dict[str, float]
     timeline: Timeline
+    explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
+
+    @cached_property
+    def breakdown_s(self) -> dict[str, float]:
+        """Seconds of the rank with the most to do; they add up to ``step_time_s``."""
+        return self.explain()
 
     @property
     def peak_bytes(self) -> float:
@@ -87,7 +92,9 @@ def predict(
             rank_parts(pricing, priced, own, _peak_activations(priced, stages, order))
             for own, order in zip(held, shape.orders(), strict=True)
         ),
-        breakdown_s=_breakdown(
+        timeline=timeline,
+        explain=partial(
+            _breakdown,
             pricing,
             leaders,
             priced,
@@ -97,7 +104,6 @@ def predict(
             tails[fullest],
             sum(gathered[number] for number in shape.stages_of(fullest)),
         ),
-        timeline=timeline,
     )
 
 

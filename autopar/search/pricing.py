@@ -117,17 +117,31 @@ class FlowShape:
         return bool(self.fixed.any() or self.per_byte.any())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterShape:
+    """How a group of parameters may be stored and used: (value, gradient) layouts.
+
+    states: of the uses by the unit that decides where it is stored; state_of: the state, by option of that unit.
+    later: of the other uses, with what their options need.
+    """
+
+    states: Sequence[Sequence[tuple[Layout, Layout]]]
+    state_of: Ints
+    later: Sequence[tuple[User, Sequence[tuple[Layout, Layout]]]]
+
+
 @dataclass(slots=True)
 class MeshPrices:
     """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
 
-    options: of each cluster, in its inner problems so far. shapes: flows of those.
+    options: of each cluster, in its inner problems so far. shapes: flows of those. stored: their parameters.
     """
 
     fabric: Fabric
     known: Moves
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
+    stored: dict[tuple[int, ...], ParameterShape] = field(default_factory=dict)
     links: LinkPrices = field(init=False)
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)

@@ -22,7 +22,6 @@ from itertools import product
 from autopar.search.evaluate import evaluate_stages
 from autopar.search.leaf import Candidate, Solver
 from autopar.search.outer import TOLERANCE
-from autopar.search.predict import predict
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
 
@@ -60,8 +59,7 @@ def _whole(found: Candidate) -> Candidate:
 
 def _with(found: Candidate, pricing: Pricing, stages: tuple[Stage, ...]) -> Candidate:
     priced = evaluate_stages(pricing, found.leaders, stages)
-    predicted = predict(pricing, found.leaders, priced, stages, found.configuration.pipelining)
-    return replace(found, pricing=pricing, priced=priced, stages=stages, predicted=predicted)
+    return replace(found, pricing=pricing, priced=priced, stages=stages, hopeless=False)
 
 
 def _fits(solver: Solver, found: Candidate) -> bool:

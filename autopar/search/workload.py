@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.cost_model.activations import BlockActivations
+from autopar.cost_model.activations import BlockActivations, Saved
 from autopar.cost_model.ops import compute_itemsize, needs_gradient
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
@@ -311,6 +311,27 @@ class Workload:
             )
             for index in first_instances(self.folding)
         )
+
+    @cached_property
+    def kept(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """What ops keep for backward, each storage of a block with the first op that keeps it."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.activations:
+            seen = set()
+            for tensor in (*activations.saved, *activations.extra):
+                if tensor.storage not in seen:
+                    seen.add(tensor.storage)
+                    found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
+
+    @cached_property
+    def contracted(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """Results of contractions."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.activations:
+            for tensor in activations.kept:
+                found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
 
     @cached_property
     def model_flops(self) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -119,6 +121,19 @@ def test_every_microbatch_passes_every_stage_once(shape: Pipelining) -> None:
     for stage, microbatch in itertools.product(range(shape.num_stages), range(shape.num_microbatches)):
         kinds = {kind for kind in get_args(Kind) if Action(stage, kind, microbatch) in actions}
         assert kinds == {"F", "B"} or (shape.splits_backward and kinds == {"F", "I", "W"})
+
+
+@given(shapes())
+def test_more_rounds_keep_no_more(shape: Pipelining) -> None:
+    more = replace(shape, num_microbatches=9 * shape.num_ranks)
+    if more.obstacle() is None:
+        live = [0] * more.num_stages
+        for order in more.orders():
+            now = Counter[int]()
+            for stage, kind, _ in order:
+                now[stage] += {"F": 1, "I": 0}.get(kind, -1)
+                live[stage] = max(live[stage], now[stage])
+        assert more.live() == tuple(live)
 
 
 @given(shapes())

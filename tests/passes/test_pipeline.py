@@ -43,6 +43,14 @@ class Replace(Pass):
         return captured
 
 
+@dataclass(frozen=True)
+class Nothing(Pass):
+    name: ClassVar[str] = "nothing"
+
+    def apply(self, captured: CapturedModel) -> CapturedModel:
+        return captured
+
+
 @pytest.fixture
 def captured() -> CapturedModel:
     return capture(Doubling(), torch.randn(3, 4))
@@ -62,6 +70,13 @@ def test_a_pass_that_changes_a_dtype_is_caught(captured: CapturedModel) -> None:
     with pytest.raises(AssertionError, match=r"after replace: .*logical_not") as caught:
         run_passes(captured, [Replace(aten.logical_not.default)])
     assert "test_pipeline.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_the_pass_at_fault_is_named(captured: CapturedModel, each: bool) -> None:
+    passes = [Replace(aten.logical_not.default), Replace(aten.tanh.default), Nothing()]
+    with pytest.raises(AssertionError, match=r"after replace: "):
+        run_passes(captured, passes, each=each)
 
 
 def test_nothing_is_caught_if_nothing_is_checked(captured: CapturedModel) -> None:

@@ -17,7 +17,7 @@ from autopar.ir.capture import capture
 from autopar.passes.normalise import normalise
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints
-from autopar.search.leaf import Configuration, Inner, Solver
+from autopar.search.leaf import HIDDEN, Configuration, Inner, Solver
 from autopar.search.outer import TOLERANCE, Outer
 from autopar.search.workload import Workload
 
@@ -56,19 +56,24 @@ def every_leaf(outer: Outer) -> Iterator[Configuration]:
                 yield from outer.variants(root)
 
 
-def brute_force(outer: Outer) -> float | None:
-    """Seconds of a step of the best plan that fits, None if none does; the cuts are exact for each assignment."""
+def best_of(outer: Outer, leaf: Configuration) -> float | None:
+    """Seconds of a step of the best plan of a leaf that fits, None if none does; cuts are exact for each assignment."""
     solver = outer.solver
     best: float | None = None
-    for leaf in every_leaf(outer):
-        pricing = solver.pricing(leaf)
-        options = build(pricing, solver.rules(leaf), Weights()).options
-        for leaders in product(*([own.leader(option) for option in range(len(own))] for own in options)):
-            inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
-            found = solver.complete(leaf, inner)
-            if found is not None and (best is None or found.predicted.step_time_s < best):
-                best = found.predicted.step_time_s
+    pricing = solver.pricing(leaf)
+    options = build(pricing, solver.rules(leaf), Weights()).options
+    for leaders in product(*([own.leader(option) for option in range(len(own))] for own in options)):
+        inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
+        found = solver.complete(leaf, inner)
+        if found is not None and (best is None or found.step_time_s < best):
+            best = found.step_time_s
     return best
+
+
+def brute_force(outer: Outer) -> float | None:
+    """Of the best plan of all."""
+    found = [best_of(outer, leaf) for leaf in every_leaf(outer)]
+    return min((seconds for seconds in found if seconds is not None), default=None)
 
 
 WIDTHS = st.sampled_from((64, 1024, 8192))
@@ -98,3 +103,20 @@ def test_with_room_for_all_the_search_is_exact(seq: int) -> None:
     found, best = outer.run(), brute_force(outer)
     assert found is not None
     assert found.predicted.step_time_s == pytest.approx(best, rel=TOLERANCE)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seq=st.sampled_from((8, 4096)), room=st.floats(0.2, 1.2))
+def test_no_plan_of_a_leaf_beats_its_bounds(seq: int, room: float) -> None:
+    outer = outer_of((1024, 8192, 64, 1024), 4, seq, room, gpus=2)
+    compared = 0
+    for leaf in every_leaf(outer):
+        best = best_of(outer, leaf)
+        if best is None:
+            continue
+        inner = outer.solver.inner(leaf, Weights(sync=HIDDEN))
+        bounds = [bound for _, bound in outer.dearer(leaf, inner)]
+        bounds += [outer.floor(leaf.num_stages, leaf.num_microbatches), outer.pipelined(inner.objective, leaf)]
+        assert max(bounds) <= best * (1 + 1e-9)
+        compared += 1
+    assert compared or room < 0.7
