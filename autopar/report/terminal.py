@@ -14,6 +14,7 @@ from autopar.report.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
+    from autopar.search.result import Baseline
 
 _AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -87,7 +88,20 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
                 "dim",
             )
         )
+        if planned.result.baselines:
+            step = prediction.step_time_s
+            parts.append(
+                Text("without a search: " + "; ".join(_baseline(b, step) for b in planned.result.baselines), "dim")
+            )
     return Group(*parts)
+
+
+def _baseline(baseline: Baseline, step_time_s: float) -> str:
+    if baseline.step_time_s is None:
+        return f"{baseline.name} does not fit"
+    if baseline.at_least:
+        return f"{baseline.name} {seconds(baseline.step_time_s)} or more"
+    return f"{baseline.name} {seconds(baseline.step_time_s)} ({baseline.step_time_s / step_time_s - 1:+.0%})"
 
 
 def _stages(plan: Plan) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.capacity import limit_experts
@@ -22,7 +22,7 @@ from autopar.search.outer import Outer
 from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict
 from autopar.search.refine import refine
-from autopar.search.result import SearchResult
+from autopar.search.result import Baseline, SearchResult
 from autopar.search.stages import LEVELS, Stage
 from autopar.search.workload import Workload
 
@@ -79,7 +79,21 @@ def search_captured(
         num_configurations=solver.num_solved,
         num_skipped=outer.num_skipped,
         search_time_s=time.perf_counter() - start,
+        baselines=_baselines(outer),
     )
+
+
+def _baselines(outer: Outer) -> tuple[Baseline, ...]:
+    found = [
+        Baseline(
+            name=name,
+            configuration=str(configuration),
+            step_time_s=outcome.least_s if outcome.least_s < inf else None,
+            at_least=outcome.step_time_s is None,
+        )
+        for name, (configuration, outcome) in outer.baselines.items()
+    ]
+    return tuple(sorted(found, key=lambda own: (own.step_time_s or inf, own.name)))
 
 
 def estimate_captured(

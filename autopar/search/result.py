@@ -9,13 +9,27 @@ from autopar.search.predict import Predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The best plan of a kind that needs no search.
+
+    configuration: in words. step_time_s: None if nothing of the kind fits. at_least: that is a lower bound or an
+    estimate that nobody needed to know better.
+    """
+
+    name: str
+    configuration: str
+    step_time_s: float | None
+    at_least: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """The best plan found.
 
     predicted: its prediction in full (``plan.prediction`` is the part that the file keeps). optimality_gap: at
     most this share of ``predicted.step_time_s`` could be saved by another plan of the search space, as far as
     lower bounds prove. num_configurations: configurations whose inner problem was solved; num_skipped: those
-    that a bound excluded.
+    that a bound excluded. baselines: what the plan was compared with, the fastest first; none is faster.
     """
 
     plan: Plan
@@ -24,3 +38,4 @@ class SearchResult:
     num_configurations: int
     num_skipped: int
     search_time_s: float
+    baselines: tuple[Baseline, ...] = ()

@@ -50,10 +50,11 @@ def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: i
 
 
 def every_leaf(outer: Outer) -> Iterator[Configuration]:
-    for num_stages, mesh in outer.nodes(outer.constraints):
-        for num in outer.microbatches(outer.constraints, mesh):
-            for root in outer.roots(num_stages, mesh, num, outer.constraints):
-                yield from outer.variants(root)
+    space = outer.space
+    for num_stages, mesh in space.nodes():
+        for num in space.microbatches(mesh, outer.constraints):
+            for root in space.roots(num_stages, mesh, num, outer.constraints):
+                yield from space.variants(root)
 
 
 def best_of(outer: Outer, leaf: Configuration) -> float | None:
@@ -105,10 +106,9 @@ def test_with_room_for_all_the_search_is_exact(seq: int) -> None:
     assert found.predicted.step_time_s == pytest.approx(best, rel=TOLERANCE)
 
 
-@settings(max_examples=6, deadline=None)
-@given(seq=st.sampled_from((8, 4096)), room=st.floats(0.2, 1.2))
+@pytest.mark.parametrize(("seq", "room"), [(8, 0.3), (4096, 0.4), (4096, 0.8)])
 def test_no_plan_of_a_leaf_beats_its_bounds(seq: int, room: float) -> None:
-    outer = outer_of((1024, 8192, 64, 1024), 4, seq, room, gpus=2)
+    outer = outer_of((1024, 8192, 1024), 2, seq, room, gpus=2)
     compared = 0
     for leaf in every_leaf(outer):
         best = best_of(outer, leaf)
@@ -116,7 +116,10 @@ def test_no_plan_of_a_leaf_beats_its_bounds(seq: int, room: float) -> None:
             continue
         inner = outer.solver.inner(leaf, Weights(sync=HIDDEN))
         bounds = [bound for _, bound in outer.dearer(leaf, inner)]
-        bounds += [outer.floor(leaf.num_stages, leaf.num_microbatches), outer.pipelined(inner.objective, leaf)]
+        bounds += [
+            outer.bounds.floor(leaf.num_stages, leaf.num_microbatches),
+            outer.bounds.pipelined(inner.objective, leaf),
+        ]
         assert max(bounds) <= best * (1 + 1e-9)
         compared += 1
-    assert compared or room < 0.7
+    assert compared

@@ -215,6 +215,16 @@ def test_bad_constraints(small: CapturedModel, constraints: Constraints, words: 
         search_captured(small, make_cluster("a100-80gb", 4), constraints)
 
 
+def test_no_baseline_is_faster(small: CapturedModel) -> None:
+    roomy = search_captured(small, make_cluster("a100-80gb", 8, 4))
+    names = [baseline.name for baseline in roomy.baselines]
+    assert {"DDP", "FSDP, ZeRO-3", "HSDP, ZeRO-3", "tensor parallel"} <= set(names)
+    times = [baseline.step_time_s for baseline in roomy.baselines]
+    assert all(time is not None and time >= roomy.predicted.step_time_s for time in times)
+    tight = search_captured(small, make_cluster("a100-80gb", 8, 4).with_memory(int(roomy.predicted.peak_bytes * 0.4)))
+    assert {b.name: b.step_time_s for b in tight.baselines}["DDP"] is None
+
+
 def test_a_mesh_of_too_many_axes_is_refused() -> None:
     load = Workload.of(captured(num_layers=1), "fp32")
     mesh = Mesh(tuple(MeshAxis(f"free{number}", 2) for number in range(6)))
