@@ -1,4 +1,4 @@
-"""The pass manager: runs passes in order, verifies what comes out, and can report what each one did."""
+"""The pass manager: runs passes in order, verifies after each, and can report what each one did."""
 
 from __future__ import annotations
 
@@ -49,17 +49,15 @@ def run_passes(
     passes: Sequence[Pass],
     *,
     check: bool = True,
-    each: bool = False,
     report: Callable[[PassReport], None] | None = None,
 ) -> CapturedModel:
     """Apply passes to a copy of a captured model.
 
-    check: verify the result; if it is not well formed, find out which pass made it so. each: verify before the first
-    and after every pass. report: called after each pass.
+    check: verify before the first and after every pass. report: called after each pass.
     """
-    given, captured = captured, copy_captured(captured)
-    memo: Memo = {}
-    if each:
+    captured = copy_captured(captured)
+    memo = Memo()
+    if check:
         verify(captured, memo=memo)
     for step in passes:
         before = _counts(captured) if report is not None else Counter()
@@ -68,7 +66,7 @@ def run_passes(
         remove_dead(captured.graph)
         captured = with_updates(captured)
         seconds = time.perf_counter() - start
-        if each:
+        if check:
             verify(captured, after=step.name, memo=memo)
         if report is not None:
             after = _counts(captured)
@@ -81,12 +79,6 @@ def run_passes(
                     added=dict(after - before),
                 )
             )
-    if check and not each:
-        try:
-            verify(captured, after="all passes")
-        except AssertionError:
-            run_passes(given, passes, each=True)
-            raise
     captured.graph_module.recompile()
     return captured
 

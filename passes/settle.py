@@ -6,6 +6,8 @@ placements promise, and tells the dtype. Ops that look alike are run once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -13,7 +15,7 @@ from autopar.ir.building import fake_call, fake_mode_of
 from autopar.ir.communicate import unbound_groups
 from autopar.ir.mesh import Mesh
 from autopar.passes.shard import PRELUDE
-from autopar.passes.verify import Memo, signature_of, summary_of
+from autopar.passes.verify import signature_of, summary_of
 
 
 def settle(graph: fx.Graph, mesh: Mesh, compute: torch.dtype | None) -> None:
@@ -22,7 +24,7 @@ def settle(graph: fx.Graph, mesh: Mesh, compute: torch.dtype | None) -> None:
     compute: dtype of floating point work inside blocks, None for that of the model. What comes from outside the
     blocks (step inputs, positions, masks) is cast where it meets a tensor of that dtype.
     """
-    memo: Memo = {}
+    memo: dict[Any, Any] = {}
     mode = fake_mode_of(graph)
     with unbound_groups(mesh):
         for node in graph.nodes:

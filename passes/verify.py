@@ -1,11 +1,13 @@
 """Checks that a captured model is well formed, after capture and after every pass.
 
 Each op is run again on the fake values of its operands: the result must have the shapes and dtypes that its
-``meta["val"]`` claims. Ops that look alike (80 equal layers) are run once.
+``meta["val"]`` claims. Ops that look alike (80 equal layers) are run once, and those that no pass has touched since the
+last check are not looked at again.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +17,30 @@ from torch.utils import _pytree as pytree
 from autopar.ir.building import fake_call, fake_mode_of
 from autopar.ir.graph import CapturedModel
 
-# Signatures of ops -> shapes and dtypes of their results. Handed from one check to the next.
-Memo = dict[Any, Any]
+
+@dataclass(slots=True)
+class Memo:
+    """What earlier checks found out. Handed from one to the next.
+
+    results: signatures of ops -> shapes and dtypes of their results. seen: ops that were right, with all that this
+    depends on.
+    """
+
+    results: dict[Any, Any] = field(default_factory=dict)
+    seen: dict[fx.Node, tuple[Any, ...]] = field(default_factory=dict)
+
+    def has_seen(self, node: fx.Node) -> bool:
+        """Whether ``node`` was right and is as it was."""
+        known = self.seen.get(node)
+        now = _state_of(node)
+        return known is not None and len(known) == len(now) and all(a is b for a, b in zip(known, now, strict=True))
+
+    def add(self, node: fx.Node) -> None:
+        self.seen[node] = _state_of(node)
+
+
+def _state_of(node: fx.Node) -> tuple[Any, ...]:
+    return (node.target, node.args, node.kwargs, node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes))
 
 
 def verify(captured: CapturedModel, *, after: str = "capture", memo: Memo | None = None) -> None:
@@ -32,22 +56,25 @@ def verify(captured: CapturedModel, *, after: str = "capture", memo: Memo | None
     known = {*captured.parameters, *captured.buffers, *captured.inputs, *captured.constants}
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     assert set(names) == known, f"after {after}: placeholders {sorted(set(names) ^ known)} are not accounted for"
-    memo = {} if memo is None else memo
+    memo = Memo() if memo is None else memo
     mode = fake_mode_of(graph)
     for node in graph.nodes:
         if node.op != "call_function":
             assert node.op in ("placeholder", "output"), f"after {after}: {node.op} {node.name} is not allowed"
             continue
         assert "val" in node.meta, f"after {after}: {node.format_node()} has no value"
+        if memo.has_seen(node):
+            continue
         signature = (node.target, signature_of(node.args), signature_of(node.kwargs))
         claimed = summary_of(node.meta["val"])
-        found = memo.get(signature)
+        found = memo.results.get(signature)
         if found is None:
-            found = memo[signature] = summary_of(fake_call(node.target, node.args, node.kwargs, mode))
+            found = memo.results[signature] = summary_of(fake_call(node.target, node.args, node.kwargs, mode))
         where = node.meta.get("source")
         assert found == claimed, (
             f"after {after}: {node.format_node()}\n  gives {found}, its meta says {claimed}\n  at {where}"
         )
+        memo.add(node)
     _verify_outputs(captured, after)
 
 
