@@ -68,10 +68,10 @@ def materialize(
 
     def keep_one(name: str, full: torch.Tensor, layout: ParameterLayout | None) -> None:
         source = full.detach()
-        piece = source if layout is None else local_shard(source, layout.layout, mesh)
-        piece = piece.to(device).contiguous()
-        if piece.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-            piece = piece.clone()
+        part = source if layout is None else local_shard(source, layout.layout, mesh)
+        piece = part.to(device).contiguous()
+        if piece is part:
+            piece = part.clone()
         if layout is None:
             state[name] = piece
             return

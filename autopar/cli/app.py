@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, train."""
+"""The commands: search, estimate, show, check, train."""
 
 from __future__ import annotations
 
@@ -121,6 +121,26 @@ def show(plan: opt.PlanFile, report: opt.Report = None) -> None:
     if report is not None:
         plan_report(loaded, report)
     print_plan(loaded)
+
+
+@app.command(
+    epilog=_example(
+        "autopar check examples/gpt.py plan.yaml",
+        "autopar check examples/llama3_70b.py plan.yaml --seq 8192 --ranks 0,7,1023",
+    )
+)
+def check(
+    model: opt.Model,
+    plan: opt.PlanFile,
+    seq: opt.Seq = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", help="also run these, as in 0,7,1023")] = None,
+    cluster: opt.ClusterFile = None,
+) -> None:
+    """Run ranks of a plan on fake tensors, without its devices: do they agree, do they fit. Exit code 1 if not."""
+    from autopar.cli.check import run_check
+
+    if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster):
+        raise typer.Exit(1)
 
 
 @app.command(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
-from rich.console import Console
 
 from autopar.cli.options import PrecisionName, RematName, ScheduleName, SequenceLayoutName, Switch
+from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.description import cluster_from_dict
 from autopar.ir.annotations import parse_annotation
@@ -66,7 +64,7 @@ class Request:
         source = "the cluster"
         if self.cluster_file is not None:
             source = str(self.cluster_file)
-            described = _read_yaml(self.cluster_file)
+            described = read_yaml(self.cluster_file)
             if not isinstance(described, dict):
                 return cluster_from_dict(described, source=source)
         flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
@@ -113,7 +111,7 @@ class Request:
         from autopar.report.terminal import print_plan
 
         try:
-            with _progress(quiet=self.json) as progress:
+            with progress_on_stderr(quiet=self.json) as progress:
                 progress("building the model")
                 planned = find_plan(
                     source.meta_model(),
@@ -142,21 +140,10 @@ class Request:
                 typer.echo(f"{what} written to {path}")
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:
         raise InvalidCluster(f"cannot read cluster {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise InvalidCluster(f"{path} is not YAML: {error}") from error
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Any]:
-    """A spinner on standard error that says what is being done; silent in pipes."""
-    console = Console(stderr=True, quiet=quiet)
-    if quiet or not console.is_terminal:
-        yield lambda doing: None
-        return
-    with console.status("starting") as status:
-        yield lambda doing: status.update(f"{doing} …")

@@ -1,0 +1,94 @@
+"""``autopar check``: does a plan run, do its ranks agree, and does it fit, found out without its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.checking.matching import mismatch
+from autopar.checking.ranks import Programs, RankTrace, run_ranks
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import GIB
+from autopar.cost_model.memory import MemoryParts
+from autopar.ir.errors import InvalidInput, PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.passes.partition import partition
+from autopar.search.api import predict_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRank:
+    """A rank that was run. predicted: bytes at its fullest, as the cost model has it."""
+
+    trace: RankTrace
+    pipeline_rank: int
+    stages: tuple[int, ...]
+    predicted: MemoryParts
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.trace.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check found. problems: in words; empty if there is nothing wrong. budget_bytes: of a device."""
+
+    ranks: tuple[CheckedRank, ...]
+    budget_bytes: float
+    problems: tuple[str, ...]
+
+
+def check_plan(
+    build: Callable[[], nn.Module],
+    captured: CapturedModel,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    ranks: Sequence[int] = (),
+    programs: Programs | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Checked:
+    """Run one rank of each place in the pipeline, and ``ranks``, on fake tensors; compare them and the prediction.
+
+    build: makes the model. captured: of the same, with the plan's global batch. programs: of the stages, as a rank
+    runs them; those that the passes make, if not given. Raises PlanMismatch, InvalidInput, or AutoparError where a
+    program cannot run.
+    """
+    if not captured.has_loss:
+        raise PlanMismatch(f"{captured.name} has no loss, so there is no training step to check.\n  try: loss_fn=...")
+    wrong = [rank for rank in ranks if not 0 <= rank < plan.num_ranks]
+    if wrong:
+        raise InvalidInput(f"ranks {wrong}: the plan has ranks 0 to {plan.num_ranks - 1}")
+    size = plan.stage_mesh.size
+    chosen = sorted({*(rank * size for rank in range(plan.num_pipeline_ranks)), *ranks})
+    progress("partitioning")
+    made = partition(captured, plan)
+    progress(f"running {len(chosen)} of {plan.num_ranks} ranks on fake tensors")
+    traces = run_ranks(build, captured, plan, programs or (lambda rank: made), chosen)
+    memory = predict_plan(captured, cluster, plan).memory
+    found = tuple(
+        CheckedRank(
+            trace=trace,
+            pipeline_rank=trace.rank // size,
+            stages=plan.pipelining.stages_of(trace.rank // size),
+            predicted=memory[trace.rank // size],
+        )
+        for trace in traces
+    )
+    budget = float(cluster.device.usable_bytes)
+    problems = []
+    unmatched = mismatch(traces, plan)
+    if unmatched is not None:
+        problems.append(f"communications do not fit together: {unmatched}")
+    problems += [
+        f"rank {own.trace.rank} is out of memory: it holds {own.peak_bytes / GIB:.1f} GiB at once, a "
+        f"{cluster.device.name} has {budget / GIB:.1f} GiB to use.\n  try: more microbatches, rematerialisation, or "
+        "autopar search for another plan"
+        for own in found
+        if own.peak_bytes > budget
+    ]
+    return Checked(ranks=found, budget_bytes=budget, problems=tuple(problems))

@@ -1,0 +1,184 @@
+"""Running one rank of a plan on fake tensors, in a process of its own.
+
+The engine is the one that trains. It runs on a process group that sends nothing and gives nothing back, in which this
+process claims to be any rank of any number; tensors have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.checking.recorder import Communication, Recorder
+from autopar.ir.errors import AutoparError
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Batch, Plan
+from autopar.ir.program import StageProgram
+
+# What a rank runs: for its number, the programs of all stages.
+Programs = Callable[[int], Sequence[StageProgram]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """One training step of one rank, the optimiser's included.
+
+    persistent_bytes: of parameters, gradients and optimiser between steps; peak_bytes: most at once in the step.
+    """
+
+    rank: int
+    communications: tuple[Communication, ...]
+    persistent_bytes: int
+    peak_bytes: int
+
+
+def run_ranks(
+    build: Callable[[], nn.Module],
+    captured: CapturedModel,
+    plan: Plan,
+    programs: Programs,
+    ranks: Sequence[int],
+    *,
+    processes: int = 2,
+) -> list[RankTrace]:
+    """Traces of ``ranks``, each from a forked process. build: makes the model; it is called on fake tensors.
+
+    Raises AutoparError with what went wrong on a rank.
+    """
+
+    def run(rank: int) -> RankTrace:
+        context = multiprocessing.get_context("fork")
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(sending, build, captured, plan, programs(rank), rank))
+        process.start()
+        sending.close()
+        try:
+            found: RankTrace | str = receiving.recv()
+        except EOFError:
+            found = "the process ended without a word"
+        process.join()
+        if isinstance(found, str):
+            raise AutoparError(f"rank {rank} cannot run its program:\n{found}")
+        return found
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(run, ranks))
+
+
+def _main(
+    sending: Any,
+    build: Callable[[], nn.Module],
+    captured: CapturedModel,
+    plan: Plan,
+    programs: Sequence[StageProgram],
+    rank: int,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        sending.send(run_rank(build, captured, plan, programs, rank))
+    except Exception as error:
+        lines = traceback.format_exc().splitlines() if not isinstance(error, AutoparError) else [str(error)]
+        sending.send("\n".join(lines[-12:]))
+    finally:
+        sending.close()
+
+
+def run_rank(
+    build: Callable[[], nn.Module], captured: CapturedModel, plan: Plan, programs: Sequence[StageProgram], rank: int
+) -> RankTrace:
+    """The trace of one rank. The default process group must not be there yet; it is, afterwards."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from autopar.runtime.engine import Engine
+
+    dist.init_process_group("fake", rank=rank, world_size=plan.num_ranks, store=FakeStore())
+    plan, programs = shortened(plan, programs)
+    mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+    with warnings.catch_warnings(), mode:
+        warnings.simplefilter("ignore")
+        model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Outside the mode: meshes of ranks are small tensors with values.
+        engine = Engine(model, captured, plan, programs)
+        del model
+        with mode:
+            inputs = _inputs(engine, captured, plan)
+            recorder.memory.add(engine.tensor(name) for name in (*engine.layouts, *engine.buffers))
+            parameters = [p for stage in engine.local for p in stage.module.parameters() if p.requires_grad]
+            with recorder:
+                optimizer = torch.optim.AdamW(parameters, foreach=False)
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+            recorder.communications.clear()
+            persistent = recorder.memory.now
+            optimizer.zero_grad()
+            recorder.memory.reset()
+            with recorder, _pipeline_without_warmup(engine):
+                engine.step(inputs)
+                optimizer.step()
+    return RankTrace(
+        rank=rank,
+        communications=tuple(recorder.communications),
+        persistent_bytes=persistent,
+        peak_bytes=recorder.memory.peak,
+    )
+
+
+def shortened(plan: Plan, programs: Sequence[StageProgram]) -> tuple[Plan, tuple[StageProgram, ...]]:
+    """The same with as many microbatches of the same size as show all that happens in a step."""
+    count = plan.batch.num_microbatches
+    for fewer in range(2 * plan.num_pipeline_ranks if plan.num_stages > 1 else 2, count):
+        if replace(plan.pipelining, num_microbatches=fewer).obstacle() is None:
+            batch = Batch(global_size=plan.batch.global_size // count * fewer, num_microbatches=fewer)
+            plan = plan.model_copy(update={"batch": batch})
+            return plan, tuple(replace(program, num_microbatches=fewer) for program in programs)
+    return plan, tuple(programs)
+
+
+def _inputs(engine: Any, captured: CapturedModel, plan: Plan) -> dict[str, torch.Tensor]:
+    """This rank's rows of a global batch of ``plan``, which may be shorter than the captured one."""
+    values = {node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"}
+    inputs = {}
+    for name, step_input in captured.inputs.items():
+        shape = list(values[name].shape)
+        if step_input.batch_dim is not None:
+            shape[step_input.batch_dim] = plan.batch.global_size // plan.data_parallel_size
+        inputs[name] = torch.zeros(shape, dtype=values[name].dtype, device=engine.device)
+    return inputs
+
+
+@contextmanager
+def _pipeline_without_warmup(engine: Any) -> Iterator[None]:
+    """Torch's stages vote on how to learn the shapes that they exchange. Ours know them, and nobody else votes."""
+    if engine.pipeline is None:
+        yield
+        return
+    schedule = engine.pipeline._schedule
+    # Before torch 2.13 there is no vote.
+    modes: Any = getattr(torch.distributed.pipelining.stage, "InferenceMode", None)
+    if modes is None:
+        yield
+        return
+
+    def agreed(stages: Any, *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = modes.STATIC
+
+    schedule._warmup_p2p = agreed
+    try:
+        yield
+    finally:
+        del schedule._warmup_p2p

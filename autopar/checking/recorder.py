@@ -1,0 +1,163 @@
+"""What a program sends, receives and holds, seen op by op."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Overload packets of collectives -> what people call them. A wait sends nothing.
+_NAMES = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
+}
+_SILENT = frozenset({"wait_tensor", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective, or one side of a send. ranks: that take part, global and ascending; of a send or a receive, the
+    other one. numel, dtype: of what this rank puts in (of what it gets, for a receive)."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    reduction: str = ""
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.kind in ("send", "recv")
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        what = f"{self.kind} of {self.numel:,} {dtype}" + (f" ({self.reduction})" if self.reduction else "")
+        return f"{what} {'with' if self.is_point_to_point else 'over'} {_listed(self.ranks)}"
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if len(ranks) > 2 and all(b - a == step for a, b in pairwise(ranks)):
+        return f"ranks {ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
+    return "ranks " + ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes of the storages that are alive. peak: the most of them at once since ``reset``."""
+
+    now: int = 0
+    peak: int = 0
+    _known: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Count the storages of tensors among ``values`` for as long as they live."""
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(value, torch.distributed.tensor.DTensor):
+                value = value._local_tensor
+            storage = value.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known.add(storage)
+            size = storage.nbytes()
+            self.now += size
+            weakref.finalize(storage, self._free, size)
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+    def reset(self) -> None:
+        self.peak = self.now
+
+
+class Recorder(TorchDispatchMode):
+    """Records ``communications`` and ``memory`` while it is active. Inside it, ops run as they would without."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.communications: list[Communication] = []
+        self.memory = Memory()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self._record(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.memory.add(pytree.tree_leaves(result))
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.split("::")[1]
+        if name in _SILENT:
+            return
+        kind = _NAMES.get(name)
+        assert kind is not None, f"a collective that is not known: {func}"
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        group = _group_of(given)
+        tensors = _tensors_of(given)
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        if kind in ("send", "recv"):
+            place = given.get("dst", given.get("src"))
+            assert place is not None
+            ranks = (dist.get_global_rank(group, int(place)),)
+        elif len(ranks) == 1:
+            return
+        reduction = given.get("reduce_op", "")
+        self.communications.append(
+            Communication(
+                kind=kind,
+                ranks=ranks,
+                numel=sum(tensor.numel() for tensor in tensors),
+                dtype=tensors[0].dtype,
+                reduction=_reduction(reduction),
+            )
+        )
+
+
+def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
+    named: Any = given.get("group_name", given.get("process_group"))
+    if isinstance(named, str):
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        named = resolve(named)
+    found: dist.ProcessGroup = named if isinstance(named, dist.ProcessGroup) else dist.ProcessGroup.unbox(named)
+    return found
+
+
+def _tensors_of(given: dict[str, Any]) -> list[torch.Tensor]:
+    """What goes in: the second of (output, input), or the only one there is."""
+    for name in ("input", "input_tensor", "input_tensors", "inputs", "self", "tensors"):
+        if name in given:
+            return [leaf for leaf in pytree.tree_leaves(given[name]) if isinstance(leaf, torch.Tensor)]
+    raise AssertionError(f"a collective without tensors: {sorted(given)}")
+
+
+def _reduction(given: Any) -> str:
+    """A boxed one shows nothing of itself to Python."""
+    return given.lower() if isinstance(given, str) else ""

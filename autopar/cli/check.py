@@ -1,0 +1,77 @@
+"""The command ``check``: a plan executed without its devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.cli.progress import progress_on_stderr
+from autopar.cli.request import read_yaml
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.description import cluster_from_dict
+from autopar.ir.errors import InvalidInput, PlanMismatch
+from autopar.ir.plan import Plan
+from autopar.model_file import load_model_file
+from autopar.report.units import gib
+
+
+def run_check(
+    model: str, plan_file: Path, *, seq: int | None = None, ranks: str | None = None, cluster_file: Path | None = None
+) -> bool:
+    """Check a plan and print what was found; whether there is nothing wrong. Raises AutoparError."""
+    plan = Plan.load(plan_file)
+    cluster = _cluster(plan, cluster_file)
+    chosen = _numbers(ranks)
+    source = load_model_file(model)
+    # Imported here so that a mistyped file is answered at once.
+    from autopar.checking.check import check_plan
+    from autopar.ir.capture import capture
+    from autopar.passes.normalise import normalise
+
+    with progress_on_stderr(quiet=False) as progress:
+        progress("capturing the model")
+        inputs = source.meta_inputs(plan.batch.global_size, seq)
+        captured = normalise(capture(source.meta_model(), inputs, name=source.name))
+        checked = check_plan(source.build, captured, plan, cluster, ranks=chosen, progress=progress)
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("rank", "stages", "communications a step", "peak memory", "predicted", "between steps"):
+        table.add_column(column, justify="right")
+    for own in checked.ranks:
+        # What the allocator loses is no part of what tensors hold.
+        predicted = own.predicted.total - own.predicted.workspace
+        table.add_row(
+            str(own.trace.rank),
+            ", ".join(map(str, own.stages)),
+            f"{len(own.trace.communications):,}",
+            gib(own.peak_bytes),
+            f"{gib(predicted)} ({predicted / own.peak_bytes - 1:+.0%})",
+            gib(own.trace.persistent_bytes),
+        )
+    console.print(table)
+    for problem in checked.problems:
+        console.print(f"[bold red]problem[/]: {escape(problem)}", soft_wrap=True)
+    if not checked.problems:
+        words = f"the {len(checked.ranks)} ranks that were run agree, and fit into {gib(checked.budget_bytes)}"
+        console.print(f"[green]{words}[/]; the other {plan.num_ranks - len(checked.ranks):,} run the same programs")
+    return not checked.problems
+
+
+def _cluster(plan: Plan, path: Path | None) -> Cluster:
+    if path is None:
+        return make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
+    cluster = cluster_from_dict(read_yaml(path), source=str(path))
+    if cluster.num_gpus != plan.num_ranks:
+        raise PlanMismatch(f"the plan is for {plan.num_ranks} ranks, {path} has {cluster.num_gpus} GPUs")
+    return cluster
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        raise InvalidInput(f"--ranks {text!r}: expected numbers, as in 0,7,1023") from None

@@ -1,0 +1,193 @@
+"""A plan for a thousand GPUs is executed on fake tensors: what is wrong with it is found, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.checking.check import Checked, check_plan
+from autopar.checking.matching import mismatch
+from autopar.checking.ranks import RankTrace
+from autopar.checking.recorder import Communication
+from autopar.cli import main
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.capture import capture
+from autopar.ir.errors import InvalidInput
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.program import StageProgram
+from autopar.model_file import ModelFile, load_model_file
+from autopar.passes.normalise import normalise
+from autopar.passes.partition import partition
+from autopar.search.api import estimate_captured
+from autopar.search.constraints import Constraints
+
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelFile:
+    return load_model_file(str(GPT))
+
+
+def captured_of(source: ModelFile, batch: int, seq: int = 64) -> CapturedModel:
+    return normalise(capture(source.meta_model(), source.meta_inputs(batch, seq)))
+
+
+def plan_of(captured: CapturedModel, gpus: int, **degrees: object) -> Plan:
+    constraints = Constraints(**degrees)  # type: ignore[arg-type]
+    return estimate_captured(captured, make_cluster("cpu", gpus, min(gpus, 8)), constraints).plan
+
+
+PLANS = {
+    "zero3 tp2": (4, {"dp": 2, "tp": 2, "zero": 3}),
+    "hsdp": (4, {"dp": 4, "zero": 3, "shard": 2}),
+    "zero2": (4, {"dp": 4, "zero": 2, "num_microbatches": 2}),
+    "pp2 dp2": (4, {"pp": 2, "dp": 2, "zero": 0, "num_microbatches": 4}),
+    "pp2 tp2 zb-v": (4, {"pp": 2, "tp": 2, "schedule": "zb-v", "virtual_stages": 2, "num_microbatches": 4}),
+    "pp2 interleaved": (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4}),
+    "cp2 tp2 remat": (4, {"cp": 2, "tp": 2, "remat": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_right_plan_has_no_problems(source: ModelFile, name: str) -> None:
+    gpus, degrees = PLANS[name]
+    captured = captured_of(source, 16)
+    cluster = make_cluster("cpu", gpus, gpus)
+    plan = plan_of(captured, gpus, **degrees)
+    checked = check_plan(source.build, captured, plan, cluster, ranks=[gpus - 1])
+    assert not checked.problems
+    assert [own.trace.rank for own in checked.ranks] == sorted({*range(0, gpus, plan.stage_mesh.size), gpus - 1})
+    for own in checked.ranks:
+        assert own.trace.communications
+        predicted = own.predicted.total - own.predicted.workspace
+        assert predicted == pytest.approx(own.peak_bytes, rel=0.25)
+
+
+def check_large(
+    source: ModelFile, *, tamper: Callable[[Sequence[StageProgram]], Sequence[StageProgram]] | None = None
+) -> tuple[Checked, float]:
+    """1,024 ranks, tensor and data parallel in two stages; rank 515 runs what ``tamper`` makes of its programs."""
+    captured = captured_of(source, 1024)
+    plan = plan_of(captured, 1024, pp=2, tp=4, dp=128, num_microbatches=4, zero=0)
+    made = partition(captured, plan)
+    start = time.monotonic()
+    checked = check_plan(
+        source.build,
+        captured,
+        plan,
+        make_cluster("cpu", 1024, 8),
+        ranks=[515],
+        programs=lambda rank: tamper(partition(captured, plan)) if tamper and rank == 515 else made,
+    )
+    return checked, time.monotonic() - start
+
+
+def without_a_collective(programs: Sequence[StageProgram]) -> Sequence[StageProgram]:
+    """The last stage without its first sum over tensor ranks."""
+    for block in programs[-1].blocks:
+        for node in block.graph.nodes:
+            if node.op == "call_function" and "all_reduce" in str(node.target):
+                node.replace_all_uses_with(node.args[0])
+                block.graph.erase_node(node)
+                return programs
+    raise AssertionError("there is a collective in the last stage")
+
+
+def test_a_missing_collective_among_1024_ranks_is_found(source: ModelFile) -> None:
+    checked, seconds = check_large(source, tamper=without_a_collective)
+    assert seconds < 60
+    (problem,) = checked.problems
+    assert "communications do not fit together" in problem and "rank 515" in problem and "rank 512" in problem
+
+
+def test_1024_ranks_agree(source: ModelFile) -> None:
+    checked, _ = check_large(source)
+    assert not checked.problems and [own.trace.rank for own in checked.ranks] == [0, 512, 515]
+
+
+def test_what_does_not_fit_is_found(source: ModelFile) -> None:
+    captured = captured_of(source, 1024)
+    plan = plan_of(captured, 1024, pp=2, tp=4, dp=128, num_microbatches=4, zero=0)
+    fits = check_plan(source.build, captured, plan, make_cluster("cpu", 1024, 8))
+    small = make_cluster("cpu", 1024, 8).with_memory(int(0.9 * max(own.peak_bytes for own in fits.ranks)))
+    (problem,) = check_plan(source.build, captured, plan, small).problems
+    assert "out of memory" in problem and "GiB" in problem and "try:" in problem
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    def trace(rank: int, *communications: Communication) -> RankTrace:
+        return RankTrace(rank=rank, communications=communications, persistent_bytes=0, peak_bytes=0)
+
+    def sum_over(*ranks: int) -> Communication:
+        return Communication("all_reduce", ranks, 8, torch.float32, "sum")
+
+    plan = Plan.from_yaml(TWO_BY_TWO)
+    right = [trace(0, sum_over(0, 1)), trace(1, sum_over(0, 1)), trace(2, sum_over(2, 3))]
+    assert mismatch(right, plan) is None
+    sent, got = (Communication(kind, (other,), 8, torch.float32) for kind, other in (("send", 2), ("recv", 0)))
+    assert mismatch([trace(0, sent), trace(2, got)], plan) is None
+    assert "has ended" not in str(mismatch([trace(0), trace(2, got)], plan))
+    assert "wait for each other" in str(mismatch([trace(0), trace(2, got)], plan))
+    early, late = (Communication(kind, (2,), 8, torch.float32) for kind in ("recv", "send"))
+    crossed = [trace(0, early, late), trace(2, got, Communication("send", (0,), 8, torch.float32))]
+    assert "wait for each other" in str(mismatch(crossed, plan))
+    other = Communication("all_reduce", (0, 1), 9, torch.float32, "sum")
+    assert "rank 0 is in all_reduce of 8" in str(mismatch([trace(0, sum_over(0, 1)), trace(1, other)], plan))
+    assert "has ended" in str(mismatch([trace(0, sum_over(0, 1)), trace(1)], plan))
+
+
+TWO_BY_TWO = """
+model: {name: none, fingerprint: ""}
+cluster: {gpu: cpu, num_gpus: 4, gpus_per_node: 4}
+batch: {global_size: 4}
+mesh: {dp: 2}
+precision: fp32
+blocks: [{name: a, repeats: 2}]
+stages: [{first: 0, last: 0}, {first: 1, last: 1}]
+"""
+
+
+def test_the_command(
+    source: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured = captured_of(source, 16)
+    path = tmp_path / "plan.yaml"
+    plan_of(captured, 4, dp=2, tp=2).save(path)
+
+    def autopar(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["autopar", "check", str(GPT), str(path), "--seq", "64", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code or 0
+
+    assert autopar("--ranks", "3") == 0
+    assert "agree" in capsys.readouterr().out
+    assert autopar("--ranks", "4") == 2
+    assert "ranks 0 to 3" in capsys.readouterr().err
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("gpu: cpu\nnum_gpus: 4\nmemory_gb: 0.01\n")
+    assert autopar("--cluster", str(cluster)) == 1
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_bad_ranks(source: ModelFile) -> None:
+    captured = captured_of(source, 16)
+    with pytest.raises(InvalidInput, match="the plan has ranks 0 to 1"):
+        check_plan(source.build, captured, plan_of(captured, 2, dp=2), make_cluster("cpu", 2), ranks=[2])
+
+
+def test_an_error_of_a_rank_is_told(source: ModelFile) -> None:
+    def build() -> nn.Module:
+        raise RuntimeError("no weights here")
+
+    captured = captured_of(source, 16)
+    with pytest.raises(Exception, match="no weights here"):
+        check_plan(build, captured, plan_of(captured, 2, dp=2), make_cluster("cpu", 2))
