@@ -10,9 +10,9 @@ import multiprocessing
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -56,24 +56,38 @@ def run_ranks(
 
     Raises AutoparError with what went wrong on a rank.
     """
+    context = multiprocessing.get_context("fork")
+    waiting, found = list(ranks), dict[int, RankTrace]()
+    running: dict[Any, tuple[int, Any]] = {}
+    try:
+        # From this thread alone: a fork beside other threads may find their locks taken.
+        while waiting or running:
+            while waiting and len(running) < processes:
+                rank = waiting.pop(0)
+                receiving, sending = context.Pipe(duplex=False)
+                arguments = (sending, build, captured, plan, programs(rank), rank)
+                process = context.Process(target=_main, args=arguments, daemon=True)
+                process.start()
+                sending.close()
+                running[receiving] = rank, process
+            for ready in wait(list(running)):
+                rank, process = running.pop(ready)
+                found[rank] = _result(rank, ready)
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return [found[rank] for rank in ranks]
 
-    def run(rank: int) -> RankTrace:
-        context = multiprocessing.get_context("fork")
-        receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(sending, build, captured, plan, programs(rank), rank))
-        process.start()
-        sending.close()
-        try:
-            found: RankTrace | str = receiving.recv()
-        except EOFError:
-            found = "the process ended without a word"
-        process.join()
-        if isinstance(found, str):
-            raise AutoparError(f"rank {rank} cannot run its program:\n{found}")
-        return found
 
-    with ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(run, ranks))
+def _result(rank: int, receiving: Any) -> RankTrace:
+    try:
+        result: RankTrace | str = receiving.recv()
+    except EOFError:
+        result = "its process ended without a word"
+    if isinstance(result, str):
+        raise AutoparError(f"rank {rank} cannot run its program:\n{result}")
+    return result
 
 
 def _main(
