@@ -29,7 +29,7 @@ from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.constraints import Constraints, role_of_axis
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GIB = 2**30
@@ -52,7 +52,7 @@ def roles(plan: Plan) -> dict[str, int]:
     """Role (dp, tp, cp, ep) -> degree, as the names of the plan's axes say."""
     found: dict[str, int] = {}
     for name, size in plan.mesh.items():
-        role = name.rstrip("0123456789")
+        role = role_of_axis(name)
         found[role] = found.get(role, 1) * size
     return found
 
@@ -64,7 +64,7 @@ def factors(plan: Plan, axis: str) -> set[str]:
         for block in plan.blocks
         for axes in block.ops.values()
         for name, factor in axes.items()
-        if name.rstrip("0123456789") == axis
+        if role_of_axis(name) == axis
     }
 
 
