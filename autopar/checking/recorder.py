@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
     """Records ``communications`` and ``memory`` while it is active. Inside it, ops run as they would without."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no annotations
         self.communications: list[Communication] = []
         self.memory = Memory()
 
@@ -144,6 +144,7 @@ class Recorder(TorchDispatchMode):
 def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
     named: Any = given.get("group_name", given.get("process_group"))
     if isinstance(named, str):
+        # Ops in graphs name their group; torch has no public way back.
         resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
         named = resolve(named)
     found: dist.ProcessGroup = named if isinstance(named, dist.ProcessGroup) else dist.ProcessGroup.unbox(named)

@@ -140,7 +140,7 @@ def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
 
 
 # Rounds of microbatches after which more of them change nothing but the length of a step.
-_STEADY = 4
+STEADY_ROUNDS = 4
 
 
 @lru_cache(maxsize=256)
@@ -155,8 +155,8 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
 @lru_cache(maxsize=1024)
 def _live(shape: Pipelining) -> tuple[int, ...]:
     ranks, count = shape.num_ranks, shape.num_microbatches
-    if shape.schedule != "gpipe" and count > _STEADY * ranks and count % ranks == 0:
-        return _live(replace(shape, num_microbatches=_STEADY * ranks))
+    if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and count % ranks == 0:
+        return _live(replace(shape, num_microbatches=STEADY_ROUNDS * ranks))
     live, peak = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
         for stage, kind, _ in order:

@@ -13,7 +13,7 @@ from autopar.cost_model.simulator import time_weights
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
-from autopar.ir.schedule import Pipelining, Schedule
+from autopar.ir.schedule import STEADY_ROUNDS, Pipelining, Schedule
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.evaluate import Priced, evaluate
@@ -317,7 +317,8 @@ class Solver:
         whose left side is S + k A of the model at least.
         """
         # From a few microbatches on, more of them change nothing; but GPipe keeps all.
-        count = num_microbatches if constraints.schedule == "gpipe" else min(num_microbatches, 4 * num_stages)
+        steady = min(num_microbatches, STEADY_ROUNDS * num_stages)
+        count = num_microbatches if constraints.schedule == "gpipe" else steady
         key = (num_stages, count, constraints)
         if key not in self._room:
             remat = "none" not in self.levels

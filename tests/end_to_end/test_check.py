@@ -41,7 +41,7 @@ def captured_of(source: ModelFile, batch: int, seq: int = 64) -> CapturedModel:
 
 
 def plan_of(captured: CapturedModel, gpus: int, **degrees: object) -> Plan:
-    constraints = Constraints(**degrees)  # type: ignore[arg-type]
+    constraints = Constraints(**degrees)  # type: ignore[arg-type]  # of many types, checked when made
     return estimate_captured(captured, make_cluster("cpu", gpus, min(gpus, 8)), constraints).plan
 
 
