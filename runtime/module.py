@@ -201,7 +201,7 @@ class ParallelModule(nn.Module):
         engine = self.engine
         engine.reshard()
         parameters = list(engine.captured.parameters.values())
-        full = gather_full(parameters, self._sources(), self._here, engine.mesh, engine.device)
+        full = gather_full(parameters, self._sources(), self._here, engine.stored, engine.mesh, engine.device)
         whole = join_pieces(parameters, full)
         found = {alias: whole[p.whole_names[0]] for p in parameters for alias in p.whole_names}
         nodes = {node.name: node.meta["val"] for node in engine.captured.graph.nodes if node.op == "placeholder"}
@@ -210,14 +210,14 @@ class ParallelModule(nn.Module):
             for n, b in engine.captured.buffers.items()
             if b.persistent
         ]
-        found.update(gather_full(buffers, self._sources(), self._here, engine.mesh, engine.device))
+        found.update(gather_full(buffers, self._sources(), self._here, engine.stored, engine.mesh, engine.device))
         return {name: found[name] for name in self._ordered(found)}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""
         engine = self.engine
         parameters = [p for p in engine.captured.parameters.values() if p.requires_grad]
-        full = gather_full(parameters, self._sources(), self._gradient_here, engine.mesh, engine.device)
+        full = gather_full(parameters, self._sources(), self._gradient_here, engine.stored, engine.mesh, engine.device)
         return join_pieces(parameters, full)
 
     def _sources(self) -> dict[str, int]:

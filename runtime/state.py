@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.communicate import concatenate_ranks
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
+from autopar.ir.placement import Shard
 from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.parameters import local_shard
@@ -39,6 +41,25 @@ class Stored:
             piece = pieces[rank] if rank < len(pieces) else piece[:0]
         return piece
 
+    def whole(self, part: torch.Tensor, mesh: JobMesh) -> torch.Tensor:
+        """The whole tensor out of this rank's part and the others'. All ranks of the stage call together."""
+        cuts = [
+            (placement.dim, axis)
+            for axis, placement in enumerate(self.layout.layout)
+            if isinstance(placement, Shard) and mesh.stage_mesh.sizes[axis] > 1
+        ]
+        flat = mesh.flat(self.zero_axes)
+        if flat is not None:
+            rows = self.layout.parameter.shape[0] // mesh.size(axis for dim, axis in cuts if dim == 0)
+            padded = part.new_zeros(-(-rows // flat.size()), *part.shape[1:])
+            padded[: part.shape[0]] = part
+            part = concatenate_ranks(padded, 0, flat.get_group().group_name)[:rows]
+        for dim, axis in reversed(cuts):
+            group = mesh.group([axis])
+            assert group is not None, "an axis of several ranks"
+            part = concatenate_ranks(part, dim, group.group_name)
+        return part
+
     def counted_here(self, mesh: JobMesh) -> bool:
         """Whether this rank is the one that counts its part: each element is counted once in the job."""
         copies = [
@@ -53,12 +74,14 @@ def gather_full(
     parameters: Iterable[Parameter],
     stages: Mapping[str, int],
     local: Callable[[str], torch.Tensor | None],
+    stored: Mapping[str, Stored],
     mesh: JobMesh,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU of every rank, by first name.
 
-    stages: the stage that sends each. local: this rank's part (None counts as zeros). All ranks call together.
+    stages: the stage that sends each. local: this rank's part (None counts as zeros). stored: how it is cut, whole if
+    it is not there. All ranks call together.
     """
     full: dict[str, torch.Tensor] = {}
     for parameter in parameters:
@@ -68,7 +91,9 @@ def gather_full(
             part = local(parameter.name)
             if part is not None:
                 part = part.detach().to(device)
-                whole = part.full_tensor() if isinstance(part, DTensor) else part
+                part = part._local_tensor if isinstance(part, DTensor) else part
+                how = stored.get(parameter.name)
+                whole = part if how is None else how.whole(part, mesh)
         if mesh.num_pipeline_ranks > 1:
             whole = whole.contiguous()
             dist.broadcast(whole, src=mesh.rank_in_stage(stage), group=mesh.pipeline_group())

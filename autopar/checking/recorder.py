@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What stands for collectives on CPUs (autopar.ir.communicate).
+_OWN = {"exchange_copies": "all_gather", "exchange_and_sum": "reduce_scatter"}
 # Overload packets of collectives -> what people call them. A wait sends nothing.
-_NAMES = {
+_NAMES = _OWN | {
     "all_reduce": "all_reduce",
     "allreduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -32,6 +34,7 @@ _NAMES = {
     "recv_": "recv",
 }
 _SILENT = frozenset({"wait_tensor", "barrier"})
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self._record(func, args, kwargs)
+        name = func._schema.name.split("::")[1]
+        if func.namespace in _NAMESPACES or name in _OWN:
+            self._record(name, func, args, kwargs)
         result = func(*args, **kwargs)
         self.memory.add(pytree.tree_leaves(result))
         return result
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = func._schema.name.split("::")[1]
+    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in _SILENT:
             return
         kind = _NAMES.get(name)

@@ -37,6 +37,7 @@ _KINDS = {
     "allgather": "all_gather",
     "allgather_coalesced": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
+    "exchange_copies": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_out": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
