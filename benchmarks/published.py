@@ -124,6 +124,7 @@ class Row:
                 n_head=self.number("heads"),
                 n_inner=self.number("ffn_hidden"),
                 n_positions=self.number("seq_len"),
+                activation_function="gelu_pytorch_tanh",  # one kernel, as in Megatron and DeepSpeed
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,

@@ -58,6 +58,15 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
 
 
+def columns_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ weight + bias``: a linear layer that stores its matrix as (inputs, outputs), as GPT-2's do.
+
+    input: (..., i). weight: (i, o). bias: (o,). Result: (..., o). A transpose of the parameter ahead of ``linear``
+    would have to sum its gradient over data-parallel ranks in every microbatch.
+    """
+    return F.linear(input, weight.t(), bias)
+
+
 def annotated(x: Tensor, *, placements: str) -> Tensor:
     """``x`` itself, in placements that the user fixes with ``autopar.constrain`` (``tp=2 dp=*``)."""
     return x.view_as(x)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.ir.ops import columns_linear
+
 _NAMES = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
 
 
@@ -12,6 +14,8 @@ def is_product(target: object) -> bool:
 
     What is computed on the way inside other ops (experts, attention) is saved; the result of a product is not.
     """
+    if target is columns_linear:
+        return True
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     return target.overloadpacket.__name__ in _NAMES

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, Parameter, call_nodes
+from autopar.ir.ops import columns_linear
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ class SplitFusedLinear(Pass):
         mode = fake_mode_of(captured.graph)
         pieces: dict[str, list[fx.Node]] = {}
         for node in list(call_nodes(captured.graph)):
-            found = _match(node, captured) if node.target is aten.linear.default else None
+            found = _match(node, captured) if node.target in _OUTPUTS else None
             if found is not None:
                 pieces.update(_rewrite(captured, mode, node, found))
         parameters: dict[str, Parameter] = {}
@@ -50,11 +51,10 @@ class SplitFusedLinear(Pass):
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """uses: node of each piece -> its start and stop. transpose: between the matrix and the layer, if any."""
+    """uses: node of each piece -> its start and stop."""
 
     uses: dict[fx.Node, tuple[int, int]]
     matrix: fx.Node
-    transpose: fx.Node | None
     bias: fx.Node | None
 
 
@@ -62,15 +62,13 @@ def _match(node: fx.Node, captured: CapturedModel) -> _Fused | None:
     uses = _pieces(node)
     if uses is None:
         return None
-    matrix, transpose = node.args[1], None
-    if isinstance(matrix, fx.Node) and matrix.target is aten.transpose.int and len(matrix.users) == 1:
-        transpose, matrix = matrix, matrix.args[0]
+    matrix = node.args[1]
     bias = node.args[2] if len(node.args) > 2 else None
     for operand in (matrix, bias):
         if isinstance(operand, fx.Node) and (operand.name not in captured.parameters or len(operand.users) != 1):
             return None
     assert isinstance(matrix, fx.Node) and (bias is None or isinstance(bias, fx.Node))
-    return _Fused(uses, matrix, transpose, bias)
+    return _Fused(uses, matrix, bias)
 
 
 def _pieces(node: fx.Node) -> dict[fx.Node, tuple[int, int]] | None:
@@ -104,21 +102,21 @@ def _pieces(node: fx.Node) -> dict[fx.Node, tuple[int, int]] | None:
 
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+# Linear layers, and the dimension of their matrix that makes outputs.
+_OUTPUTS: dict[Any, int] = {aten.linear.default: 0, columns_linear: 1}
 
 
 def _rewrite(captured: CapturedModel, mode: FakeTensorMode, node: fx.Node, found: _Fused) -> dict[str, list[fx.Node]]:
     """Replace the layer. Returns the new placeholders of each parameter, with their place in ``meta["piece"]``."""
-    graph = captured.graph
+    graph, layer = captured.graph, node.target
+    assert callable(layer)
     spans = sorted(set(found.uses.values()))
-    matrices = _placeholders(graph, mode, found.matrix, 0 if found.transpose is None else 1, spans)
+    matrices = _placeholders(graph, mode, found.matrix, _OUTPUTS[layer], spans)
     biases = [] if found.bias is None else _placeholders(graph, mode, found.bias, 0, spans)
     for number, span in enumerate(spans):
-        matrix = matrices[number]
         with graph.inserting_before(node):
-            if found.transpose is not None:
-                matrix = add_call(graph, mode, aten.transpose.int, (matrix, 0, 1), like=found.transpose)
-            args = (node.args[0], matrix, *biases[number : number + 1])
-            part = add_call(graph, mode, aten.linear.default, args, like=node)
+            args = (node.args[0], matrices[number], *biases[number : number + 1])
+            part = add_call(graph, mode, layer, args, like=node)
         for user, own in found.uses.items():
             if own == span:
                 user.replace_all_uses_with(part)
@@ -129,8 +127,6 @@ def _rewrite(captured: CapturedModel, mode: FakeTensorMode, node: fx.Node, found
             graph.erase_node(whole)
     graph.erase_node(node)
     made = {found.matrix.name: matrices}
-    if found.transpose is not None:
-        graph.erase_node(found.transpose)
     graph.erase_node(found.matrix)
     if found.bias is not None:
         made[found.bias.name] = biases

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
+from autopar.ir.ops import columns_linear
 from autopar.passes.normalise.constants import is_pointwise
 from autopar.passes.pipeline import Pass
 
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 # Ops that work on the rows of their first operand, and the position of their dimension argument, if any.
 _ROW_OPS: dict[Any, int | None] = {
     aten.linear.default: None,
+    columns_linear: None,
     aten.softmax.int: 1,
     aten.log_softmax.int: 1,
     aten.topk.default: 2,

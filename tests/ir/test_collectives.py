@@ -105,6 +105,19 @@ def test_integers_booleans_and_bfloat16() -> None:
             assert torch.equal(scattered, total.t().chunk(2, 0)[rank])
 
 
+def _ops_called() -> set[str]:
+    group = axis_groups(Mesh.of(tp=2))["tp"]
+    with torch.profiler.profile() as profile:
+        collectives.all_gather(torch.ones(2, 4), dim=1, group=group)
+    return {event.name for event in profile.events()}  # type: ignore[no-untyped-call]
+
+
+def test_gathers_on_cpus_avoid_works_of_long_names() -> None:
+    (called, _) = run_ranks(_ops_called, 2)
+    assert "_c10d_functional::all_to_all_single" in called
+    assert "_c10d_functional::all_gather_into_tensor" not in called
+
+
 def _mlp(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
     """A feed-forward block, sequence-sharded outside, tensor-parallel inside."""
     h = collectives.all_gather(x, dim=1, group=group, backward="reduce_scatter")

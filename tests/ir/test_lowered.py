@@ -183,6 +183,7 @@ CASES = {
     "mean-dim": Case(aten.mean.dim, lambda: [_randn(4, 8, 4)], (T(0), [0, 2], True)),
     "mse-loss": Case(aten.mse_loss.default, lambda: [_randn(4, 8), _randn(4, 8)], (T(0), T(1))),
     "linear": Case(aten.linear.default, lambda: [_randn(2, 4, 8), _randn(6, 8), _randn(6)], (T(0), T(1), T(2))),
+    "columns-linear": Case(ops.columns_linear, lambda: [_randn(2, 4, 8), _randn(8, 6), _randn(6)], (T(0), T(1), T(2))),
     "addmm": Case(
         aten.addmm.default, lambda: [_randn(6), _randn(4, 8), _randn(8, 6)], (T(0), T(1), T(2)), {"beta": 0.5}
     ),

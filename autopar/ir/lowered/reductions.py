@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import columns_linear
 from autopar.ir.rule import Assignment, FactorRule
 
 
@@ -33,6 +34,11 @@ def split_bias(op: torch._ops.OpOverload, *args: Any, bias: int, groups: Groups,
     return cast(Tensor, op(*args[:bias], args[bias] / shard_count(groups), *args[bias + 1 :], **kwargs))
 
 
+def columns_split_bias(x: Tensor, matrix: Tensor, bias: Tensor, *, groups: Groups) -> Tensor:
+    """``split_bias`` of ``columns_linear``."""
+    return columns_linear(x, matrix, bias / shard_count(groups))
+
+
 def build_mean(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
     """The call that replaces a mean over sharded dimensions."""
     groups = axes_lowered("mean", rule, assignment, mesh)
@@ -42,8 +48,10 @@ def build_mean(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Me
 def build_bias(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
     """The call that replaces a linear, convolution or addmm with its summed factor sharded."""
     groups = axes_lowered("bias", rule, assignment, mesh)
-    assert isinstance(node.target, torch._ops.OpOverload)
     call = arguments(node)
+    if node.target is columns_linear:
+        return columns_split_bias, (call["input"], call["weight"], call["bias"]), {"groups": groups}
+    assert isinstance(node.target, torch._ops.OpOverload)
     positional = [a.name for a in node.target._schema.arguments if not a.kwarg_only]
     bias = positional.index("bias") if "bias" in positional else 0
     args = tuple(call.pop(name) for name in positional)

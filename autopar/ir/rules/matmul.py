@@ -1,6 +1,7 @@
 """Products of matrices.
 
 linear   d0 d1 k, n k, n -> d0 d1 n     k is summed; with a bias it is lowered too: one part adds it
+columns_linear                          the same with k n for n k
 matmul   b m k, b k n -> b m n          k is summed
 addmm    m n, m k, k n -> m n           k is summed and lowered "bias"
 """
@@ -15,12 +16,13 @@ from autopar.ir.rules.factors import Factors, Rule, aligned, numbered, numel, su
 def linear(call: Call) -> FactorRule | None:
     bound = call.bound()
     x, weight, bias = bound["input"], bound["weight"], bound["bias"]
+    by_columns = call.name == "autopar::columns_linear"
+    width = (weight.shape[1] if by_columns else weight.shape[0]) if len(weight.shape) == 2 else 1
     factors = Factors()
     lead = factors.dims(numbered(len(x.shape) - 1), x.shape[:-1])
     k = factors.dim("k", x.shape[-1])
-    n = factors.dim("n", weight.shape[0]) if len(weight.shape) == 2 else ()
-    out = (n,) if len(weight.shape) == 2 else ()
-    operands: list[TensorFactors] = [(*lead, k), (*out, k)]
+    out = (factors.dim("n", width),) if len(weight.shape) == 2 else ()
+    operands: list[TensorFactors] = [(*lead, k), (k, *out) if by_columns else (*out, k)]
     if bias is not None:
         operands.append(out[: len(bias.shape)])
     return factors.rule(
@@ -29,7 +31,7 @@ def linear(call: Call) -> FactorRule | None:
         summed="k",
         lowered={"k": "bias"} if bias is not None else None,
         linear=sums(call, [0], [1]) if bias is None else (),
-        flops=2 * numel(x.shape) * (weight.shape[0] if out else 1),
+        flops=2 * numel(x.shape) * width,
     )
 
 
@@ -153,6 +155,7 @@ def grouped_mm(call: Call) -> FactorRule | None:
 
 RULES: dict[str, Rule] = {
     "aten::linear": linear,
+    "autopar::columns_linear": linear,
     "aten::matmul": matmul,
     "aten::mm": matmul,
     "aten::bmm": matmul,

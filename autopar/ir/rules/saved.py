@@ -220,10 +220,13 @@ _INDICES = frozenset(
     )
 )
 _PRODUCT = frozenset(
-    aten(
-        "mul multiply linear matmul mm bmm mv dot outer ger addmm baddbmm addmv conv1d conv2d conv3d convolution "
-        "_convolution conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm einsum addcmul"
-    )
+    [
+        "autopar::columns_linear",
+        *aten(
+            "mul multiply linear matmul mm bmm mv dot outer ger addmm baddbmm addmv conv1d conv2d conv3d convolution "
+            "_convolution conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm einsum addcmul"
+        ),
+    ]
 )
 _ADDING = frozenset(aten("addmm baddbmm addmv addcmul"))
 _OPERANDS = frozenset(

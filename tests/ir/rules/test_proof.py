@@ -140,6 +140,8 @@ MATMUL = [
     case("d0 d1 k n + +", aten.linear.default, r(2, 4, 6), r(8, 6)),
     case("d0 k n", aten.linear.default, r(4, 6), r(8, 6), r(8)),
     case("k n + +", aten.linear.default, r(6), r(8, 6)),
+    case("d0 d1 k n + +", ops.columns_linear, r(2, 4, 6), r(6, 8)),
+    case("d0 k n", ops.columns_linear, r(4, 6), r(6, 8), r(8)),
     case("m k n + +", aten.mm.default, r(4, 6), r(6, 8)),
     case("b0 m k n + +", aten.bmm.default, r(2, 4, 6), r(2, 6, 8)),
     case("b0 b1 m k n + +", aten.matmul.default, r(2, 1, 4, 6), r(4, 6, 8)),

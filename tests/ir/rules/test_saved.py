@@ -56,6 +56,7 @@ def measured(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.
 CASES: list[tuple[Any, ...]] = [
     (aten.linear.default, r(2, 4, 6), r(8, 6), r(8)),
     (aten.linear.default, plain(r(4, 6)), r(8, 6)),
+    (ops.columns_linear, r(2, 4, 6), r(6, 8), r(8)),
     (aten.linear.default, r(4, 6), plain(r(8, 6))),
     (aten.mm.default, r(4, 6), r(6, 8)),
     (aten.addmm.default, r(8), r(4, 6), r(6, 8)),

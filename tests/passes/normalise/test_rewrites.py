@@ -105,9 +105,22 @@ def test_mean_of_a_loss_is_a_sum_over_a_count(loss: Callable[[Tensor, Tensor], T
     assert left[-1] is aten.div.Tensor and left.count(aten.sum.default) == 1
 
 
-def test_conv1d_of_gpt2_is_a_linear_layer() -> None:
-    left = remaining(lambda m, x, y: torch.addmm(m.bias, x.view(-1, H), m.matrix).view(B, S, C).sum())
-    assert left == [aten.transpose.int, aten.linear.default, aten.sum.default]
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda m, x: torch.addmm(m.bias, x.view(-1, H), m.matrix).view(B, S, C),  # GPT-2's Conv1D
+        lambda m, x: torch.mm(x.view(-1, H), m.matrix).view(B, S, C),
+        lambda m, x: F.linear(x, m.matrix.t(), m.bias),
+        lambda m, x: F.linear(x, m.matrix.transpose(-1, 0)),
+    ],
+)
+def test_a_layer_that_stores_its_columns_reads_the_parameter_itself(layer: Callable[..., Tensor]) -> None:
+    assert remaining(lambda m, x, y: layer(m, x).sum()) == [ops.columns_linear, aten.sum.default]
+
+
+def test_a_transposed_matrix_of_columns_is_one_of_rows() -> None:
+    left = remaining(lambda m, x, y: torch.addmm(m.bias, x.view(-1, H), m.other.t()).view(B, S, C).sum())
+    assert left == [aten.linear.default, aten.sum.default]
 
 
 def test_rowwise_ops_move_above_a_flattening_view() -> None:
@@ -117,7 +130,7 @@ def test_rowwise_ops_move_above_a_flattening_view() -> None:
         return (weights / weights.sum(1, keepdim=True) * index).view(B, S, 2)[:, 0].sum()
 
     left = remaining(body)
-    assert aten.reshape.default not in left and aten.linear.default in left
+    assert aten.reshape.default not in left and ops.columns_linear in left
 
 
 def test_ops_that_mix_rows_stay_below_the_view() -> None:
