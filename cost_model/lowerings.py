@@ -10,6 +10,7 @@ own and no redistribution shows them.
     moe, tokens               with a capacity, all_gather of the experts' counts forward
     moe, experts alone        none: each rank keeps the rows of its own
     embedding, attention      none: the result is a partial sum; the shard needs its offset only
+    bias, mean, random        none: a division, or a seed
     ring                      keys and values from rank to rank, as far as compute does not hide it (``ring.py``)
 """
 
@@ -24,7 +25,7 @@ from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.ops import compute_itemsize
 from autopar.cost_model.ring import ring_time
 from autopar.cost_model.seconds import OpTime
-from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered import lowering_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
@@ -32,7 +33,7 @@ from autopar.ir.rules.moe import EXPERTS
 
 _FLOAT32 = 4
 _INT64 = 8
-_SILENT = frozenset({"embedding", "attention"})
+_SILENT = frozenset({"attention", "bias", "embedding", "mean", "random"})
 
 
 def lowering_time(
@@ -50,7 +51,7 @@ def lowering_time(
     """Seconds of the collectives inside ``node`` for one microbatch. Routing is balanced.
 
     precision: of compute. balanced: sequences are folded where that shares out the work of causal attention.
-    compute: what collectives inside may hide behind. An unknown lowering costs an all_reduce of its results each way.
+    compute: what collectives inside may hide behind.
     """
     if lowering_of(rule, assignment) == "ring":
         return ring_time(
@@ -95,13 +96,10 @@ def lowering_time(
                 rows *= min(1.0, factor or 1.0) / _degree(EXPERTS, assignment, fabric)
                 payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
                 total += gathered + _exchange_time(payload, number, fabric)
-        elif name == "batch_norm":
+        else:
+            assert name == "batch_norm", f"no cost for lowering {name!r}"
             channels = operands[0].meta["val"].shape[1]
             seconds = fabric.time(Collective.ALL_REDUCE, 2 * _FLOAT32 * channels, number)
-            total += OpTime(seconds, seconds)
-        else:
-            payload = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
-            seconds = fabric.time(Collective.ALL_REDUCE, payload, number)
             total += OpTime(seconds, seconds)
     return total
 

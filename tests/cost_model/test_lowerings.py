@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import fx
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.collectives import Fabric
@@ -15,6 +17,8 @@ from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from tests.cost_model.test_ops import call
+
+aten = torch.ops.aten
 
 BATCH, SEQ, HIDDEN, INNER, EXPERTS, TOP_K = 32, 512, 1024, 2048, 16, 4
 MOE = call(
@@ -52,6 +56,22 @@ def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exch
     assert exchange((None, "experts"), mesh) == ZERO
     both, alone = (exchange(("d0&experts", other), mesh).total_s for other in ("experts", None))
     assert both < 0.6 * alone
+
+
+@pytest.mark.parametrize(
+    ("node", "choice"),
+    [
+        (call(aten.linear.default, (BATCH, SEQ, HIDDEN), (INNER, HIDDEN), (INNER,)), "k"),
+        (call(ops.columns_linear, (BATCH, SEQ, HIDDEN), (HIDDEN, INNER), (INNER,)), "k"),
+        (call(aten.mean.dim, (BATCH, SEQ, HIDDEN), [1]), "d1"),
+        (call(aten.embedding.default, (EXPERTS, HIDDEN), (BATCH, SEQ), ints=(1,)), "v"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_sends_nothing_inside_costs_nothing_inside(node: fx.Node, choice: str) -> None:
+    rule = rule_for(node)
+    assert choice in rule.lowered
+    assert lowering_time(node, rule, (choice,), Fabric(CLUSTER, Mesh.of(tp=8))) == ZERO
 
 
 @pytest.mark.parametrize("choice", ["d0", "d1", "experts", "d0&experts", "d1&experts"])
