@@ -1,6 +1,6 @@
 """Parity: ten training steps of unmodified models under many plans, against one process, in float32.
 
-    python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4] [--full]
+    python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4] [--full] [--resume FILE]
 
 Prints the largest relative error of the loss of any step, of any parameter's gradient at the first and the fifth, and
 of any parameter after the fifth, and exits with 1 above the limits. The error of a tensor is
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import os
 import sys
@@ -299,11 +300,51 @@ def _worker(rank: int, world: int, cells: list[tuple[str, str]], folder: str) ->
     dist.destroy_process_group()
 
 
-def run(cells: Sequence[tuple[str, str]]) -> list[Cell]:
+def revision() -> str:
+    """Hash of the sources of the package and of the benchmarks."""
+    found = hashlib.sha256()
+    for top in (Path(autopar.__file__).parent, Path(__file__).parent):
+        for folder, _, names in sorted(os.walk(top, followlinks=True)):
+            for name in sorted(names):
+                if name.endswith(".py"):
+                    found.update(Path(folder, name).read_bytes())
+    return found.hexdigest()
+
+
+class Record:
+    """The cells that are done, in a file that an interrupted run goes on from; failures stay failures.
+
+    JSON lines: the ``revision`` of the sources, then a cell each. Exits if the file is of other sources.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.cells: list[Cell] = []
+        if path is None:
+            return
+        if path.exists():
+            first, *rest = path.read_text().splitlines() or ["{}"]
+            if json.loads(first) != {"revision": revision()}:
+                sys.exit(f"{path}: cells of other sources than these.\n  try: remove it, or another --resume FILE")
+            self.cells = [Cell(**json.loads(line)) for line in rest]
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"revision": revision()}) + "\n")
+
+    def add(self, cells: Sequence[Cell]) -> None:
+        self.cells += cells
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)
+
+
+def run(cells: Sequence[tuple[str, str]], record: Record) -> list[Cell]:
     """Run cells in groups of equal numbers of ranks; a failure ends its group and the rest goes on in a new one."""
-    done: list[Cell] = []
+    known = {(cell.model, cell.plan) for cell in record.cells}
+    if known:
+        print(f"{len(known.intersection(cells))} of {len(cells)} cells are done", flush=True)
     for world in sorted({PLANS[plan][0] for _, plan in cells}):
-        waiting = [(model, plan) for model, plan in cells if PLANS[plan][0] == world]
+        waiting = [(model, plan) for model, plan in cells if PLANS[plan][0] == world and (model, plan) not in known]
         while waiting:
             left = waiting[:CELLS_OF_A_GROUP]
             with tempfile.TemporaryDirectory() as folder:
@@ -323,9 +364,9 @@ def run(cells: Sequence[tuple[str, str]]) -> list[Cell]:
             elif len(cells0) < len(left):
                 model, plan = left[len(cells0)]
                 cells0.append(Cell(model=model, plan=plan, failure="a rank ended without a report"))
-            done += cells0
+            record.add(cells0)
             waiting = waiting[len(cells0) :]
-    return done
+    return [cell for cell in record.cells if (cell.model, cell.plan) in set(cells)]
 
 
 def _print_cell(cell: Cell) -> None:
@@ -373,6 +414,7 @@ def main() -> int:
     parser.add_argument("--plans", help="plan,... for every model, or those of --models")
     parser.add_argument("--cells", help="model:plan,... instead")
     parser.add_argument("--full", action="store_true", help="every model under every plan: 80 minutes on 2 cores")
+    parser.add_argument("--resume", type=Path, help="file of the cells that are done, to go on from and to add to")
     options = parser.parse_args()
     if options.cells:
         pairs = [(model, plan) for model, _, plan in (cell.partition(":") for cell in options.cells.split(","))]
@@ -384,7 +426,7 @@ def main() -> int:
     for model, plan in pairs:
         if model not in CASES or plan not in PLANS:
             parser.error(f"no cell {model}:{plan}; models: {', '.join(CASES)}; plans: {', '.join(PLANS)}")
-    cells = run(pairs)
+    cells = run(pairs, Record(options.resume))
     print("\nLargest relative error of loss, gradients and parameters over", 2 * STEPS, "steps\n")
     print(table(cells))
     failed = [cell for cell in cells if not cell.impossible and not cell.passed]

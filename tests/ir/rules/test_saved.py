@@ -108,7 +108,7 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("args", CASES, ids=lambda case: str(case[0]))
+@pytest.mark.parametrize("args", CASES, ids=lambda case: getattr(case[0], "__name__", str(case[0])))
 def test_kept_tensors(args: tuple[Any, ...]) -> None:
     node, operands, results, extra = measured(*args)
     saved = saved_for_backward(node, lambda operand: operand.meta["val"].requires_grad)
