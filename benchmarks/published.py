@@ -160,6 +160,8 @@ class Row:
         if not self.tp or not self.pp:
             raise Missing("tp, pp")
         data, virtual, pipelined = self.number("dp"), self.number("vpp", 1), degrees["pp"] > 1
+        if pipelined and "interleaved" in self.schedule and not self.vpp:
+            raise Missing("vpp, though its schedule is interleaved")
         micro = self.number("micro_batch", 1 if pipelined else None)
         return Constraints(
             **degrees,
