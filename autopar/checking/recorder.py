@@ -13,28 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What stands for collectives on CPUs (autopar.ir.communicate).
-_OWN = {"exchange_copies": "all_gather", "exchange_and_sum": "reduce_scatter"}
-# Overload packets of collectives -> what people call them. A wait sends nothing.
-_NAMES = _OWN | {
-    "all_reduce": "all_reduce",
-    "allreduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "recv",
-}
-_SILENT = frozenset({"wait_tensor", "barrier"})
-_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+from autopar.ir.collective_counter import kind_of_collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +89,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        if func.namespace in _NAMESPACES or name in _OWN:
-            self._record(name, func, args, kwargs)
+        kind = kind_of_collective(func)
+        if kind is not None and kind != "barrier":
+            self._record(kind, func, args, kwargs)
         result = func(*args, **kwargs)
         self.memory.add(pytree.tree_leaves(result))
         return result
 
-    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in _SILENT:
-            return
-        kind = _NAMES.get(name)
-        assert kind is not None, f"a collective that is not known: {func}"
+    def _record(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         group = _group_of(given)
         tensors = _tensors_of(given)

@@ -25,7 +25,7 @@ from autopar.ir.communicate import group_rank, group_size
 Phase = Literal["forward", "backward"]
 
 # Names of ops in the namespaces c10d, _c10d_functional and autopar, without a trailing underscore.
-_KINDS = {
+_KINDS: dict[str, str | None] = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "all_reduce",
     "allreduce": "all_reduce",
@@ -57,8 +57,20 @@ _KINDS = {
     "isend": "send",
     "irecv": "recv",
     "barrier": "barrier",
+    "monitored_barrier": "barrier",
+    "wait_tensor": None,
 }
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "autopar"})
+
+
+def kind_of_collective(func: Any) -> str | None:
+    """What an op of the dispatcher is called as a collective; None if it sends nothing."""
+    namespace = getattr(func, "namespace", None)
+    if namespace not in _NAMESPACES:
+        return None
+    name = func._schema.name.split("::")[1].rstrip("_")
+    assert name in _KINDS or namespace == "autopar", f"a collective that is not known: {func}"
+    return _KINDS.get(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +142,7 @@ class CollectiveCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "namespace", None)
-        kind = _KINDS.get(func._schema.name.split("::")[1].rstrip("_")) if name in _NAMESPACES else None
+        kind = kind_of_collective(func)
         if kind is None:
             return func(*args, **kwargs)
         result = func(*args, **kwargs)

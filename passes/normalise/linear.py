@@ -72,4 +72,4 @@ def _transposed(node: Any) -> fx.Node | None:
         return None
     matrix, *dims = node.args
     assert isinstance(matrix, fx.Node)
-    return matrix if {d % 2 for d in dims or (0, 1)} == {0, 1} else None  # type: ignore[operator]
+    return matrix if {d % 2 for d in dims or (0, 1)} == {0, 1} else None  # type: ignore[operator]  # dims are integers

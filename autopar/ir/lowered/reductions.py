@@ -35,7 +35,7 @@ def split_bias(op: torch._ops.OpOverload, *args: Any, bias: int, groups: Groups,
 
 
 def columns_split_bias(x: Tensor, matrix: Tensor, bias: Tensor, *, groups: Groups) -> Tensor:
-    """``split_bias`` of ``columns_linear``."""
+    """``split_bias`` of ``columns_linear``: a graph can hold an OpOverload as an argument, but no function."""
     return columns_linear(x, matrix, bias / shard_count(groups))
 
 

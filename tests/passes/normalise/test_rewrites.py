@@ -173,6 +173,9 @@ def test_concatenation_with_nothing() -> None:
 def test_a_fused_layer_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]]) -> None:
     left = remaining(lambda m, x, y: sum(t.exp().sum() for t in cut(F.linear(x, m.other, m.bias))))
     assert left.count(aten.linear.default) == len(cut(torch.zeros(B, S, C)))
+    by_columns = remaining(lambda m, x, y: sum(t.exp().sum() for t in cut(F.linear(x, m.matrix.t(), m.bias))))
+    assert by_columns.count(ops.columns_linear) == len(cut(torch.zeros(B, S, C)))
+    left += by_columns
     assert not {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor} & set(left)
 
 
