@@ -4,8 +4,9 @@
 
 Each row of ``runs.csv`` is a model of the stated shape on the stated cluster under the stated plan. The code of
 ``autopar estimate`` predicts it, with memory enough that nothing is refused. Rows that do not state what a prediction
-needs are listed with what is missing. Ranking groups are plans for one workload whose true order is known. Constants of
-the cost model are not fitted here, and nothing depends on the name of a row beyond the family it is counted in.
+needs are listed with what is missing. Runs of software older than fused attention are taken with attention spelt out.
+Ranking groups are plans for one workload whose true order is known. Constants of the cost model are not fitted here
+(``fit.py`` does), and nothing depends on the name of a row beyond the family it is counted in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import csv
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
@@ -24,29 +25,42 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.ir.capture import capture
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Precision
-from autopar.passes.normalise import normalise
+from autopar.passes.normalise import normal_form
+from autopar.passes.normalise.eager_attention import FuseEagerAttention
+from autopar.passes.pipeline import run_passes
 from autopar.search.api import estimate_captured
 from autopar.search.constraints import Constraints, Remat
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 
-# Column gpu -> catalogue name, and bytes/s of its memory where the entry has others.
-GPUS: dict[str, tuple[str, float | None]] = {
-    "A100-80GB": ("a100-80gb", None),
-    "H100": ("h100-sxm", None),
-    "H100-96GB-HBM2e": ("h100-sxm", 2.4e12),
-}
+# Column gpu -> catalogue name.
+GPUS = {"A100-80GB": "a100-80gb", "H100": "h100-sxm", "H100-96GB-HBM2e": "h100-96gb"}
+# Parts of the column source: software from before May 2022, when the first fused attention was published.
+BEFORE_FUSED_ATTENTION = ("SC21", "Jan 2021", "MT-NLG", "arXiv 2205.05198")
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16"}
 ENOUGH = 1 << 50
+
+
+def unfused_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, dropout: float = 0.0, **_: Any
+) -> tuple[Tensor, None]:
+    """The kernels that Megatron-LM ran: two products, between them softmax (scale and mask in it) and dropout."""
+    weights = functional.dropout(torch.softmax(query @ key.transpose(-1, -2), -1), dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register("unfused", unfused_attention)
 
 
 class Missing(Exception):
@@ -127,7 +141,8 @@ class Row:
                 activation_function="gelu_pytorch_tanh",  # one kernel, as in Megatron and DeepSpeed
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
-                attn_pdrop=0.0,
+                attn_pdrop=0.0 if self.fused_attention else 0.1,  # Megatron-LM's default, a kernel of its own
+                attn_implementation="sdpa" if self.fused_attention else "unfused",
                 **common,
             )
             return transformers.GPT2LMHeadModel(config)
@@ -149,11 +164,13 @@ class Row:
     def model_name(self) -> str:
         return self.cells["model"]
 
-    def cluster(self) -> Cluster:
-        name, bandwidth = GPUS[self.gpu]
-        made = make_cluster(name, self.number("n_gpus"), min(8, self.number("n_gpus")))
-        device = replace(made.device, memory_bandwidth=bandwidth or made.device.memory_bandwidth)
-        return replace(made, device=device).with_memory(ENOUGH)
+    @property
+    def fused_attention(self) -> bool:
+        return not any(part in self.source for part in BEFORE_FUSED_ATTENTION)
+
+    def cluster(self, fitted: Fitted = FITTED) -> Cluster:
+        count = self.number("n_gpus")
+        return make_cluster(GPUS[self.gpu], count, min(8, count), fitted=fitted).with_memory(ENOUGH)
 
     def constraints(self) -> Constraints:
         degrees = {name: self.number(name, 1) for name in ("tp", "cp", "pp", "ep")}
@@ -184,23 +201,27 @@ class Row:
         return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}
 
     def remat(self) -> Remat:
-        """Megatron's "selective" recomputes attention scores alone, which fused attention never keeps."""
+        """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
+        spelt out, what ours runs again is mostly that."""
         if "every other" in self.recompute:
             raise Missing("a level that every block has (every other layer is rematerialised)")
         levels: dict[str, Remat] = {"full": "full", "selective (op)": "selective"}
+        if not self.fused_attention:
+            levels["selective"] = "selective"
         return levels.get(self.recompute, "none")
 
 
 def captured_of(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> CapturedModel:
     """The model of a row; the last one is kept, as rows of one model follow each other."""
     names = ("model", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "global_batch")
-    shape = tuple(row.cells[name] for name in names)
+    shape = (*(row.cells[name] for name in names), str(row.fused_attention))
     if shape not in known:
         known.clear()
         with torch.device("meta"):
             tokens = torch.zeros((row.number("global_batch"), row.number("seq_len")), dtype=torch.long)
             model, inputs = row.model(), {"input_ids": tokens, "labels": tokens.clone()}
-        known[shape] = normalise(capture(model, inputs), check=False)
+        rewrites = [p for p in normal_form() if row.fused_attention or not isinstance(p, FuseEagerAttention)]
+        known[shape] = run_passes(capture(model, inputs), rewrites, check=False)
     return known[shape]
 
 

@@ -1,8 +1,9 @@
 """The catalogue of GPUs: published constants with sources, and assumptions with reasons.
 
 A ``Published`` value is a figure somebody printed; an ``Assumed`` value is ours, with the measurement or
-argument behind it. Nothing else is in an entry. A source or reason that starts with "recalled" was written
-from memory and not checked against the document it names. ``docs/cost_model.md`` tabulates the entries.
+argument behind it; a ``Fit`` is a multiple of a constant that was fitted to training runs. Nothing else is in an
+entry. A source or reason that starts with "recalled" was written from memory and not checked against the document it
+names. ``docs/cost_model.md`` tabulates the entries.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.cost_model.hardware import GB, Device, Host, Link, MatmulRate
+from autopar.cost_model.matmul import Tile, Tiling
 from autopar.ir.errors import InvalidCluster
 
 
@@ -30,14 +33,46 @@ class Assumed:
     value: float
     reason: str
 
+    def by(self, _: Fitted) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``scale`` times the constant called ``constant`` of ``fitted.py``. reason: where the scale is from."""
+
+    constant: str
+    reason: str
+    scale: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.by(FITTED)
+
+    def by(self, fitted: Fitted) -> float:
+        return self.scale * float(getattr(fitted, self.constant))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateEntry:
-    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by matmuls and by fused attention."""
+    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by endless matmuls and by fused attention."""
 
     peak_tflops: Published | Assumed
-    efficiency: Assumed
-    attention: Assumed
+    efficiency: Assumed | Fit
+    attention: Assumed | Fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilingEntry:
+    """Tiles of the matmul library, the units that compute them, and the depth at half of the rate."""
+
+    tiles: tuple[Tile, ...]
+    why_tiles: str
+    units: Published | Assumed
+    half_depth: Assumed | Fit
+
+    def tiling(self, fitted: Fitted) -> Tiling:
+        return Tiling(tiles=self.tiles, units=int(self.units.value), half_depth=self.half_depth.by(fitted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,32 +126,32 @@ class GpuEntry:
     memory_gb: Published | Assumed
     reserved_gb: Assumed
     bandwidth_gb_s: Published | Assumed
-    memory_efficiency: Assumed
-    kernel_launch_us: Assumed
-    half_saturation: Assumed
+    memory_efficiency: Assumed | Fit
+    kernel_launch_us: Assumed | Fit
+    tiling: TilingEntry
     gpus_per_node: Published | Assumed
     intra_node: LinkEntry
     inter_node: LinkEntry
     host: HostEntry
 
-    def device(self) -> Device:
+    def device(self, fitted: Fitted = FITTED) -> Device:
         return Device(
             name=self.name,
             matmul=tuple(
                 MatmulRate(
                     precision=precision,
                     peak_flops=rate.peak_tflops.value * 1e12,
-                    efficiency=rate.efficiency.value,
-                    attention_efficiency=rate.attention.value,
+                    efficiency=rate.efficiency.by(fitted),
+                    attention_efficiency=rate.attention.by(fitted),
                 )
                 for precision, rate in self.rates.items()
             ),
             memory_bytes=int(self.memory_gb.value * GB),
             reserved_bytes=int(self.reserved_gb.value * GB),
             memory_bandwidth=self.bandwidth_gb_s.value * GB,
-            memory_efficiency=self.memory_efficiency.value,
-            kernel_launch_s=self.kernel_launch_us.value * 1e-6,
-            half_saturation=self.half_saturation.value,
+            memory_efficiency=self.memory_efficiency.by(fitted),
+            kernel_launch_s=self.kernel_launch_us.by(fitted) * 1e-6,
+            tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
         )
 
@@ -124,6 +159,7 @@ class GpuEntry:
 # Pages that several entries quote.
 _ACCELERATORS = "stas00/ml-engineering compute/accelerator/README.md @744d01e"
 _NETWORK = "stas00/ml-engineering network/README.md @744d01e"
+_TITAN = "Grand Teton H100 of 500 W, HBM2e: pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c"
 _A100 = "recalled: NVIDIA A100 datasheet"
 _H100 = "recalled: NVIDIA H100 datasheet"
 _V100 = "recalled: NVIDIA V100 datasheet"
@@ -133,15 +169,9 @@ _MI300X = "recalled: AMD Instinct MI300X datasheet"
 _RESERVED = Assumed(
     1.5, "a guess: CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
 )
-_MEMORY_EFFICIENCY = Assumed(
-    0.80, "recalled: large elementwise kernels reach 80-90 % of HBM bandwidth; normalisations less"
-)
-_LAUNCH = Assumed(
-    4.0, "a guess, not measured: kernels are queued ahead, yet each costs some microseconds of tail and gap"
-)
-_SATURATION = Assumed(
-    100.0, "a guess, not measured: with 128-wide tiles, a matmul 1024 thin reaches about 90 % of the full rate"
-)
+_MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
+_LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
+_TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.8), Tile(64, 64, 0.65))
 _EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
 
 
@@ -157,24 +187,31 @@ def _fp32(tflops: float, source: str) -> RateEntry:
     )
 
 
-def _half(tflops: float, source: str, efficiency: float, why: str, attention: float, why_attention: str) -> RateEntry:
+def _half(tflops: float, source: str, best_tflops: float, why: str, attention: Assumed | Fit) -> RateEntry:
+    """best_tflops: the highest rate measured on any shape."""
     return RateEntry(
         peak_tflops=Published(tflops, source),
-        efficiency=Assumed(efficiency, why),
-        attention=Assumed(attention, why_attention),
+        efficiency=Fit("matmul", why, best_tflops / tflops),
+        attention=attention,
     )
 
 
-_A100_HALF = _half(
-    312,
-    _ACCELERATORS,
-    0.73,
-    "best measured shape 0.87 (MAMF finder); lowered by hand from 0.78 to suit the runs in docs/cost_model.md",
-    0.47,
-    "recalled: FlashAttention-2 runs at 150-190 TFLOP/s on A100; lowered by hand with the matmuls",
-)
-_H100_WHY = "best measured shape 0.80 (MAMF finder); lowered by hand to suit the runs in docs/cost_model.md"
-_H100_ATTENTION = "recalled: FlashAttention-2, the kernel PyTorch ships, runs at 300-400 TFLOP/s on H100"
+def _tiling(units: int, source: str) -> TilingEntry:
+    return TilingEntry(
+        tiles=_TILES,
+        why_tiles="a guess, not measured: the tiles that libraries have; smaller ones read more for what they compute",
+        units=Published(units, source),
+        half_depth=Fit("half_depth", "set-up and write-out of a tile, as steps along its depth"),
+    )
+
+
+_MAMF = "best shape of the MAMF finder, " + _ACCELERATORS
+_A100_ATTENTION = Fit("attention_ampere", "the share of FlashAttention-2, and of older kernels, in training runs")
+_A100_HALF = _half(312, _ACCELERATORS, 271.2, _MAMF, _A100_ATTENTION)
+_A100_TILING = _tiling(108, _A100)
+_H100_ATTENTION = Fit("attention_hopper", "FlashAttention-2, the kernel PyTorch ships, in training runs")
+_H100_HALF = _half(989, _ACCELERATORS, 794.5, _MAMF, _H100_ATTENTION)
+_H100_TILING = _tiling(132, _H100)
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
 _NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
@@ -249,10 +286,9 @@ _ENTRIES = (
             "fp16": _half(
                 125,
                 "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
-                0.65,
+                95,
                 "recalled: cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
-                0.25,
-                "a guess, not measured: FlashAttention does not support V100, the memory-efficient kernel does",
+                Assumed(0.25, "a guess, not measured: no FlashAttention on V100, but the memory-efficient kernel"),
             ),
         },
         memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
@@ -261,7 +297,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_V100,
-        half_saturation=_SATURATION,
+        tiling=_tiling(80, _V100),
         gpus_per_node=_EIGHT,
         intra_node=_nvlink(
             "NVLink 2", 150, 0.80, "taken from A100, whose rings reach 0.78; no V100 measurement of a node"
@@ -279,7 +315,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_A100,
-        half_saturation=_SATURATION,
+        tiling=_A100_TILING,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_A100,
         inter_node=_IB_A100,
@@ -293,7 +329,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_A100,
-        half_saturation=_SATURATION,
+        tiling=_A100_TILING,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_A100,
         inter_node=_IB_A100,
@@ -305,10 +341,9 @@ _ENTRIES = (
             "bf16": _half(
                 312,
                 _ACCELERATORS,
-                0.68,
-                "best measured shape 0.81 (MAMF finder); scaled as on the SXM part",
-                0.45,
-                "a guess, not measured: the SXM part at a lower power limit",
+                252.9,
+                _MAMF,
+                Fit("attention_ampere", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
             ),
         },
         memory_gb=Published(80, _ACCELERATORS),
@@ -317,7 +352,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_A100,
-        half_saturation=_SATURATION,
+        tiling=_A100_TILING,
         gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
         intra_node=_pcie("PCIe 4 x16", 31.5, "recalled: PCI Express 4.0 specification, 16 GT/s x 16 lanes, 128b/130b"),
         inter_node=_network(
@@ -326,14 +361,35 @@ _ENTRIES = (
     ),
     GpuEntry(
         name="H100-SXM",
-        rates={"fp32": _fp32(67, _H100), "bf16": _half(989, _ACCELERATORS, 0.64, _H100_WHY, 0.36, _H100_ATTENTION)},
+        rates={"fp32": _fp32(67, _H100), "bf16": _H100_HALF},
         memory_gb=Published(80, _ACCELERATORS),
         reserved_gb=_RESERVED,
         bandwidth_gb_s=Published(3350, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_H100,
-        half_saturation=_SATURATION,
+        tiling=_H100_TILING,
+        gpus_per_node=_EIGHT,
+        intra_node=_NVLINK_H100,
+        inter_node=_IB_H100,
+    ),
+    GpuEntry(
+        name="H100-96GB",
+        rates={
+            "fp32": _fp32(67, _H100),
+            "bf16": RateEntry(
+                peak_tflops=Published(989, _ACCELERATORS),
+                efficiency=Fit("matmul_500w", _MAMF, 794.5 / 989),
+                attention=Fit("attention_500w", "FlashAttention-2, the kernel PyTorch ships, in training runs"),
+            ),
+        },
+        memory_gb=Published(96, _TITAN),
+        reserved_gb=_RESERVED,
+        bandwidth_gb_s=Published(2400, _TITAN),
+        memory_efficiency=_MEMORY_EFFICIENCY,
+        kernel_launch_us=_LAUNCH,
+        host=_HOST_H100,
+        tiling=_H100_TILING,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_H100,
         inter_node=_IB_H100,
@@ -343,7 +399,7 @@ _ENTRIES = (
         rates={
             "fp32": _fp32(51, _H100),
             "bf16": _half(
-                756, _ACCELERATORS, 0.57, "a guess, not measured: SXM at a 350 W limit", 0.35, _H100_ATTENTION
+                756, _ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100", _H100_ATTENTION
             ),
         },
         memory_gb=Published(80, _ACCELERATORS),
@@ -352,7 +408,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_H100,
-        half_saturation=_SATURATION,
+        tiling=_tiling(114, "recalled: NVIDIA H100 datasheet"),
         gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
         intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
         inter_node=_network(
@@ -361,17 +417,14 @@ _ENTRIES = (
     ),
     GpuEntry(
         name="H200",
-        rates={
-            "fp32": _fp32(67, "recalled: NVIDIA H200 datasheet"),
-            "bf16": _half(989, _ACCELERATORS, 0.64, _H100_WHY, 0.36, _H100_ATTENTION),
-        },
+        rates={"fp32": _fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF},
         memory_gb=Published(141, _ACCELERATORS),
         reserved_gb=_RESERVED,
         bandwidth_gb_s=Published(4800, _ACCELERATORS),
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_H100,
-        half_saturation=_SATURATION,
+        tiling=_H100_TILING,
         gpus_per_node=_EIGHT,
         intra_node=_NVLINK_H100,
         inter_node=_IB_H100,
@@ -383,10 +436,9 @@ _ENTRIES = (
             "bf16": _half(
                 2250,
                 _ACCELERATORS,
-                0.60,
-                "best measured shape 0.78 (MAMF finder); scaled as H100, no training run compared",
-                0.35,
-                "a guess, not measured: the fraction assumed for H100",
+                1745,
+                _MAMF,
+                Assumed(0.35, "a guess, not measured: about the fraction of H100"),
             ),
         },
         memory_gb=Published(180, _ACCELERATORS),
@@ -395,7 +447,7 @@ _ENTRIES = (
         memory_efficiency=_MEMORY_EFFICIENCY,
         kernel_launch_us=_LAUNCH,
         host=_HOST_H100,
-        half_saturation=_SATURATION,
+        tiling=_tiling(148, _B200),
         gpus_per_node=_EIGHT,
         intra_node=_nvlink(
             "NVLink 5",
@@ -413,10 +465,9 @@ _ENTRIES = (
             "bf16": _half(
                 1307,
                 _ACCELERATORS,
-                0.46,
-                "best measured shape 0.51 (MAMF finder); scaled down, no training run compared",
-                0.25,
-                "recalled: ROCm FlashAttention-2 runs at about 300 TFLOP/s",
+                668.4,
+                _MAMF,
+                Assumed(0.25, "recalled: ROCm FlashAttention-2 runs at about 300 TFLOP/s"),
             ),
         },
         memory_gb=Published(192, _ACCELERATORS),
@@ -425,7 +476,7 @@ _ENTRIES = (
         memory_efficiency=Assumed(0.75, "recalled: stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
         kernel_launch_us=Assumed(6.0, "a guess, not measured: HIP launches are slower than CUDA's"),
         host=_HOST_H100,
-        half_saturation=_SATURATION,
+        tiling=_tiling(304, _MI300X),
         gpus_per_node=_EIGHT,
         intra_node=LinkEntry(
             name="Infinity Fabric",
@@ -464,7 +515,12 @@ _ENTRIES = (
             memory_gb_s=Assumed(10, "the rank's own memory"),
             memory_efficiency=Assumed(0.8, "as the memory"),
         ),
-        half_saturation=Assumed(32.0, "a guess, not measured: small tiles, a matmul of size 64 reaches more than half"),
+        tiling=TilingEntry(
+            tiles=(Tile(16, 48, 1.0), Tile(4, 16, 0.6)),
+            why_tiles="a guess, not measured: accumulators that fit into the vector registers of a core",
+            units=Assumed(1, "one rank computes on one core"),
+            half_depth=Assumed(32.0, "a guess, not measured: a matmul of size 64 reaches more than half"),
+        ),
         gpus_per_node=Assumed(8, "ranks on one machine"),
         intra_node=LinkEntry(
             name="gloo over loopback",
@@ -526,15 +582,15 @@ def find_gpu(name: str) -> GpuEntry:
     )
 
 
-def make_cluster(gpu: str, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
+def make_cluster(gpu: str, num_gpus: int, gpus_per_node: int | None = None, *, fitted: Fitted = FITTED) -> Cluster:
     """``num_gpus`` devices of a catalogued type in the type's usual nodes.
 
-    ``gpus_per_node`` defaults to the usual node, or to ``num_gpus`` if that is smaller.
+    ``gpus_per_node`` defaults to the usual node, or to ``num_gpus`` if that is smaller. fitted: other constants.
     Raises InvalidCluster for an unknown GPU or counts that do not divide.
     """
     entry = find_gpu(gpu)
     return Cluster(
-        device=entry.device(),
+        device=entry.device(fitted),
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node if gpus_per_node is not None else min(num_gpus, int(entry.gpus_per_node.value)),
         intra_node=entry.intra_node.link(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost_model.matmul import Tiling
 from autopar.ir.errors import InvalidCluster
 
 GIB = 1 << 30
@@ -24,8 +25,8 @@ _SIXTEEN_BIT = {"bf16": "fp16", "fp16": "bf16"}
 class MatmulRate:
     """Dense matrix multiplication in one precision.
 
-    peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that a large matmul inside a training
-    step achieves. attention_efficiency: the same for fused attention.
+    peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
+    step achieves. attention_efficiency: what fused attention does.
     """
 
     precision: str
@@ -62,9 +63,7 @@ class Device:
 
     memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
     of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
-    kernel_launch_s: floor of the time of one kernel.
-    half_saturation: matrix size at which a matmul whose smallest local dimension has this size runs at half of
-    its rate (tiles and pipelines not filled).
+    kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Device:
     memory_bandwidth: float
     memory_efficiency: float
     kernel_launch_s: float
-    half_saturation: float
+    tiling: Tiling
     host: Host
 
     @property
@@ -116,7 +115,8 @@ class Link:
     peer_bandwidth: bytes/s between one pair of devices where a pair gets less than ``bandwidth`` (links without
     a switch), else None.
     switch_reduce: all-reduce bytes/s of a switch that reduces in the network (NVLink SHARP), used by groups of
-    at least five devices; None without.
+    at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
+    that are not named take as long.
     """
 
     name: str
@@ -126,6 +126,11 @@ class Link:
     hop_latency_s: float
     peer_bandwidth: float | None = None
     switch_reduce: float | None = None
+    relative_time: tuple[tuple[str, float], ...] = ()
+
+    def relative(self, kind: str) -> float:
+        """Seconds a byte of a collective, or of a "send", of those of a ring all-reduce."""
+        return dict(self.relative_time).get(kind, 1.0)
 
     def ring_bandwidth(self, size: int) -> float:
         """Achieved bytes/s per device in a group of ``size`` devices."""

@@ -3,6 +3,7 @@
     forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth) + launch
     backward = the same over what the gradient computation does
 
+What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own.
 FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
 tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
 ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
@@ -23,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar.cost_model.hardware import ITEMSIZE, Device, MatmulRate
+from autopar.cost_model.matmul import fraction_of_rate
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
@@ -40,6 +42,10 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
 # backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
 _EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
+
+# A product and the gradients of its operands: which of rows, columns, depth and repeats of the product are theirs.
+_PRODUCT = (0, 1, 2, 3)
+_GRADIENTS = ((0, 2, 1, 3), (2, 1, 0, 3))
 
 # Stands for all factors of an op: a tensor "over" it is divided wherever the work is.
 _WORK = "*"
@@ -126,7 +132,8 @@ class OpCost:
     """Everything about an op that its time depends on, so that each assignment takes microseconds.
 
     read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
-    matrix: factors of rows, columns and depth of a plain matrix product, () for any other op.
+    matrix: factors of rows, columns, depth and repeats of a plain matrix product, () for any other op; window: what its
+    depth is multiplied by (the kernel of a convolution); gradients: the products that give those of its operands.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is folded so that all ranks see alike much.
@@ -145,6 +152,8 @@ class OpCost:
     backward_read: tuple[_Tensor, ...]
     backward_written: tuple[_Tensor, ...]
     matrix: tuple[frozenset[str], ...]
+    window: float
+    gradients: tuple[tuple[int, ...], ...]
     is_contraction: bool
     sizes: dict[str, int]
     batch_factor: str | None
@@ -202,6 +211,7 @@ class OpCost:
         rate = device.matmul_rate(precision)
         # A composite of several products (experts) has more operands, but still two products for each one.
         products = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
+        matrix = _matrix(rule, contracted) if contracted and not attention else ()
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
             name=op_name(node),
@@ -216,7 +226,9 @@ class OpCost:
             written=tuple(written),
             backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
             backward_written=tuple(gradients),
-            matrix=_matrix(rule, contracted) if contracted and not attention else (),
+            matrix=matrix,
+            window=flops / 2 / prod(rule.sizes[f] for group in matrix for f in group) if matrix else 1.0,
+            gradients=tuple(g for p, g in zip(contracted, _GRADIENTS, strict=False) if matrix and p in differentiable),
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
@@ -237,18 +249,20 @@ class OpCost:
             if choice is not None and choice[0] != "+":
                 work *= axis.size
                 degrees[_WORK] *= axis.size
-        peak = self.rate.peak_flops * self.efficiency
-        if self.matrix:
-            peak *= self._saturation(degrees, num_microbatches)
         launch = self.device.kernel_launch_s
-        share = self._largest_share(degrees) / work
+        busy = self._largest_share(degrees) / work / (self.rate.peak_flops * self.efficiency)
+        computing, computing_back = self.flops * busy, self.backward_flops * busy
+        if self.matrix:
+            shape = self._local_shape(degrees, num_microbatches)
+            computing_back = sum(computing / self._fraction(shape, order) for order in self.gradients)
+            computing /= self._fraction(shape, _PRODUCT)
         forward = backward = 0.0
         if not self.free:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
-            forward = max(self.flops * share / peak, self.device.memory_seconds(moved)) + launch
+            forward = max(computing, self.device.memory_seconds(moved)) + launch
         if not self.free_backward:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
-            backward = max(self.backward_flops * share / peak, self.device.memory_seconds(moved))
+            backward = max(computing_back, self.device.memory_seconds(moved))
             backward += launch * self.backward_launches
         return OpTime(forward, backward)
 
@@ -268,17 +282,21 @@ class OpCost:
         folds = folds_for(self.lengths, count, balanced=self.balanced)
         return imbalance(self.sight, self.lengths, folds, count)
 
-    def _saturation(self, degrees: dict[str, int], num_microbatches: int) -> float:
-        """Fraction of the large-matrix rate that the local matrices reach, by their smallest dimension."""
-        smallest = float("inf")
+    def _local_shape(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, ...]:
+        """Rows, columns, depth and repeats of the product on one rank."""
+        shape = []
         for factors in self.matrix:
             size = 1.0
             for factor in factors:
                 size *= self.sizes[factor] / degrees.get(factor, 1)
                 if factor == self.batch_factor:
                     size /= num_microbatches
-            smallest = min(smallest, size)
-        return smallest / (smallest + self.device.half_saturation)
+            shape.append(size)
+        shape[2] *= self.window
+        return tuple(shape)
+
+    def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...]) -> float:
+        return fraction_of_rate(self.device.tiling, *(shape[number] for number in order))
 
 
 def op_time(
@@ -345,13 +363,12 @@ def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:
 
 
 def _matrix(rule: FactorRule, contracted: list[int]) -> tuple[frozenset[str], ...]:
-    """Factors of the rows, the columns and the depth of a product of two operands; () for a product of more.
-
-    Factors common to both operands and the result repeat the product and are no dimension of it.
-    """
+    """Factors of rows, columns, depth and repeats of a product of two operands; () for any other op."""
     if len(contracted) != 2:
         return ()
     left, right = (_factors_of((rule.operands[position],)) for position in contracted)
     result = _factors_of(rule.results)
-    groups = (left & result - right, right & result - left, (left & right) - result)
-    return tuple(frozenset(group) for group in groups if group)
+    rows, columns = result - right, right & result - left  # what an op computes anew, as a convolution, is in rows
+    if not left & rows or not columns:
+        return ()
+    return tuple(map(frozenset, (rows, columns, (left & right) - result, left & right & result)))

@@ -6,21 +6,24 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from autopar.cost_model.catalogue import CATALOGUE, Assumed, Published, find_gpu, known_gpus, make_cluster
+from autopar.cost_model.catalogue import CATALOGUE, Assumed, Fit, Published, find_gpu, known_gpus, make_cluster
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.matmul import Tile
 from autopar.ir.errors import InvalidCluster
 
-NAMES = ("a100-80gb", "a100-40gb", "v100", "h100-sxm", "h100-pcie", "h200", "b200", "mi300x", "cpu")
+NAMES = ("a100-80gb", "a100-40gb", "v100", "h100-sxm", "h100-pcie", "h100-96gb", "h200", "b200", "mi300x", "cpu")
 
 
-def constants(value: object, path: str) -> list[tuple[str, Published | Assumed]]:
+def constants(value: object, path: str) -> list[tuple[str, Published | Assumed | Fit]]:
     """Every sourced figure inside an entry with its path."""
-    if isinstance(value, (Published, Assumed)):
+    if isinstance(value, (Published, Assumed, Fit)):
         return [(path, value)]
     if isinstance(value, dict):
         return [found for key, item in value.items() for found in constants(item, f"{path}[{key}]")]
     if is_dataclass(value):
         return [found for f in fields(value) for found in constants(getattr(value, f.name), f"{path}.{f.name}")]
+    if isinstance(value, tuple) and all(isinstance(part, Tile) for part in value):
+        return []  # the entry says beside them what they rest on
     assert value is None or isinstance(value, str), f"{path} is a bare number without a source: {value!r}"
     return []
 

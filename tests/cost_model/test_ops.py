@@ -129,6 +129,20 @@ def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient
     assert seconds(node, needs_grad=frozenset()).backward_s == 0
 
 
+def test_no_op_is_far_below_the_rate_of_its_kind() -> None:
+    """Only plain products of two operands have a shape; a mixture of experts has two products inside."""
+    wide = seconds(OPS["linear"], precision="bf16")
+    assert wide.forward_s < 1e-4
+    x, index, weight = (16, 64, 256), (16, 64, 2), (16, 64, 2)
+    experts = call(ops.moe, x, index, weight, (8, 1024, 256), (8, 256, 512), activation="silu", gated=True, ints=(1,))
+    flops = rule_for(experts).flops
+    rate = 312e12 * A100.matmul_rate("bf16").efficiency
+    assert seconds(experts, precision="bf16").forward_s < 5 * flops / rate + 1e-4
+    kernel = OPS["convolution"]
+    cost = OpCost.of(kernel, rule_for(kernel), A100)
+    assert cost.window == 9.0
+
+
 def test_bias_adds_no_product() -> None:
     with_bias = call(aten.linear.default, (8, 512, 1024), (4096, 1024), (4096,))
     assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
@@ -181,7 +195,7 @@ def test_thin_matrices_run_below_the_rate_of_large_ones() -> None:
     rule, mesh = rule_for(node), Mesh.of(tp=64)
     whole = op_time(node, rule, (None,), mesh, A100).forward_s
     split = op_time(node, rule, (rule.operands[1][0][0],), mesh, A100).forward_s
-    assert split > 2 * whole / 64
+    assert split > 1.2 * whole / 64
 
 
 def test_microbatches_divide_what_carries_the_batch() -> None:
@@ -190,7 +204,8 @@ def test_microbatches_divide_what_carries_the_batch() -> None:
     cost = OpCost.of(node, rule, A100, batch_factor=rule.operands[0][0][0])
     launch = A100.kernel_launch_s
     assert cost.time((None,), ONE, 4).forward_s - launch == pytest.approx(
-        (cost.time((None,), ONE).forward_s - launch) / 4
+        (cost.time((None,), ONE).forward_s - launch) / 4,
+        rel=0.1,  # smaller products fill fewer waves
     )
     weightless = OpCost.of(node, rule, A100)
     assert weightless.time((None,), ONE, 4) == weightless.time((None,), ONE)
