@@ -30,13 +30,18 @@ def local_cluster(num_ranks: int, device: torch.device) -> Cluster:
     Raises InvalidCluster for a GPU that the catalogue does not have.
     """
     per_node = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    return make_cluster(catalogue_name(device), num_ranks, per_node)
+
+
+def catalogue_name(device: torch.device) -> str:
+    """The catalogue's entry for a device. Raises InvalidCluster for a GPU that it does not have."""
     if device.type == "cpu":
-        return make_cluster("cpu", num_ranks, per_node)
+        return "cpu"
     found = torch.cuda.get_device_name(device)
     for parts, name in _NAMES:
         if all(part.lower() in found.lower() for part in parts):
-            return make_cluster(name, num_ranks, per_node)
+            return name
     raise InvalidCluster(
         f"this GPU, {found!r}, is not in the catalogue, so nothing is known of its speed.\n"
-        "  try: parallelize(model, Cluster.from_yaml(...)), or plan=..."
+        "  try: autopar profile --like and the most similar GPU, and parallelize(model, Cluster.from_yaml(...))"
     )

@@ -47,15 +47,14 @@ def collective_time(collective: Collective, payload_bytes: float, group: Group, 
     if moved == 0.0:
         return 0.0
     intra, inter = cluster.intra_node, cluster.inter_node
-    if collective is Collective.ALL_TO_ALL:
-        outside = (group.size - group.ranks_per_node) / group.size * payload_bytes if group.spans_nodes else 0.0
-        inside = moved - outside
-        if not group.spans_nodes:
-            hops = (group.size - 1) * intra.hop_latency_s
-            return intra.base_latency_s + hops + inside / intra.ring_bandwidth(group.size)
-        slowest = max(inside / intra.ring_bandwidth(group.ranks_per_node), outside / inter.ring_bandwidth(2))
-        return inter.base_latency_s + (group.num_nodes - 1) * inter.hop_latency_s + slowest
-    return _latency(collective, group, intra, inter) + moved / _ring_bandwidth(collective, group, intra, inter)
+    relative = (inter if group.spans_nodes else intra).relative(collective.value)
+    if collective is Collective.ALL_TO_ALL and group.spans_nodes:
+        outside = (group.size - group.ranks_per_node) / group.size * payload_bytes
+        inside = (moved - outside) / intra.ring_bandwidth(group.ranks_per_node)
+        busy = max(inside, outside / inter.ring_bandwidth(2))
+    else:
+        busy = moved / _ring_bandwidth(collective, group, intra, inter)
+    return _latency(collective, group, intra, inter) + relative * busy
 
 
 def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
@@ -72,20 +71,25 @@ def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Li
 
 
 def _latency(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
-    """Ring steps wait for the slowest hop; an all-reduce over many nodes takes a tree instead."""
-    rounds = 2 if collective is Collective.ALL_REDUCE else 1
-    if not group.spans_nodes:
-        return intra.base_latency_s + rounds * (group.size - 1) * intra.hop_latency_s
-    ring = rounds * (group.size - 1) * inter.hop_latency_s
-    if collective is Collective.ALL_REDUCE:
-        depth = ceil(log2(group.num_nodes))
-        ring = min(ring, 2 * (depth * inter.hop_latency_s + (group.ranks_per_node - 1) * intra.hop_latency_s))
-    return inter.base_latency_s + ring
+    link = inter if group.spans_nodes else intra
+    latency = link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
+    if group.spans_nodes and collective is Collective.ALL_REDUCE:
+        latency += 2 * (group.ranks_per_node - 1) * intra.hop_latency_s
+    return latency
+
+
+def latency_rounds(collective: Collective, group: Group) -> int:
+    """Messages one after the other over the slowest link: the steps of a ring, or of a tree of nodes and back."""
+    if group.spans_nodes and collective is Collective.ALL_REDUCE:
+        return 2 * ceil(log2(group.num_nodes))
+    if group.spans_nodes and collective is Collective.ALL_TO_ALL:
+        return group.num_nodes - 1
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (group.size - 1)
 
 
 def point_to_point_time(payload_bytes: float, link: Link) -> float:
     """Seconds to send ``payload_bytes`` from one rank to one other."""
-    return link.base_latency_s + link.hop_latency_s + payload_bytes / link.ring_bandwidth(2)
+    return link.base_latency_s + link.hop_latency_s + link.relative("send") * payload_bytes / link.ring_bandwidth(2)
 
 
 @dataclass(frozen=True)

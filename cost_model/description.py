@@ -6,12 +6,14 @@ gpus_per_node: 8
 memory_gb: 80
 host_gb_s: 24.8
 inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
+
+``autopar profile`` measures a machine and writes such a file with every figure.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 import yaml
@@ -19,8 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import GB, Link
+from autopar.cost_model.hardware import GB, Link, MatmulRate
 from autopar.ir.errors import InvalidCluster
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 class _Model(BaseModel):
@@ -28,11 +34,17 @@ class _Model(BaseModel):
 
 
 class LinkDescription(_Model):
-    """Figures of a link that replace the catalogue's. bandwidth_gb_s: per GPU and direction, decimal."""
+    """Figures of a link that replace the catalogue's.
+
+    bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
+    ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce.
+    """
 
     bandwidth_gb_s: PositiveFloat | None = None
-    efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    efficiency: Fraction | None = None
+    base_latency_us: Annotated[float, Field(ge=0)] | None = None
     latency_us: Annotated[float, Field(ge=0)] | None = None
+    relative_time: dict[Kind, PositiveFloat] = {}
 
     def applied_to(self, link: Link) -> Link:
         if self.bandwidth_gb_s is not None:
@@ -40,19 +52,47 @@ class LinkDescription(_Model):
             link = replace(link, bandwidth=self.bandwidth_gb_s * GB, peer_bandwidth=None, switch_reduce=None)
         if self.efficiency is not None:
             link = replace(link, efficiency=self.efficiency)
+        if self.base_latency_us is not None:
+            link = replace(link, base_latency_s=self.base_latency_us * 1e-6)
         if self.latency_us is not None:
             link = replace(link, hop_latency_s=self.latency_us * 1e-6)
+        if self.relative_time:
+            link = replace(link, relative_time=tuple(self.relative_time.items()))
         return link
 
 
+class RateDescription(_Model):
+    """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve."""
+
+    peak_tflops: PositiveFloat
+    efficiency: Fraction
+    attention_efficiency: Fraction
+
+    def rate(self, precision: str) -> MatmulRate:
+        return MatmulRate(
+            precision=precision,
+            peak_flops=self.peak_tflops * 1e12,
+            efficiency=self.efficiency,
+            attention_efficiency=self.attention_efficiency,
+        )
+
+
 class ClusterDescription(_Model):
-    """A cluster file."""
+    """A cluster file. What it does not say is the catalogue's entry for ``gpu``.
+
+    rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
+    large elementwise kernels. launch_us: floor of the time of a kernel. host_gb_s: achieved between host and device.
+    """
 
     gpu: str
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt | None = None
     memory_gb: PositiveFloat | None = None
-    matmul_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    matmul_efficiency: Fraction | None = None
+    rates: dict[PrecisionName, RateDescription] = {}
+    half_depth: PositiveFloat | None = None
+    memory_bandwidth_gb_s: PositiveFloat | None = None
+    launch_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
@@ -64,6 +104,16 @@ class ClusterDescription(_Model):
             device = replace(device, memory_bytes=int(self.memory_gb * GB))
         if self.matmul_efficiency is not None:
             device = replace(device, matmul=tuple(replace(r, efficiency=self.matmul_efficiency) for r in device.matmul))
+        if self.rates:
+            known = {rate.precision: rate for rate in device.matmul}
+            known |= {precision: described.rate(precision) for precision, described in self.rates.items()}
+            device = replace(device, matmul=tuple(known.values()))
+        if self.half_depth is not None:
+            device = replace(device, tiling=replace(device.tiling, half_depth=self.half_depth))
+        if self.memory_bandwidth_gb_s is not None:
+            device = replace(device, memory_bandwidth=self.memory_bandwidth_gb_s * GB, memory_efficiency=1.0)
+        if self.launch_us is not None:
+            device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
         if self.host_gb_s is not None:
             host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
             device = replace(device, host=host)

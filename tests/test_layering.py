@@ -20,6 +20,7 @@ ALLOWED = {
     "autopar.passes": ("autopar.ir",),
     "autopar.runtime": ("autopar.ir",),
     "autopar.search": ("autopar.ir", "autopar.cost_model"),
+    "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
 }
 # Heavy or optional packages, and the only layers that may need them.
 ONLY_IN = {

@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, check, train."""
+"""The commands: search, estimate, show, check, profile, train."""
 
 from __future__ import annotations
 
@@ -141,6 +141,26 @@ def check(
 
     if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster):
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog=_example(
+        "torchrun --nproc-per-node 8 -m autopar profile -o cluster.yaml",
+        "autopar search model.py --cluster cluster.yaml",
+    )
+)
+def profile(
+    output: Annotated[Path, typer.Option("-o", "--output", help="the cluster file to write")] = Path("cluster.yaml"),
+    like: Annotated[
+        str | None, typer.Option("--like", help="similar GPU, for one that is not in the catalogue")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="spent on each measurement")] = 0.2,
+    report: Annotated[Path | None, typer.Option("--report", help="page of measured against fitted")] = None,
+) -> None:
+    """Measure this machine, with every rank that torchrun starts, and write a cluster file."""
+    from autopar.cli.profile import run_profile
+
+    run_profile(output, like=like, seconds=seconds, report=report)
 
 
 @app.command(

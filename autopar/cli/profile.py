@@ -1,0 +1,52 @@
+"""The command ``profile``: what this machine achieves, written as a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cli.progress import progress_on_stderr
+from autopar.profiling.profile import Profile, profile
+from autopar.runtime.launch import ensure_process_group
+
+_HEAD = "# Measured by autopar profile. Every figure can be edited; autopar search takes it with --cluster.\n"
+
+
+def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None) -> None:
+    """Measure with every rank of the job; the first one writes and prints. Raises AutoparError."""
+    joined = dist.is_initialized()
+    ensure_process_group()
+    first = dist.get_rank() == 0
+    try:
+        with progress_on_stderr(quiet=not first) as progress:
+            found = profile(progress, like=like, seconds=seconds)
+        if first:
+            output.write_text(_HEAD + yaml.safe_dump(found.description, sort_keys=False), encoding="utf-8")
+            _print(found, output)
+            if report is not None:
+                from autopar.report.profile_page import profile_report
+
+                profile_report(found.series(), report)
+    finally:
+        if not joined:
+            dist.destroy_process_group()
+
+
+def _print(found: Profile, output: Path) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("measured against the fitted cost model", "runs", "median error", "largest error"):
+        table.add_column(column, justify="left" if "model" in column else "right")
+    for series in found.series():
+        errors = sorted((point.error for point in series.points), key=abs)
+        table.add_row(series.name, str(len(errors)), f"{abs(errors[len(errors) // 2]):.0%}", f"{errors[-1]:+.0%}")
+    console.print(table)
+    cluster = found.cluster
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+    console.print(f"{cluster.num_gpus} ranks on {nodes}; wrote {output}", soft_wrap=True)
+    if cluster.num_gpus == 1:
+        console.print("one rank has no links to measure: start it with torchrun for those")

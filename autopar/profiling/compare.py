@@ -1,0 +1,72 @@
+"""Measured against what the cost model says with the fitted figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import collective_time, point_to_point_time
+from autopar.cost_model.hardware import ITEMSIZE, Device
+from autopar.cost_model.matmul import fraction_of_rate
+from autopar.ir.redistribution import Collective
+from autopar.profiling.samples import Communicated, Product, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """size: FLOPs or bytes."""
+
+    size: float
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Measurements of one kind. unit: of the sizes."""
+
+    name: str
+    unit: str
+    points: tuple[Point, ...]
+
+
+def compare(samples: Samples, cluster: Cluster) -> list[Series]:
+    """One series for each precision, and for each kind of communication and group."""
+    device = cluster.device
+    found: dict[tuple[str, str], list[Point]] = {}
+
+    def add(name: str, unit: str, size: float, measured_s: float, predicted_s: float) -> None:
+        found.setdefault((name, unit), []).append(Point(size, measured_s, predicted_s))
+
+    for product in samples.products:
+        name = f"matrix products, {product.precision}"
+        add(name, "FLOPs", product.flops, product.seconds, _product_s(product, device))
+    for run in samples.attention:
+        rate = device.matmul_rate(run.precision)
+        predicted = run.flops / (rate.peak_flops * rate.attention_efficiency)
+        add(f"attention, {run.precision}", "FLOPs", run.flops, run.seconds, predicted)
+    for traffic in samples.traffic:
+        add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))
+    for one in samples.communicated:
+        where = f"{one.group.size} ranks" + (f" on {one.group.num_nodes} nodes" if one.group.spans_nodes else "")
+        add(f"{one.kind}, {where}", "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))
+    return [Series(name, unit, tuple(points)) for (name, unit), points in found.items()]
+
+
+def _product_s(product: Product, device: Device) -> float:
+    rate = device.matmul_rate(product.precision)
+    reached = fraction_of_rate(device.tiling, product.rows, product.columns, product.depth)
+    numel = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
+    moved = device.memory_seconds(numel * ITEMSIZE[product.precision])
+    return max(product.flops / (rate.peak_flops * rate.efficiency * reached), moved) + device.kernel_launch_s
+
+
+def _communicated_s(one: Communicated, cluster: Cluster) -> float:
+    if one.kind == "send":
+        link = cluster.inter_node if one.group.spans_nodes else cluster.intra_node
+        return point_to_point_time(one.payload_bytes, link)
+    return collective_time(Collective(one.kind), one.payload_bytes, one.group, cluster)

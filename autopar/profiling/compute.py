@@ -1,0 +1,76 @@
+"""Matrix products by shape, attention, memory traffic and the floor of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.profiling.clock import Clock
+from autopar.profiling.samples import AttentionRun, Product, Samples, Traffic
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Rows, columns and depth: square, thin in each dimension in turn, and uneven; of a GPU, and of a core.
+_GPU_PRODUCTS = (
+    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
+    *((8192, thin, 4096) for thin in (128, 256, 512, 1024)),
+    *((8192, 4096, thin) for thin in (64, 128, 256, 1024)),
+    *((thin, 4096, 4096) for thin in (64, 256, 1024)),
+    (4096, 4000, 4096),
+    (16384, 11008, 4096),
+)
+_CPU_PRODUCTS = (
+    *((size, size, size) for size in (64, 128, 256, 512, 1024)),
+    *((1024, thin, 256) for thin in (16, 64, 128)),
+    *((1024, 256, thin) for thin in (16, 64, 128)),
+    *((thin, 256, 256) for thin in (16, 64)),
+    (512, 300, 256),
+    (2048, 1024, 256),
+)
+
+
+def measure_compute(
+    samples: Samples, clock: Clock, precisions: tuple[str, ...], progress: Callable[[str], object]
+) -> None:
+    """Adds to ``samples`` what every rank's device does by itself, all of them at once."""
+    gpu = clock.device.type == "cuda"
+    shapes = _GPU_PRODUCTS if gpu else _CPU_PRODUCTS
+    for precision in precisions:
+        dtype = DTYPES[precision]
+        for number, (rows, columns, depth) in enumerate(shapes):
+            progress(f"matrix products in {precision}, {number + 1} of {len(shapes)}")
+            x = torch.randn(rows, depth, device=clock.device).to(dtype)
+            w = torch.randn(columns, depth, device=clock.device).to(dtype)
+            seconds = clock.time(partial(functional.linear, x, w))
+            samples.products.append(Product(precision, rows, columns, depth, seconds))
+        progress(f"attention in {precision}")
+        for length in (2048, 8192) if gpu else (256, 512):
+            samples.attention.append(_attention(clock, precision, heads=16 if gpu else 4, length=length))
+    progress("memory traffic")
+    for mib in (64, 256, 1024) if gpu else (4, 16):
+        x = torch.ones(mib * (1 << 18), device=clock.device)
+        out = torch.empty_like(x)
+        seconds = clock.time(partial(torch.add, x, 1.0, out=out))
+        samples.traffic.append(Traffic(2 * x.nbytes, seconds))
+    small = torch.ones(16, device=clock.device)
+    samples.launch_s = clock.time(lambda: [small + 1.0 for _ in range(100)]) / 100
+
+
+def _attention(clock: Clock, precision: str, *, heads: int, length: int) -> AttentionRun:
+    width = 128 if clock.device.type == "cuda" else 32
+    q, k, v = (
+        torch.randn(1, heads, length, width, device=clock.device).to(DTYPES[precision]).requires_grad_()
+        for _ in range(3)
+    )
+
+    def run() -> None:
+        out: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    # Two products forward, five backward, of half of the scores.
+    flops = 7 * 2 * heads * length * length * width / 2
+    return AttentionRun(precision, flops, clock.time(run))

@@ -1,0 +1,155 @@
+"""From samples to the figures of a cluster file.
+
+Times are fitted in proportion: an error of 10 % counts alike whether it is of a microsecond or of a second.
+
+    product      FLOPs / (peak * efficiency * fraction_of_rate(shape)) + launch
+    collective   base + rounds * hop + factor(kind) * bytes each rank sends / bandwidth      for each kind of link
+
+``efficiency`` is the median over the products, for the depth at which half the rate is reached that leaves the least
+error. The terms of a link are the non-negative ones of least squared relative error; ``factor`` is 1 for an all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import latency_rounds, volume_bytes
+from autopar.cost_model.hardware import GB, Device
+from autopar.cost_model.matmul import fraction_of_rate
+from autopar.ir.redistribution import Collective
+from autopar.profiling.samples import KINDS, Communicated, Product, Samples
+
+Floats = npt.NDArray[np.float64]
+
+# Depths at half of the rate that are tried.
+_HALF_DEPTHS = tuple(float(8 * 2 ** (step / 2)) for step in range(15))
+
+
+def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, Any]:
+    """The cluster file, as a mapping. cluster: the catalogue's, which serves where nothing was measured."""
+    device = replace(cluster.device, kernel_launch_s=samples.launch_s)
+    traffic = median(run.num_bytes / run.seconds for run in samples.traffic)
+    half_depth = best_half_depth(samples.products, device)
+    tiling = replace(device.tiling, half_depth=half_depth)
+    rates = {}
+    for precision in dict.fromkeys(product.precision for product in samples.products):
+        own = [product for product in samples.products if product.precision == precision]
+        peak = max(device.peak_flops(precision), *(product.flops / product.seconds for product in own))
+        achieved = _achieved(own, replace(device, tiling=tiling))
+        attention = max(run.flops / run.seconds for run in samples.attention if run.precision == precision)
+        rates[precision] = {
+            "peak_tflops": _rounded(peak / 1e12),
+            "efficiency": _rounded(min(1.0, achieved / peak)),
+            "attention_efficiency": _rounded(min(1.0, attention / peak)),
+        }
+    found: dict[str, Any] = {
+        "gpu": gpu,
+        "num_gpus": cluster.num_gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "rates": rates,
+        "half_depth": _rounded(half_depth),
+        "memory_bandwidth_gb_s": _rounded(traffic / GB),
+        "launch_us": _rounded(samples.launch_s * 1e6),
+    }
+    for name, outside in (("intra_node", False), ("inter_node", True)):
+        own_links = [one for one in samples.communicated if one.group.spans_nodes is outside]
+        if own_links:
+            found[name] = link_figures(own_links)
+    return found
+
+
+def best_half_depth(products: list[Product], device: Device) -> float:
+    """The depth that leaves the least absolute error of the logarithms, over all precisions."""
+
+    def error(half_depth: float) -> float:
+        trial = replace(device, tiling=replace(device.tiling, half_depth=half_depth))
+        total = 0.0
+        for precision in {product.precision for product in products}:
+            own = [product for product in products if product.precision == precision]
+            rates = np.log(_endless_rates(own, trial))
+            total += float(np.abs(rates - np.median(rates)).sum())
+        return total
+
+    return min(_HALF_DEPTHS, key=error)
+
+
+def _achieved(products: list[Product], device: Device) -> float:
+    """FLOP/s of an endless product."""
+    return float(np.median(_endless_rates(products, device)))
+
+
+def _endless_rates(products: list[Product], device: Device) -> Floats:
+    """What each product says of the rate of an endless one."""
+    return np.array(
+        [
+            product.flops
+            / max(product.seconds - device.kernel_launch_s, product.seconds / 10)
+            / fraction_of_rate(device.tiling, product.rows, product.columns, product.depth)
+            for product in products
+        ]
+    )
+
+
+def link_figures(samples: list[Communicated]) -> dict[str, Any]:
+    """The section of one kind of link."""
+    kinds = [kind for kind in KINDS if any(one.kind == kind for one in samples)]
+    rows = np.array([_terms(one, kinds) for one in samples])
+    seconds = np.array([one.seconds for one in samples])
+    solved = _non_negative(rows / seconds[:, None])
+    base, hop, *per_byte = (float(value) for value in solved)
+    # Where a kind's bytes were never seen to cost anything, its largest message says at most how much.
+    for number, kind in enumerate(kinds):
+        if per_byte[number] <= 0:
+            own = [(one.seconds / _sent(one), _sent(one)) for one in samples if one.kind == kind]
+            per_byte[number] = max(own, key=lambda pair: pair[1])[0]
+    unit = per_byte[0]
+    return {
+        "bandwidth_gb_s": _rounded(1 / unit / GB),
+        "efficiency": 1.0,
+        "base_latency_us": _rounded(base * 1e6),
+        "latency_us": _rounded(hop * 1e6),
+        "relative_time": {kind: _rounded(value / unit) for kind, value in zip(kinds, per_byte, strict=True)},
+    }
+
+
+def _terms(one: Communicated, kinds: list[str]) -> list[float]:
+    """What base, hop and seconds a byte of each kind are multiplied by."""
+    rounds = 1.0 if one.kind == "send" else latency_rounds(Collective(one.kind), one.group)
+    return [1.0, rounds, *(_sent(one) if kind == one.kind else 0.0 for kind in kinds)]
+
+
+def _sent(one: Communicated) -> float:
+    """Bytes over the slowest link, of each rank that has its share of it."""
+    if one.kind == "send":
+        return float(one.payload_bytes)
+    size = one.group.size
+    if one.kind == "all_to_all" and one.group.spans_nodes:
+        return (size - one.group.ranks_per_node) / size * one.payload_bytes
+    shared = one.group.ranks_per_node if one.group.spans_nodes else 1
+    return volume_bytes(Collective(one.kind), one.payload_bytes, size) / shared
+
+
+def _non_negative(rows: Floats) -> Floats:
+    """x >= 0 of least |rows x - 1|^2, by trying which of the first two are zero; the rest are positive anyhow."""
+    best, found = np.inf, np.zeros(rows.shape[1])
+    others = tuple(range(2, rows.shape[1]))
+    for number in range(3):
+        for kept in combinations((0, 1), number):
+            columns = [*kept, *others]
+            part = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0].clip(min=0.0)
+            error = float(((rows[:, columns] @ part - 1) ** 2).sum())
+            if error < best:
+                best, found = error, np.zeros(rows.shape[1])
+                found[columns] = part
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

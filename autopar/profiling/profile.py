@@ -1,0 +1,69 @@
+"""Measures the machine of a job, all ranks together, and describes it as a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_model.catalogue import find_gpu, make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.description import cluster_from_dict
+from autopar.ir.errors import InvalidCluster
+from autopar.local_cluster import catalogue_name
+from autopar.profiling.clock import Clock
+from autopar.profiling.compare import Series, compare
+from autopar.profiling.compute import measure_compute
+from autopar.profiling.fit import description_of
+from autopar.profiling.links import measure_links
+from autopar.profiling.samples import Samples
+from autopar.runtime.launch import this_device
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured, and the cluster file fitted to it."""
+
+    samples: Samples
+    description: dict[str, Any]
+
+    @property
+    def cluster(self) -> Cluster:
+        return cluster_from_dict(self.description)
+
+    def series(self) -> list[Series]:
+        return compare(self.samples, self.cluster)
+
+
+def profile(progress: Callable[[str], object], *, like: str | None = None, seconds: float = 0.2) -> Profile:
+    """Measure with all ranks of the default group, each of which calls this and gets the same.
+
+    like: the catalogue's entry to start from, for a GPU that it does not have. seconds: spent on each measurement.
+    Raises InvalidCluster where the GPU is unknown or the nodes have different numbers of ranks.
+    """
+    device = this_device()
+    gpu = find_gpu(like).name.lower() if like else catalogue_name(device)
+    cluster = make_cluster(gpu, dist.get_world_size(), _ranks_per_node(device))
+    samples, clock = Samples(), Clock(device, seconds=seconds)
+    measure_compute(samples, clock, cluster.device.precisions, progress)
+    if cluster.num_gpus > 1:
+        measure_links(samples, clock, cluster, progress)
+    return Profile(samples, description_of(samples, cluster, gpu))
+
+
+def _ranks_per_node(device: torch.device) -> int:
+    count = dist.get_world_size()
+    own = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", count))], device=device)
+    all_of_them = [torch.empty_like(own) for _ in range(count)]
+    dist.all_gather(all_of_them, own)
+    found = sorted({int(number) for number in all_of_them})
+    if len(found) > 1:
+        raise InvalidCluster(
+            f"the nodes of this job have {' and '.join(map(str, found))} ranks; a cluster has equally many on each.\n"
+            "  try: the same --nproc-per-node everywhere"
+        )
+    return found[0]

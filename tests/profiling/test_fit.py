@@ -1,0 +1,102 @@
+"""Figures fitted to times that the cost model itself made are those it made them with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import collective_time, point_to_point_time
+from autopar.cost_model.description import cluster_from_dict
+from autopar.cost_model.matmul import fraction_of_rate
+from autopar.ir.redistribution import Collective
+from autopar.profiling.compare import compare
+from autopar.profiling.fit import description_of
+from autopar.profiling.links import axes_of
+from autopar.profiling.samples import KINDS, AttentionRun, Communicated, Product, Samples, Traffic
+
+SHAPES = [(n, n, n) for n in (512, 1024, 4096, 8192)] + [(8192, 4096, 64), (8192, 4096, 256), (256, 4096, 4096)]
+SIZES = [1 << power for power in range(12, 31, 2)]
+RELATIVE = {"all_gather": 1.5, "reduce_scatter": 1.25, "all_to_all": 2.0, "send": 0.5}
+
+
+def true_cluster() -> Cluster:
+    base = make_cluster("a100", 32)
+    rate = replace(base.device.matmul_rate("bf16"), efficiency=0.6, attention_efficiency=0.3)
+    tiling = replace(base.device.tiling, half_depth=64.0)
+    device = replace(base.device, matmul=(rate,), tiling=tiling, memory_bandwidth=1.5e12, memory_efficiency=1.0)
+    relative = tuple(RELATIVE.items())
+    links = [
+        replace(link, bandwidth=b, efficiency=1.0, base_latency_s=2e-5, hop_latency_s=4e-6, relative_time=relative)
+        for link, b in ((base.intra_node, 200e9), (base.inter_node, 10e9))
+    ]
+    return replace(base, device=replace(device, kernel_launch_s=5e-6), intra_node=links[0], inter_node=links[1])
+
+
+def samples_of(cluster: Cluster) -> Samples:
+    device = cluster.device
+    rate = device.matmul_rate("bf16")
+    found = Samples(launch_s=device.kernel_launch_s)
+    for shape in SHAPES:
+        reached = rate.peak_flops * rate.efficiency * fraction_of_rate(device.tiling, *shape)
+        flops = 2.0 * shape[0] * shape[1] * shape[2]
+        found.products.append(Product("bf16", *shape, flops / reached + device.kernel_launch_s))
+    found.attention.append(AttentionRun("bf16", 1e12, 1e12 / (rate.peak_flops * rate.attention_efficiency)))
+    found.traffic.append(Traffic(10**9, device.memory_seconds(1e9)))
+    for mesh, axis in axes_of(cluster):
+        group = cluster.group(mesh, axis)
+        link = cluster.inter_node if group.spans_nodes else cluster.intra_node
+        for kind in KINDS:
+            for size in SIZES:
+                seconds = (
+                    point_to_point_time(size, link)
+                    if kind == "send"
+                    else collective_time(Collective(kind), size, group, cluster)
+                )
+                found.communicated.append(Communicated(kind, group, size, seconds))
+    return found
+
+
+def test_what_made_the_times_is_found() -> None:
+    truth = true_cluster()
+    samples = samples_of(truth)
+    described = description_of(samples, make_cluster("a100", 32), "a100-80gb")
+    fitted = cluster_from_dict(described)
+    rate = fitted.device.matmul_rate("bf16")
+    assert (rate.peak_flops, rate.efficiency) == (312e12, pytest.approx(0.6, rel=1e-3))
+    assert rate.attention_efficiency == pytest.approx(0.3, rel=1e-3)
+    assert fitted.device.tiling.half_depth == 64.0
+    assert fitted.device.memory_seconds(1.5e12) == pytest.approx(1.0, rel=1e-3)
+    assert fitted.device.kernel_launch_s == pytest.approx(5e-6, rel=1e-3)
+    for name in ("intra_node", "inter_node"):
+        found, true = getattr(fitted, name), getattr(truth, name)
+        assert found.ring_bandwidth(8) == pytest.approx(true.ring_bandwidth(8), rel=0.1)
+        assert dict(found.relative_time) == pytest.approx({"all_reduce": 1.0} | RELATIVE, rel=0.15)
+    errors = [abs(point.error) for series in compare(samples, fitted) for point in series.points]
+    assert sorted(errors)[len(errors) * 9 // 10] < 0.15
+
+
+def test_axes_inside_nodes_between_them_and_over_all() -> None:
+    def groups(count: int, per_node: int) -> set[tuple[int, int]]:
+        cluster = make_cluster("a100", count, per_node)
+        found = [cluster.group(mesh, axis) for mesh, axis in axes_of(cluster)]
+        return {(group.size, group.num_nodes) for group in found}
+
+    assert groups(4, 4) == {(2, 1), (4, 1)}
+    assert groups(4, 2) == {(2, 1), (2, 2), (4, 2)}
+    assert groups(24, 8) == {(2, 1), (4, 1), (8, 1), (3, 3), (24, 3)}
+    assert groups(2, 1) == {(2, 2)}
+
+
+def test_bytes_that_never_cost_anything_still_have_a_rate() -> None:
+    """Latency alone explains the times: the largest message then bounds the rate."""
+    truth = true_cluster()
+    samples = samples_of(truth)
+    for number, one in enumerate(samples.communicated):
+        samples.communicated[number] = replace(one, seconds=1e-4)
+    described = description_of(samples, make_cluster("a100", 32), "a100-80gb")
+    fitted = cluster_from_dict(described)
+    assert fitted.intra_node.bandwidth > 0
+    assert all(value > 0 for _, value in fitted.intra_node.relative_time)

@@ -1,0 +1,50 @@
+"""Ranks measure their machine together; the cluster file they write can be planned for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autopar.cli.profile import run_profile
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.errors import InvalidCluster
+from autopar.profiling.profile import profile
+from tests.harness import run_ranks
+
+
+def measured(folder: str) -> dict[str, Any]:
+    run_profile(Path(folder, "c.yaml"), seconds=0.002, report=Path(folder, "c.html"))
+    return {}
+
+
+def uneven() -> str:
+    import torch.distributed as dist
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + dist.get_rank())
+    with pytest.raises(InvalidCluster) as error:
+        profile(lambda doing: None, seconds=0.002)
+    return str(error.value)
+
+
+def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
+    run_ranks(measured, 2, str(tmp_path))
+    text = (tmp_path / "c.yaml").read_text()
+    described = yaml.safe_load(text)
+    assert (described["gpu"], described["num_gpus"], described["gpus_per_node"]) == ("cpu", 2, 2)
+    assert set(described["rates"]) == {"fp32", "bf16"}
+    cluster = Cluster.from_yaml(text)
+    assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
+    assert set(dict(cluster.intra_node.relative_time)) == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
+    }  # fmt: skip
+    page = (tmp_path / "c.html").read_text()
+    assert "matrix products, fp32" in page and "all_reduce, 2 ranks" in page
+
+
+def test_nodes_of_different_size_are_refused_on_every_rank() -> None:
+    for message in run_ranks(uneven, 2):
+        assert "the nodes of this job have 1 and 2 ranks" in message
