@@ -48,7 +48,7 @@ format: $(VENV)/.dev  ## let ruff fix and format the tree
 parity: $(VENV)/.dev  ## models × plans: largest relative error against one process
 	$(BIN)/python benchmarks/parity.py
 
-parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; 80 minutes; goes on where it was stopped
+parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; two hours; goes on where it was stopped
 	$(BIN)/python benchmarks/parity.py --full --resume out/parity-full.jsonl
 
 choices: $(VENV)/.dev  ## what the free search picks, and what the alternatives would have cost

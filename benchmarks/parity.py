@@ -413,7 +413,7 @@ def main() -> int:
     parser.add_argument("--models", help="model,... under every plan, or those of --plans")
     parser.add_argument("--plans", help="plan,... for every model, or those of --models")
     parser.add_argument("--cells", help="model:plan,... instead")
-    parser.add_argument("--full", action="store_true", help="every model under every plan: 80 minutes on 2 cores")
+    parser.add_argument("--full", action="store_true", help="every model under every plan: two hours on 2 cores")
     parser.add_argument("--resume", type=Path, help="file of the cells that are done, to go on from and to add to")
     options = parser.parse_args()
     if options.cells:

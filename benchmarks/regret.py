@@ -1,0 +1,316 @@
+"""Does the plan that is predicted to be fastest run fastest? Measured on two hosts of two ranks each.
+
+    sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--plans 24] [--steps 4]
+
+The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank may
+use an equal share of the cores and no more, as if it had a device of its own. For every network ``autopar profile``
+measures the hosts; a plan is searched for each model on that cluster, and plans of every kind are estimated there;
+all of them train for some steps. Printed: measured and predicted seconds a step of each plan, how much longer the
+searched one takes than the fastest of all (regret), and the rank correlation of measured and predicted (Spearman).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+HOSTS, PER_HOST = 2, 2
+RANKS = HOSTS * PER_HOST
+BATCH, SEQ, VOCAB = 16, 128, 2048
+# A token bucket sets the rate; it delays no packet by itself, which would take netem.
+NETWORKS = {"fast": None, "1gbit": "rate 1gbit", "100mbit": "rate 100mbit"}
+CGROUP = Path("/sys/fs/cgroup/cpu/autopar-regret")
+PERIOD_US = 5000
+
+
+def gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=256, n_layer=4, n_head=8, use_cache=False, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function="gelu_pytorch_tanh",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def moe() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=SEQ,
+        use_cache=False, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+MODELS = {"gpt": gpt, "moe": moe}
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(7))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def pins(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Plans of every kind, by what is pinned."""
+    for zero in (0, 1, 2, 3):
+        yield f"dp4 zero{zero}", {"dp": 4, "zero": zero, "num_microbatches": 1}
+    yield "dp4 zero0 M2", {"dp": 4, "zero": 0, "num_microbatches": 2}
+    yield "dp4 remat", {"dp": 4, "zero": 0, "num_microbatches": 1, "remat": "full"}
+    yield "tp4", {"tp": 4, "sequence_parallel": False, "num_microbatches": 1}
+    yield "tp4 sp", {"tp": 4, "sequence_parallel": True, "num_microbatches": 1}
+    yield "cp4", {"cp": 4, "num_microbatches": 1}
+    yield "dp2 cp2", {"dp": 2, "cp": 2, "num_microbatches": 1}
+    for zero in (0, 3):
+        yield f"dp2 tp2 zero{zero}", {"dp": 2, "tp": 2, "zero": zero, "sequence_parallel": False, "num_microbatches": 1}
+    yield "dp2 tp2 sp", {"dp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 1}
+    yield "pp2 naive", {"pp": 2, "dp": 2, "schedule": "naive", "num_microbatches": 1}
+    for schedule, count in (("gpipe", 4), ("1f1b", 2), ("1f1b", 4), ("1f1b", 8), ("zb-h1", 4)):
+        yield f"pp2 dp2 {schedule} M{count}", {"pp": 2, "dp": 2, "schedule": schedule, "num_microbatches": count}
+    yield "pp2 dp2 zero1 M4", {"pp": 2, "dp": 2, "zero": 1, "schedule": "1f1b", "num_microbatches": 4}
+    yield "pp2 tp2 M4", {"pp": 2, "tp": 2, "schedule": "1f1b", "sequence_parallel": False, "num_microbatches": 4}
+    for schedule, count in (("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("zb-h1", 8)):
+        yield f"pp4 {schedule} M{count}", {"pp": 4, "schedule": schedule, "num_microbatches": count}
+    yield "pp2 dp2 interleaved M4", {
+        "pp": 2, "dp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4,
+    }  # fmt: skip
+    if model == "moe":
+        yield "ep4", {"ep": 4, "num_microbatches": 1}
+        yield "ep2 dp2", {"ep": 2, "dp": 2, "num_microbatches": 1}
+        yield "ep2 tp2", {"ep": 2, "tp": 2, "num_microbatches": 1}
+
+
+# The hosts.
+
+
+def sh(*words: str, check: bool = True) -> None:
+    subprocess.run(words, check=check, capture_output=not check)
+
+
+@contextmanager
+def hosts(network: str | None) -> Iterator[None]:
+    """Two namespaces, ap0 at 10.88.0.1 and ap1 at 10.88.0.2. network: the rate of the cable each way."""
+    try:
+        sh("ip", "link", "del", "apv0", check=False)
+        for number in range(HOSTS):
+            sh("ip", "netns", "del", f"ap{number}", check=False)
+            sh("ip", "netns", "add", f"ap{number}")
+        sh("ip", "link", "add", "apv0", "type", "veth", "peer", "name", "apv1")
+        for number in range(HOSTS):
+            here = ("ip", "-n", f"ap{number}")
+            sh("ip", "link", "set", f"apv{number}", "netns", f"ap{number}")
+            sh(*here, "addr", "add", f"10.88.0.{number + 1}/24", "dev", f"apv{number}")
+            sh(*here, "link", "set", f"apv{number}", "up")
+            sh(*here, "link", "set", "lo", "up")
+            if network:
+                setting = (*network.split(), "burst", "256kb", "latency", "400ms")
+                where = ("dev", f"apv{number}", "root", "tbf")
+                sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "add", *where, *setting)
+        yield
+    finally:
+        for number in range(HOSTS):
+            sh("ip", "netns", "del", f"ap{number}", check=False)
+
+
+@contextmanager
+def shares() -> Iterator[None]:
+    """A share of the cores for each rank, if this machine has the controller for it."""
+    if not CGROUP.parent.is_dir():
+        print(f"no {CGROUP.parent}: ranks share the cores as they come", file=sys.stderr)
+        yield
+        return
+    quota = int(PERIOD_US * (os.cpu_count() or 1) / RANKS)
+    groups = [CGROUP / str(rank) for rank in range(RANKS)]
+    for group in groups:
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+    try:
+        yield
+    finally:
+        for group in (*groups, CGROUP):
+            group.rmdir()
+
+
+@contextmanager
+def on_own_share(rank: int) -> Iterator[None]:
+    """Within it this process has its rank's share of the cores; outside, what is free."""
+    group = CGROUP / str(rank)
+    if group.is_dir():
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if group.is_dir():
+            (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def run_ranks(job: Path) -> Any:
+    """Start this file on every rank with ``job``, and return what rank 0 wrote."""
+    processes = []
+    for rank in range(RANKS):
+        host = rank // PER_HOST
+        env = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % PER_HOST),
+            "LOCAL_WORLD_SIZE": str(PER_HOST), "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": "29555",
+            "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", f"ap{host}", sys.executable, __file__, "--worker", str(job)]
+        processes.append(subprocess.Popen(command, env=env))
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+    return json.loads(job.with_suffix(".done.json").read_text())
+
+
+# What a rank does.
+
+
+def worker(path: Path) -> None:
+    torch.set_num_threads(1)
+    job = json.loads(path.read_text())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: Any = profiled(rank) if job["model"] is None else trained(rank, job)
+    if rank == 0:
+        path.with_suffix(".done.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def profiled(rank: int) -> dict[str, Any]:
+    from autopar.profiling.profile import profile
+
+    with on_own_share(rank):
+        return profile(lambda doing: None, seconds=0.1).description
+
+
+def trained(rank: int, job: dict[str, Any]) -> dict[str, float]:
+    """Median seconds of a step of each plan."""
+    import autopar
+
+    found = {}
+    for name, plan in job["plans"].items():
+        torch.manual_seed(0)
+        model = MODELS[job["model"]]()
+        parallel = autopar.parallelize(model, RANKS, example_inputs=batch(), plan=plan)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
+        mine, times = parallel.shard_batch(batch()), []
+        with on_own_share(rank):
+            for _ in range(job["steps"] + 1):
+                dist.barrier()
+                start = time.perf_counter()
+                optimizer.zero_grad()
+                parallel.step(**mine)
+                optimizer.step()
+                dist.barrier()
+                times.append(time.perf_counter() - start)
+        found[name] = float(np.median(times[1:]))
+        if rank == 0:
+            print(f"  {name:26} {found[name]:.3f} s", file=sys.stderr, flush=True)
+    return found
+
+
+# Plans, and what came of them.
+
+
+def planned(model: str, description: dict[str, Any], folder: Path, most: int) -> dict[str, tuple[str, float]]:
+    """Name -> plan file and predicted seconds, the searched one first."""
+    from autopar.cost_model.description import cluster_from_dict
+    from autopar.ir.capture import capture
+    from autopar.ir.errors import AutoparError
+    from autopar.passes.normalise import normalise
+    from autopar.search.api import estimate_captured, search_captured
+    from autopar.search.constraints import Constraints
+
+    cluster = cluster_from_dict(description)
+    captured = normalise(capture(MODELS[model](), batch()))
+    found: dict[str, tuple[str, float]] = {}
+
+    def add(name: str, result: Any) -> None:
+        path = folder / f"{name.replace(' ', '_')}.yaml"
+        result.plan.save(path)
+        found[name] = str(path), result.predicted.step_time_s
+
+    add("searched", search_captured(captured, cluster, Constraints(precision="fp32")))
+    for name, pinned in pins(model):
+        if len(found) > most:
+            break
+        try:
+            add(name, estimate_captured(captured, cluster, Constraints(precision="fp32", **pinned)))
+        except AutoparError as error:
+            print(f"  {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return found
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def table(network: str, model: str, plans: dict[str, tuple[str, float]], measured: dict[str, float]) -> None:
+    print(f"\n## {model}, {network}\n\n| plan | measured s | predicted s | error |\n|---|---|---|---|")
+    for name in sorted(measured, key=measured.__getitem__):
+        predicted = plans[name][1]
+        print(f"| {name} | {measured[name]:.3f} | {predicted:.3f} | {100 * (predicted / measured[name] - 1):+.0f} % |")
+    regret = measured["searched"] / min(measured.values()) - 1
+    order = spearman(list(measured.values()), [plans[name][1] for name in measured])
+    print(
+        f"\nRegret of the searched plan {100 * regret:.1f} %, Spearman {order:.2f}, {len(measured)} plans.", flush=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--plans", type=int, default=99, help="at most, the searched one not counted")
+    parser.add_argument("--steps", type=int, default=4, help="timed, after one that is not")
+    parser.add_argument("--out", type=Path, default=Path("out/regret"))
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker)
+        return 0
+    if os.geteuid() != 0:
+        parser.error("network namespaces need root")
+    for network in options.networks.split(","):
+        folder = options.out / network
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.enter_context(shares())
+            stack.enter_context(hosts(NETWORKS[network]))
+            job = folder / "job.json"
+            job.write_text(json.dumps({"model": None}))
+            description = run_ranks(job)
+            print(f"\n{network}: {json.dumps(description['inter_node'])}", flush=True)
+            for model in options.models.split(","):
+                plans = planned(model, description, folder, options.plans)
+                files = {name: path for name, (path, _) in plans.items()}
+                job.write_text(json.dumps({"model": model, "plans": files, "steps": options.steps}))
+                table(network, model, plans, run_ranks(job))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
