@@ -30,6 +30,9 @@ class Group:
     def spans_nodes(self) -> bool:
         return self.num_nodes > 1
 
+    def __str__(self) -> str:
+        return f"{self.size} ranks" + (f" on {self.num_nodes} nodes" if self.spans_nodes else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:

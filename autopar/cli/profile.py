@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cli.progress import progress_on_stderr
+from autopar.ir.errors import InvalidInput
 from autopar.profiling.profile import Profile, profile
 from autopar.runtime.launch import ensure_process_group
 
@@ -18,6 +19,9 @@ _HEAD = "# Measured by autopar profile. Every figure can be edited; autopar sear
 
 def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None) -> None:
     """Measure with every rank of the job; the first one writes and prints. Raises AutoparError."""
+    for path in (output, report):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise InvalidInput(f"{path}: there is no folder {path.resolve().parent}.\n  try: make it first")
     joined = dist.is_initialized()
     ensure_process_group()
     first = dist.get_rank() == 0

@@ -52,8 +52,7 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
     for traffic in samples.traffic:
         add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))
     for one in samples.communicated:
-        where = f"{one.group.size} ranks" + (f" on {one.group.num_nodes} nodes" if one.group.spans_nodes else "")
-        add(f"{one.kind}, {where}", "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))
+        add(f"{one.kind}, {one.group}", "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))
     return [Series(name, unit, tuple(points)) for (name, unit), points in found.items()]
 
 

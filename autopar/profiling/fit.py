@@ -11,6 +11,7 @@ error. The terms of a link are the non-negative ones of least squared relative e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
@@ -119,7 +120,7 @@ def link_figures(samples: list[Communicated]) -> dict[str, Any]:
     }
 
 
-def _terms(one: Communicated, kinds: list[str]) -> list[float]:
+def _terms(one: Communicated, kinds: Sequence[str]) -> list[float]:
     """What base, hop and seconds a byte of each kind are multiplied by."""
     rounds = 1.0 if one.kind == "send" else latency_rounds(Collective(one.kind), one.group)
     return [1.0, rounds, *(_sent(one) if kind == one.kind else 0.0 for kind in kinds)]

@@ -29,10 +29,9 @@ def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Ca
         device_mesh = init_device_mesh(clock.device.type, tuple(sizes), mesh_dim_names=mesh.names)
         group = device_mesh.get_group(mesh.names[axis])
         found = cluster.group(mesh, axis)
-        where = f"{found.size} ranks" + (f" on {found.num_nodes} nodes" if found.spans_nodes else "")
         for kind in KINDS:
             for payload in _SIZES:
-                progress(f"{kind} over {where}, {payload >> 10:,} KiB")
+                progress(f"{kind} over {found}, {payload >> 10:,} KiB")
                 run = _call(kind, payload, group, clock.device)
                 seconds = clock.time(run)
                 samples.communicated.append(Communicated(kind, found, payload, seconds))

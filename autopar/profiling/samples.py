@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from autopar.cost_model.cluster import Group
+from autopar.cost_model.description import Kind
 
 # Kinds of communication that are measured: four collectives, and a send between neighbours.
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)

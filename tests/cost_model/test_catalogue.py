@@ -6,8 +6,9 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from autopar.cost_model.catalogue import CATALOGUE, Assumed, Fit, Published, find_gpu, known_gpus, make_cluster
+from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.entries import Assumed, Fit, Published
 from autopar.cost_model.matmul import Tile
 from autopar.ir.errors import InvalidCluster
 

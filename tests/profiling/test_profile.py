@@ -11,7 +11,7 @@ import yaml
 
 from autopar.cli.profile import run_profile
 from autopar.cost_model.cluster import Cluster
-from autopar.ir.errors import InvalidCluster
+from autopar.ir.errors import InvalidCluster, InvalidInput
 from autopar.profiling.profile import profile
 from tests.harness import run_ranks
 
@@ -43,6 +43,13 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     }  # fmt: skip
     page = (tmp_path / "c.html").read_text()
     assert "matrix products, fp32" in page and "all_reduce, 2 ranks" in page
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"there is no folder .*missing"):
+        run_profile(tmp_path / "missing" / "c.yaml")
+    with pytest.raises(InvalidInput, match=r"there is no folder .*missing"):
+        run_profile(tmp_path / "c.yaml", report=tmp_path / "missing" / "c.html")
 
 
 def test_nodes_of_different_size_are_refused_on_every_rank() -> None:
