@@ -11,12 +11,11 @@ With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks
 
 Parameters stay float32 and are their own master copy; bf16 and fp16 compute add 2n, the copies that matmuls read. So
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
-precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 1 and 2 keep the
-gathered compute copy from the first microbatch to the last; level 3 gathers block by block and holds the one that
-runs and those that are prefetched, one if the plan does not say more. With one microbatch there is nothing to
-accumulate, and level 1 scatters each gradient as it comes, like level 2. Between steps what was gathered is gone: 16n
-at level 0 (the copies are made in each microbatch), 16n/d at the others. ``tests/runtime/test_memory_held.py``
-measures all of it.
+precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 0, 1 and 2 keep the
+copies from the first microbatch to the last; level 3 gathers block by block and holds the one that runs and those that
+are prefetched, one if the plan does not say more. With one microbatch there is nothing to accumulate, and level 1
+scatters each gradient as it comes, like level 2. Between steps copies are gone: 16n at level 0, 16n/d at the others.
+``tests/runtime/test_memory_held.py`` measures all of it.
 
 Level 3 without resharding after forward keeps cn like level 2, from a microbatch's forward to its backward. Offload
 moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; what is gathered or accumulated whole stays.

@@ -110,13 +110,17 @@ def buffer_copies(
 def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int) -> tuple[float, float]:
     """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
 
-    Parameters are cast for compute and gradients back, by ZeRO the ``shards``-th part of them; from the second
-    microbatch on gradients are added to those before, at level 1 whole.
+    Parameters are cast for compute once a step, at level 3 in every microbatch, the ``shards``-th part of them. Where
+    gradients are kept whole, those of the first microbatch are cast back and later ones are added as they come; at
+    levels 2 and 3 they are added once they are summed.
     """
-    cast = (_MASTER + itemsize) * numel / shards if itemsize != _MASTER else 0.0
-    again = (num_microbatches - 1) / num_microbatches
-    added = (itemsize + 2 * _MASTER) * numel if zero == 1 else 3 * _MASTER * numel / shards
-    return cast, cast + again * added
+    cast = (_MASTER + itemsize) * numel if itemsize != _MASTER else 0.0
+    forward = cast / shards if zero == 3 else cast / shards / num_microbatches
+    again = num_microbatches - 1
+    if zero >= 2:
+        return forward, 3 * _MASTER * numel / shards * again / num_microbatches
+    first = cast if again or not zero else 0.0
+    return forward, (first + (itemsize + 2 * _MASTER) * numel * again) / num_microbatches
 
 
 def offload_time(shard_numel: float, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:

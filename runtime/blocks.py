@@ -33,9 +33,12 @@ def attach(root: nn.Module, name: str, value: torch.Tensor, *, persistent: bool 
 
 
 class Slot:
-    """A named place of a parameter or buffer. What is in it changes: FSDP swaps gathered and sharded tensors."""
+    """A named place of a parameter or buffer. What is in it changes: FSDP swaps gathered and sharded tensors.
 
-    __slots__ = ("_leaf", "_places")
+    copy: what blocks read in its stead, if anything.
+    """
+
+    __slots__ = ("_leaf", "_places", "copy")
 
     def __init__(self, root: nn.Module, name: str) -> None:
         *path, leaf = name.split(".")
@@ -43,12 +46,16 @@ class Slot:
             child = root._modules[part]
             assert child is not None
             root = child
+        self.copy: torch.Tensor | None = None
         self._leaf = leaf
         self._places: dict[str, Any] = root._parameters if leaf in root._parameters else root._buffers
 
     def get(self) -> torch.Tensor:
         value: torch.Tensor = self._places[self._leaf]
         return value
+
+    def read(self) -> torch.Tensor:
+        return self.get() if self.copy is None else self.copy
 
     def set(self, value: torch.Tensor) -> None:
         self._places[self._leaf] = value
@@ -152,7 +159,7 @@ class BlockModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         variant = self._selected
-        state = [slot.get() for slot in self._slots[variant]]
+        state = [slot.read() for slot in self._slots[variant]]
         result: tuple[torch.Tensor, ...] = self._variants[variant](*state, *inputs)
         return result
 

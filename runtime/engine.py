@@ -26,6 +26,7 @@ from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
+from autopar.runtime.narrow_copies import NarrowCopies, cast_reads
 from autopar.runtime.outputs import Outputs, scale_outputs
 from autopar.runtime.parameters import cut_axes, materialize
 from autopar.runtime.randomness import Randomness
@@ -103,6 +104,8 @@ class Engine:
             stage.zero = self._apply_zero(stage)
         self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
         self._reduce_gradients()
+        self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
+        self._casts = {_STEP: self._cast_reads(own)}
         self.randomness = Randomness(seed, self.device)
         self.background = Background()
         self.scaler: LossScaler | None = None
@@ -181,6 +184,11 @@ class Engine:
             unmanaged=[name for name, layout in stage.program.parameters.items() if self._held_twice(layout)],
         )
 
+    def _cast_reads(self, programs: Sequence[StageProgram]) -> dict[str, torch.dtype]:
+        """What ``programs`` read in another dtype, but for parameters that FSDP casts."""
+        managed = {name for stage in self.local if stage.zero is not None for name in stage.zero.managed}
+        return {name: dtype for name, dtype in cast_reads(programs).items() if name not in managed}
+
     def _reduce_gradients(self) -> None:
         for name, stored in sorted(self.stored.items()):
             parameter = self.tensor(name)
@@ -206,6 +214,7 @@ class Engine:
 
     def _finish(self) -> None:
         """After the last one."""
+        self._copies.drop()
         self.reducer.finish()
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)
@@ -260,6 +269,7 @@ class Engine:
         for stage in self.local:
             stage.module.expert_loads = []
         self._begin()
+        self._copies.make(self._casts[_STEP])
         self.randomness.next_call()
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
@@ -320,10 +330,12 @@ class Engine:
         own = self._select(_FORWARD, inputs)
         self.randomness.next_call()
         self.stage.expert_loads = []
+        self._copies.make(self._casts[_FORWARD])
         parts = []
         for number, microbatch in enumerate(self._microbatches(own)):
             with self.randomness.of(self.stage, number):
                 parts.append(self.stage(**microbatch))
+        self._copies.drop()
         results = outputs.merge(parts)
         if torch.is_grad_enabled():
             results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)
@@ -346,6 +358,7 @@ class Engine:
         names = tuple(name for name in program.outputs if name is not None)
         self._add_variant(_FORWARD, self.stage, program, names)
         self._inputs[_FORWARD] = tuple(program.inputs)
+        self._casts[_FORWARD] = self._cast_reads([program])
         self._outputs = Outputs.of(self.captured, program, self.plan)
         return self._outputs
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from autopar.ir.parameters import local_of, placed_like
 
 # Bytes of a bucket, as in DistributedDataParallel: the first is small so that communication starts early.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -109,7 +110,7 @@ class GradientReducer:
         for slot in self._slots:
             gradient = slot.parameter.grad
             if gradient is not None:
-                by_count.setdefault(slot.num_summands, []).append(_local(gradient))
+                by_count.setdefault(slot.num_summands, []).append(local_of(gradient))
         for count, gradients in by_count.items():
             torch._foreach_mul_(gradients, 1.0 / count)
 
@@ -126,7 +127,7 @@ class GradientReducer:
             return
         if slot.view is not None and parameter.grad is not slot.grad:
             assert parameter.grad is not None
-            slot.view.copy_(_local(parameter.grad))
+            slot.view.copy_(local_of(parameter.grad))
             parameter.grad = slot.grad
         if slot.stage in self._armed and not slot.arrived:
             slot.arrived = True
@@ -149,7 +150,7 @@ class GradientReducer:
             gradient = slot.parameter.grad
             if gradient is None:
                 gradient = slot.parameter.grad = torch.zeros_like(slot.parameter)
-            tensor = _local(gradient)
+            tensor = local_of(gradient)
             if not tensor.is_contiguous():
                 tensor = _replace_local(slot.parameter, tensor.contiguous())
         self._sum(tensor, bucket.group)
@@ -195,7 +196,7 @@ class GradientReducer:
         """Move a gradient that arrived before there were buckets into its bucket."""
         if slot.view is not None:
             assert slot.parameter.grad is not None
-            slot.view.copy_(_local(slot.parameter.grad))
+            slot.view.copy_(local_of(slot.parameter.grad))
             slot.parameter.grad = slot.grad
         slot.arrived = True
 
@@ -211,7 +212,7 @@ class GradientReducer:
                 continue
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
-            gradient = _local(slot.parameter.grad)
+            gradient = local_of(slot.parameter.grad)
             if not gradient.is_contiguous():
                 gradient = _replace_local(slot.parameter, gradient.contiguous())
             self._sum(gradient, slot.over_stages)
@@ -232,7 +233,7 @@ def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
 
     for slot in slots:
         assert slot.group is not None and slot.parameter.grad is not None
-        gradient = _local(slot.parameter.grad)
+        gradient = local_of(slot.parameter.grad)
         if gradient.nbytes >= ALONE_BYTES:
             bucket = _Bucket(slot.group, [slot])
             slot.bucket = bucket
@@ -250,31 +251,22 @@ def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
 
 
 def _flat_bucket(group: dist.ProcessGroup, slots: list[_Slot]) -> _Bucket:
-    gradients = [_local(slot.parameter.grad) for slot in slots if slot.parameter.grad is not None]
+    gradients = [local_of(slot.parameter.grad) for slot in slots if slot.parameter.grad is not None]
     flat = torch.zeros(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
     bucket = _Bucket(group, slots, flat)
     start = 0
     for slot, gradient in zip(slots, gradients, strict=True):
         slot.bucket = bucket
         slot.view = flat[start : start + gradient.numel()].view(gradient.shape)
-        slot.grad = _like(slot.parameter, slot.view)
+        slot.grad = placed_like(slot.parameter, slot.view)
         start += gradient.numel()
     return bucket
 
 
 def _nbytes(slot: _Slot) -> int:
-    return 0 if slot.parameter.grad is None else _local(slot.parameter.grad).nbytes
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` with the placements of ``parameter``, as its gradient."""
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+    return 0 if slot.parameter.grad is None else local_of(slot.parameter.grad).nbytes
 
 
 def _replace_local(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    parameter.grad = _like(parameter, local)
+    parameter.grad = placed_like(parameter, local)
     return local

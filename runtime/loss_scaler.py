@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.ir.errors import InvalidInput
+from autopar.ir.parameters import local_of
 from autopar.runtime.module import ParallelModule
 
 
@@ -55,7 +55,7 @@ class LossScaler:
 
     def before_backward(self, gradients: Iterable[Tensor]) -> None:
         """Scale the gradients of earlier calls, which the coming ones are added to."""
-        local = _local(gradients)
+        local = list(map(local_of, gradients))
         if local:
             torch._foreach_mul_(local, self.scale)
 
@@ -65,7 +65,7 @@ class LossScaler:
             self._overflow = torch.zeros((), dtype=torch.float32, device=device)
         inverse = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in _local(gradients):
+        for gradient in map(local_of, gradients):
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for some in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(some, self._overflow, inverse)
@@ -96,7 +96,3 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scale, self._good_steps = state_dict["scale"], state_dict["good_steps"]
-
-
-def _local(gradients: Iterable[Tensor]) -> list[Tensor]:
-    return [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]

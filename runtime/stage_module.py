@@ -55,6 +55,7 @@ class StageModule(nn.Module):
         self._library = library
         self._by_name: dict[str, BlockModule] = {}
         self._owner: dict[str, nn.Module] = {}
+        self._slots: dict[str, Slot] = {}
         self._variants: dict[str, _Variant] = {}
         self._selected = ""
         self.loss_scale = 1.0
@@ -88,7 +89,14 @@ class StageModule(nn.Module):
 
     def slot(self, name: str) -> Slot:
         """The place of a parameter or buffer, by original name."""
-        return Slot(self._owner[name], name)
+        if name not in self._slots:
+            self._slots[name] = Slot(self._owner[name], name)
+        return self._slots[name]
+
+    def drop_copies(self) -> None:
+        """Let blocks read the parameters themselves again."""
+        for slot in self._slots.values():
+            slot.copy = None
 
     def add_variant(self, variant: str, program: StageProgram, results: tuple[str, ...], device: torch.device) -> None:
         """Add a program that returns the values called ``results``."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.ir.communicate import concatenate_ranks
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
+from autopar.ir.parameters import local_of
 from autopar.ir.placement import Shard
 from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
@@ -91,7 +92,7 @@ def gather_full(
             part = local(parameter.name)
             if part is not None:
                 part = part.detach().to(device)
-                part = part._local_tensor if isinstance(part, DTensor) else part
+                part = local_of(part)
                 how = stored.get(parameter.name)
                 whole = part if how is None else how.whole(part, mesh)
         if mesh.num_pipeline_ranks > 1:
@@ -134,7 +135,7 @@ def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: S
         part = stored.local_part(value, mesh) if value.shape == parameter.shape else value
     else:
         part = value
-    target = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    target = local_of(parameter)
     if part.shape != target.shape:
         raise InvalidInput(
             f"state dict: {name} has shape {tuple(value.shape)}, expected {tuple(parameter.shape)}.\n"
@@ -151,7 +152,7 @@ def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: 
     Returns the norm before. All ranks call together; one scalar is communicated.
     """
     device = torch.device(mesh.device_mesh.device_type)
-    gradients = [(_local(p.grad), stored) for p, stored in parameters if p.grad is not None]
+    gradients = [(local_of(p.grad), stored) for p, stored in parameters if p.grad is not None]
     counted = [gradient for gradient, stored in gradients if stored.counted_here(mesh)]
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
@@ -163,7 +164,3 @@ def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: 
     for place in {gradient.device for gradient, _ in gradients}:
         torch._foreach_mul_([gradient for gradient, _ in gradients if gradient.device == place], scale.to(place))
     return norm
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -29,6 +29,16 @@ def read_parameter(
     return parameter if dtype is None else parameter.to(dtype)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` on this rank: a DTensor's own, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` with the placements of ``parameter``, as its gradient."""
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
 def scale_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
     """``value`` itself; its gradient is multiplied by ``factor``."""
     result: torch.Tensor = _ScaleGradient.apply(value, factor)  # type: ignore[no-untyped-call]
