@@ -73,7 +73,8 @@ def captured(build: Callable[[], nn.Module]) -> CapturedModel:
 def values_of(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype.is_floating_point:
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    # A number by itself is a count that something is divided by.
+    return torch.randint(0 if shape else 1, 2, shape, generator=generator).to(dtype)
 
 
 # Contents are undefined, or the op has no gradient in float64 for an operand: proved elsewhere.
