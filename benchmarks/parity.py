@@ -61,6 +61,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp 2x2": (4, {"dp": 4, "zero": 3, "shard": 2}),
     "tp2": (2, {"tp": 2, "sp": False}),
     "tp2 sp": (2, {"tp": 2, "sp": True}),
+    "dp2 alternate": (2, {"dp": 2, "zero": 0, "remat": "alternate"}),
     "tp2 remat": (2, {"tp": 2, "sp": True, "remat": "selective"}),
     "cp2 remat": (2, {"cp": 2, "remat": "selective"}),
     "tp4": (4, {"tp": 4, "sp": False}),

@@ -202,10 +202,10 @@ class Row:
 
     def remat(self) -> Remat:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
-        spelt out, what ours runs again is mostly that."""
+        spelt out, what ours runs again is mostly that. Torchtitan's "selective (op)" keeps every second product."""
         if "every other" in self.recompute:
             raise Missing("a level that every block has (every other layer is rematerialised)")
-        levels: dict[str, Remat] = {"full": "full", "selective (op)": "selective"}
+        levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
         if not self.fused_attention:
             levels["selective"] = "selective"
         return levels.get(self.recompute, "none")

@@ -7,6 +7,7 @@ a redistribution gathered is another tensor than the shard it came from.
     none        everything autograd saves
     selective   results of contractions, of reductions and exchanges, and the block's inputs; the rest is recomputed.
                 A product that only a reduction or an exchange reads is not kept beside what comes out of it
+    alternate   the same without every second product, which runs again
     full        the block's inputs; everything is recomputed
 
 Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
@@ -25,7 +26,7 @@ from torch import fx
 from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view, op_name
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
-from autopar.ir.products import is_product
+from autopar.ir.products import every_second, is_product
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.saved import saved_for_backward
@@ -75,7 +76,8 @@ class BlockActivations:
     """What one block may keep. Built once per distinct block; evaluated per assignment.
 
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
-    kept: results of contractions. moved: (producer's result, consumer's operand), between which a collective may be.
+    kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
+    sum over. moved: (producer's result, consumer's operand), between which a collective may be.
     inputs: operands from outside the block. working: operands and results of each op, whose gradients live
     while its backward runs.
     """
@@ -83,6 +85,7 @@ class BlockActivations:
     saved: tuple[Saved, ...]
     extra: tuple[Saved, ...]
     kept: tuple[Saved, ...]
+    every_second: Mapping[fx.Node, frozenset[str]]
     moved: tuple[tuple[Saved, Saved], ...]
     inputs: tuple[Saved, ...]
     working: tuple[tuple[Saved, ...], ...]
@@ -166,6 +169,10 @@ class BlockActivations:
             saved=tuple(dict.fromkeys(saved)),
             extra=tuple(extra),
             kept=tuple(dict.fromkeys(kept)),
+            every_second={
+                node: frozenset(rules(node).summed)
+                for node in every_second([node for node in nodes if is_product(node.target)])
+            },
             moved=tuple(dict.fromkeys(moved)),
             inputs=tuple(dict.fromkeys(inputs)),
             working=tuple(working),
@@ -177,22 +184,45 @@ class BlockActivations:
         """Bytes one rank keeps of one microbatch between forward and backward, rematerialised at level ``remat``."""
         if remat == "full":
             return _total(self.inputs, assignments, mesh, num_microbatches)
-        if remat == "selective":
-            exchanged = []
-            read: dict[Storage, bool] = {}  # whether more than reductions and exchanges read it
-            for produced, use in self.moved:
-                before, after = (t.local_bytes(assignments[t.node], mesh, num_microbatches) for t in (produced, use))
-                cut = produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
-                if cut and after <= before:
-                    exchanged.append(use)
-                read[use.storage] = read.get(use.storage, False) or not cut or after > before
-            contracted = [t for t in self.kept if read.get(t.storage, True) or not is_product(t.node.target)]
+        if remat in ("selective", "alternate"):
+            contracted, exchanged = self._dear(assignments, mesh, num_microbatches)
+            if remat == "alternate":
+                contracted = [t for t in contracted if not self._runs_again(t.node, assignments)]
             chosen = dict.fromkeys((*self.inputs, *contracted, *exchanged))
             least = _total(chosen, assignments, mesh, num_microbatches)
             return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
         return _total(self.saved, assignments, mesh, num_microbatches) + _total(
             self.extra, assignments, mesh, num_microbatches
         )
+
+    def run_again(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1
+    ) -> list[Saved]:
+        """Results of contractions that level selective keeps and level alternate computes again."""
+        contracted, _ = self._dear(assignments, mesh, num_microbatches)
+        return [tensor for tensor in contracted if self._runs_again(tensor.node, assignments)]
+
+    def _runs_again(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
+        """Whether level alternate computes a product again. One that is reduced between ranks is kept as their sum."""
+        summed = self.every_second.get(node)
+        return summed is not None and not any(
+            factor in summed for choice in assignments[node] for factor in factors_of_choice(choice)
+        )
+
+    def _dear(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
+    ) -> tuple[list[Saved], list[Saved]]:
+        """What level selective keeps: results of contractions, and of reductions and exchanges."""
+        exchanged = []
+        read: dict[Storage, bool] = {}  # whether more than reductions and exchanges read it
+        for produced, use in self.moved:
+            before, after = (t.local_bytes(assignments[t.node], mesh, num_microbatches) for t in (produced, use))
+            cut = produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
+            if cut and after <= before:
+                exchanged.append(use)
+            read[use.storage] = read.get(use.storage, False) or not cut or after > before
+        contracted = [t for t in self.kept if read.get(t.storage, True) or not is_product(t.node.target)]
+        return contracted, exchanged
 
     def additive_bytes(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
         """Saved bytes that ``node`` is the first op to keep, for a price per op.

@@ -149,12 +149,14 @@ def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> fl
     return device.kernel_launch_s + device.memory_seconds(_ADAMW_BYTES * numel)
 
 
-def rematerialised_s(remat: str, forward_s: float, contraction_s: float) -> float:
+def rematerialised_s(remat: str, forward_s: float, contraction_s: float, again_s: float = 0.0) -> float:
     """Forward seconds that a block runs again in its backward.
 
     forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions
-    and exchanges, which "selective" does not run again.
+    and exchanges, which "selective" does not run again; again_s: the part of that which "alternate" does.
     """
     if remat == "full":
         return forward_s
-    return max(0.0, forward_s - contraction_s) if remat == "selective" else 0.0
+    if remat == "none":
+        return 0.0
+    return max(0.0, forward_s - contraction_s) + (again_s if remat == "alternate" else 0.0)

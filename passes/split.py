@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import fx
 
@@ -301,9 +302,11 @@ def _sums(roots: Iterable[fx.Node], prelude: Iterable[fx.Node]) -> list[fx.Node]
 
 
 def _remat(stage: StagePlan, number: int) -> Remat:
-    """Level of the stage's block ``number``: full first, then selective, then none."""
-    full = stage.remat.get("full", 0)
-    selective = stage.remat.get("selective", 0)
-    if number < full:
-        return "full"
-    return "selective" if number < full + selective else "none"
+    """Level of the stage's block ``number``: the strongest first."""
+    levels: tuple[Literal["full", "alternate", "selective"], ...] = ("full", "alternate", "selective")
+    for level in levels:
+        count = stage.remat.get(level, 0)
+        if number < count:
+            return level
+        number -= count
+    return "none"

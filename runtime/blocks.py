@@ -101,8 +101,8 @@ class CodeLibrary:
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
-        if program.remat == "selective" and not self._compile:
-            mark(graph)
+        if program.remat in ("selective", "alternate") and not self._compile:
+            mark(graph, program.remat)
         code = graph.python_code("self")
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:

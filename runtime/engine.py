@@ -69,6 +69,12 @@ class Engine:
                 f"the plan's schedule {plan.schedule} runs a backward in two parts, and a compiled block has but one.\n"
                 "  try: compile=False, or a plan with schedule 1f1b or interleaved"
             )
+        if compile_blocks and any(stage.remat.get("alternate") for stage in plan.stages):
+            raise PlanMismatch(
+                "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
+                "block run again.\n"
+                "  try: compile=False, or a plan with remat selective or full"
+            )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
         own = tuple(programs[stage] for stage in self.mesh.stages)

@@ -3,6 +3,7 @@
     none        everything that autograd saves
     selective   results of contractions, of reductions and exchanges between ranks, and the block's inputs; the rest
                 runs again, what was gathered from other ranks too
+    alternate   the same without every second matrix product, which runs again
     full        the block's inputs
 
 Where only a reduction or an exchange reads the result of a matrix product, what comes out of the collective is kept
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.lowered.reductions import split_bias
-from autopar.ir.products import is_product
+from autopar.ir.products import every_second, is_product
 from autopar.ir.program import Remat
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.
@@ -35,8 +36,9 @@ _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
 _KEPT_NAMESPACES = ("_c10d_functional", "autopar")
 
-# Within a call that ``mark`` wrapped: whether its results are not kept.
-_not_kept: ContextVar[bool] = ContextVar("autopar results that are not kept", default=False)
+# Within a call that ``mark`` wrapped, whose results are not kept: whether they are unread, or computed again.
+_Mark = Literal["unread", "again"]
+_not_kept: ContextVar[_Mark | None] = ContextVar("autopar results that are not kept", default=None)
 
 
 def rematerialised(
@@ -46,7 +48,7 @@ def rematerialised(
     if remat == "none":
         return call
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if remat == "selective":
+    if remat != "full":
         # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
         kept = partial(create_selective_checkpoint_contexts, _keep)
         options["context_fn"] = kept if compiled else partial(_contexts, kept)
@@ -57,28 +59,31 @@ def rematerialised(
     return run
 
 
-def mark(graph: fx.Graph) -> None:
-    """Wrap, in place, the calls in ``graph`` whose results selective rematerialisation does not keep though dear."""
+def mark(graph: fx.Graph, remat: Remat) -> None:
+    """Wrap, in place, the calls in ``graph`` whose results ``remat`` does not keep though dear."""
     sums = {all_reduce, reduce_scatter, all_to_all}
+    products = [node for node in graph.nodes if is_product(node.args[0] if node.target is split_bias else node.target)]
+    unread = {node for node in products if node.users and all(user.target in sums for user in node.users)}
+    again = set(every_second(products)) if remat == "alternate" else set()
     for node in graph.nodes:
-        computed = node.args[0] if node.target is split_bias else node.target
-        passed_on = is_product(computed) and node.users and all(user.target in sums for user in node.users)
-        if node.target is all_gather or passed_on:
-            node.target = _marked(node.target)
+        if node.target is all_gather or node in unread:
+            node.target = _marked(node.target, "unread")
+        elif node in again:
+            node.target = _marked(node.target, "again")
 
 
 @cache
-def _marked(target: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(target: Callable[..., Any], how: _Mark) -> Callable[..., Any]:
     """``target``, with its results not kept."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token = _not_kept.set(True)
+        token = _not_kept.set(how)
         try:
             return target(*args, **kwargs)
         finally:
             _not_kept.reset(token)
 
-    call.__name__ = call.__qualname__ = f"not_kept_{getattr(target, '__name__', 'op').replace('.', '_')}"
+    call.__name__ = call.__qualname__ = f"{how}_{getattr(target, '__name__', 'op').replace('.', '_')}"
     call.__module__ = __name__
     return call
 
@@ -99,7 +104,7 @@ class _Unread(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not (_not_kept.get() and _is_contraction(func)):
+        if not (_not_kept.get() == "unread" and _is_contraction(func)):
             return func(*args, **(kwargs or {}))
         if not self._again:
             result: Tensor = func(*args, **(kwargs or {}))
@@ -132,4 +137,4 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = getattr(op, "_opname", "")
     dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
     dear = dear or any(part in name for part in _ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if dear and not _not_kept.get() else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if dear and _not_kept.get() is None else CheckpointPolicy.PREFER_RECOMPUTE

@@ -43,6 +43,7 @@ class PrecisionName(str, Enum):
 class RematName(str, Enum):
     none = "none"
     selective = "selective"
+    alternate = "alternate"
     full = "full"
 
 

@@ -65,15 +65,15 @@ class BlockPlan(_Model):
 class StagePlan(_Model):
     """Blocks ``first`` to ``last`` (inclusive, counted over all block instances in order).
 
-    remat: level -> number of this stage's blocks at that level, from the first block on; the rest keep
-    their activations.
+    remat: level -> number of this stage's blocks at that level: from the first block on those at full, then alternate,
+    then selective; the rest keep their activations.
     offload: keep the parameters that ZeRO shards, their gradients and optimiser state in host memory; parameters are
     copied to the device to be gathered, and the optimiser runs on the CPU.
     """
 
     first: Annotated[int, Field(ge=0)]
     last: Annotated[int, Field(ge=0)]
-    remat: dict[Literal["selective", "full"], Annotated[int, Field(ge=0)]] = {}
+    remat: dict[Literal["selective", "alternate", "full"], Annotated[int, Field(ge=0)]] = {}
     offload: bool = False
 
 

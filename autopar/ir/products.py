@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import fx
 
 from autopar.ir.ops import columns_linear
 
@@ -19,3 +22,8 @@ def is_product(target: object) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     return target.overloadpacket.__name__ in _NAMES
+
+
+def every_second(products: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Those of the products of a block that rematerialisation at level alternate does not keep."""
+    return products[1::2]

@@ -16,7 +16,7 @@ from autopar.ir.graph import Buffer, Parameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout
 
-Remat = Literal["none", "selective", "full"]
+Remat = Literal["none", "selective", "alternate", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,7 @@ def predict_plan(
             first=s.first,
             last=s.last,
             full=s.remat.get("full", 0),
+            alternate=s.remat.get("alternate", 0),
             selective=s.remat.get("selective", 0),
             offload=s.offload,
         )

@@ -27,7 +27,7 @@ from autopar.ir.plan import Precision, split_obstacle
 from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 
-Remat = Literal["none", "selective", "full"]
+Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
@@ -155,7 +155,7 @@ class Constraints:
             ranks, virtual = self.pp or 2, self.virtual_stages or least
             count = self.num_microbatches or 2 * ranks
             obstacle = Pipelining(self.schedule, ranks, count, virtual).obstacle()
-            remat = self.remat in ("selective", "full")
+            remat = self.remat not in (None, "none")
             obstacle = obstacle or split_obstacle(self.schedule, self.zero or 0, remat=remat)
             if obstacle is not None:
                 raise InfeasiblePlan(f"schedule: {obstacle}")

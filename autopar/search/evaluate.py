@@ -36,14 +36,14 @@ class BlockPrice:
 
     compute: OpTime
     communication: OpTime
-    recomputed_s: tuple[float, float, float]
+    recomputed_s: tuple[float, ...]
     weights_s: float
     twice_s: float
     later_bytes: float
     sync: SyncTime
     optimiser_s: float
     states: MemoryParts
-    saved_bytes: tuple[float, float, float]
+    saved_bytes: tuple[float, ...]
     working_bytes: float
     gathered_bytes: float
     send_bytes: float | None
@@ -96,19 +96,10 @@ class Priced:
             send = 0.0
             if link is not None and number > 0:
                 send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
-            plain = (block.forward_s + sum(exposed_sync([block])) + once / count,) * 3
-            saved = block.saved_bytes
+            plain = block.forward_s + sum(exposed_sync([block])) + once / count
             made = BlockCost(
-                time_s=(
-                    plain[0] + block.backward_s(0),
-                    plain[1] + block.backward_s(1),
-                    plain[2] + block.backward_s(2),
-                ),
-                saved_bytes=(
-                    saved[0] * (1 + FRAGMENTATION),
-                    saved[1] * (1 + FRAGMENTATION),
-                    saved[2] * (1 + FRAGMENTATION),
-                ),
+                time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
+                saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
                 static_bytes=block.states.total,
                 workspace_bytes=block.working_bytes + block.gathered_bytes,
                 send_s=send,
@@ -196,10 +187,11 @@ class _Ops:
     compute: OpTime
     inside: OpTime
     contraction_s: float
+    again_s: float
     weights_s: float
     twice_s: float
     later_bytes: float
-    saved: tuple[float, float, float]
+    saved: tuple[float, ...]
     working: float
 
     @classmethod
@@ -225,18 +217,19 @@ class _Ops:
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
         activations = load.activations[kind]
-        saved = tuple(
-            activations.saved_bytes(assignments, pricing.mesh, pricing.num_microbatches, level) for level in LEVELS
-        )
+        batches = pricing.mesh, pricing.num_microbatches
+        none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
+        again = {tensor.node for tensor in activations.run_again(assignments, *batches)}
         return cls(
             compute=compute,
             inside=inside,
             contraction_s=contraction,
+            again_s=sum(pricing.op(node, assignments[node]).forward_s for node in again),
             weights_s=weights,
             twice_s=twice,
             later_bytes=later,
-            saved=(saved[0], min(saved[0], saved[1]), min(saved[0], saved[2])),
-            working=activations.working_bytes(assignments, pricing.mesh, pricing.num_microbatches),
+            saved=(none, min(none, selective), min(none, alternate), min(none, full)),
+            working=activations.working_bytes(assignments, *batches),
         )
 
     def block(
@@ -251,11 +244,7 @@ class _Ops:
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
-            recomputed_s=(
-                rematerialised_s("none", forward, kept_s),
-                rematerialised_s("selective", forward, kept_s),
-                rematerialised_s("full", forward, kept_s),
-            ),
+            recomputed_s=tuple(rematerialised_s(level, forward, kept_s, self.again_s) for level in LEVELS),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,

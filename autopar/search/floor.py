@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.cost_model.activations import Saved
 from autopar.cost_model.ops import OpCost, is_contraction
-from autopar.search.instance import Floats
+from autopar.search.instance import Floats, Ints
 from autopar.search.pricing import OpPrices
 
 
@@ -60,14 +60,18 @@ class Work:
 class Kept:
     """What the blocks of one kind keep, and run again, all together.
 
-    forward: passes of its ops. again: of LEVELS, which ops run again. batch_bytes, other_bytes: kept at each of LEVELS,
-    over all ranks: of the whole batch, and what is no part of the batch.
+    forward: passes of its ops. light: 1 of those that run again at level selective. batch_bytes, other_bytes: kept at
+    each of LEVELS, over all ranks: of the whole batch, and what is no part of the batch. every_second: the products
+    that level alternate does not keep, by their place in ``forward``, each with these bytes of its own.
     """
 
     forward: Work
-    again: Floats
+    light: Floats
     batch_bytes: Floats
     other_bytes: Floats
+    every_second: Ints
+    second_batch_bytes: Floats
+    second_other_bytes: Floats
 
     @classmethod
     def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
@@ -75,20 +79,32 @@ class Kept:
         repeats = load.folding.kinds[kind].repeats
         contracts = [float(is_contraction(node, load.rule(node))) for node in nodes]
         saved = [tensor for node in nodes for tensor in load.kept.get(node, ())]
-        levels = saved, (*found.inputs, *found.kept), found.inputs
+        fewer = [tensor for tensor in found.kept if tensor.node not in found.every_second]
+        levels = saved, (*found.inputs, *found.kept), (*found.inputs, *fewer), found.inputs
         size = [[repeats * _distinct_bytes(tensors, batch) for tensors in levels] for batch in (True, False)]
+        second = [number for number, node in enumerate(nodes) if node in found.every_second]
+        results = [[tensor for tensor in found.kept if tensor.node is nodes[number]] for number in second]
+        own = [[repeats * _distinct_bytes(tensors, batch) for tensors in results] for batch in (True, False)]
         return cls(
             forward=Work.of([_forward(ops.cost(node), repeats) for node in nodes]),
-            again=np.array([[0.0] * len(nodes), [1.0 - share for share in contracts], [1.0] * len(nodes)]),
+            light=np.array([1.0 - share for share in contracts]),
             batch_bytes=np.array(size[0]),
             other_bytes=np.array(size[1]),
+            every_second=np.array(second, dtype=np.int64),
+            second_batch_bytes=np.array(own[0]),
+            second_other_bytes=np.array(own[1]),
         )
 
     def steps(self, num_ranks: int, num_microbatches: int) -> tuple[float, list[tuple[float, float]]]:
         """Bytes of a microbatch on a rank at no rematerialisation, and (bytes, seconds) of the steps from there to the
         strongest that pays, each dearer by the byte than the one before."""
         kept = (self.batch_bytes / num_microbatches + self.other_bytes) / num_ranks
-        seconds = self.again @ self.forward.seconds(num_ranks, num_microbatches)
+        forward = self.forward.seconds(num_ranks, num_microbatches)
+        light = float(self.light @ forward)
+        second = (self.second_batch_bytes / num_microbatches + self.second_other_bytes) / num_ranks
+        # Where a product is not kept anyway it does not run again, so others may be all that does: the cheapest.
+        rate = float(np.min(forward[self.every_second] / second)) if len(second) else 0.0
+        seconds = 0.0, light, light + rate * float(kept[1] - kept[2]), float(forward.sum())
         now = 0
         found: list[tuple[float, float]] = []
         while True:

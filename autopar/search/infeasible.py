@@ -108,7 +108,7 @@ def _advice(solver: Solver, constraints: Constraints, need: float) -> str:
     ways = []
     if constraints.zero is not None and constraints.zero < 3:
         ways.append("--zero 3")
-    if constraints.remat in ("none", "selective"):
+    if constraints.remat not in (None, "full"):
         ways.append("--remat full")
     pinned = [
         role for role in ("pp", "dp", "tp", "cp", "ep") if constraints.axes is None and getattr(constraints, role)

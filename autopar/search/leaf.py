@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def is_rematerialised(self) -> bool:
-        return any(stage.full or stage.selective for stage in self.stages)
+        return any(stage.strongest for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

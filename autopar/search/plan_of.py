@@ -77,15 +77,11 @@ def _sequence_layout(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Seque
 
 
 def _stage(stage: Stage) -> StagePlan:
-    remat = {}
-    if stage.full:
-        remat["full"] = stage.full
-    if stage.selective:
-        remat["selective"] = stage.selective
+    levels = {"full": stage.full, "alternate": stage.alternate, "selective": stage.selective}
     return StagePlan(
         first=stage.first,
         last=stage.last,
-        remat=remat,  # type: ignore[arg-type]  # literal keys
+        remat={level: count for level, count in levels.items() if count},  # type: ignore[misc]  # literal keys
         offload=stage.offload,
     )
 

@@ -110,10 +110,7 @@ def predict(
 def rank_parts(pricing: Pricing, priced: Priced, stages: Sequence[Stage], activations: float) -> MemoryParts:
     """Bytes of one rank that has ``stages`` and keeps ``activations``; of one stage, those of ``stage_memory``."""
     inside = [(stage, b, priced.blocks[b]) for stage in stages for b in range(stage.first, stage.last + 1)]
-    recomputed = max(
-        block.saved_bytes[0] - block.saved_bytes[2 if stage.full else 1 if stage.selective else 0]
-        for stage, _, block in inside
-    )
+    recomputed = max(block.saved_bytes[0] - block.saved_bytes[stage.strongest] for stage, _, block in inside)
     transient = max(block.working_bytes + block.gathered_bytes for _, _, block in inside)
     states = sum((block.states for _, _, block in inside), MemoryParts())
     return (

@@ -1,8 +1,8 @@
 """Stage cuts by exact dynamic programming.
 
-Blocks 0..n-1 in order are cut into P stages. A stage takes some first blocks fully rematerialised, the next
-ones selectively, and keeps the activations of the rest. Per microbatch, block b at level l takes T_l[b] seconds
-and leaves A_l[b] bytes alive until its backward; a cut before block b costs S[b] seconds each step on the
+Blocks 0..n-1 in order are cut into P stages. A stage takes some first blocks fully rematerialised, the next ones
+partly, at one of two levels, and keeps the activations of the rest. Per microbatch, block b at level l takes T_l[b]
+seconds and leaves A_l[b] bytes alive until its backward; a cut before block b costs S[b] seconds each step on the
 critical path. Stage i keeps K_i microbatches alive and must fit
 
     sum static[b]  +  K_i sum A_level(b)[b]  +  max workspace[b]  +  R   <=   budget
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -37,7 +37,8 @@ from autopar.search.instance import Floats, Ints
 # (range, block) pairs that are looked at together.
 _CHUNK = 1 << 20
 
-LEVELS = ("none", "selective", "full")
+# From the one that keeps most; ``autopar.cost_model.activations`` says what each keeps.
+LEVELS = ("none", "selective", "alternate", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class BlockCost:
     workspace_bytes: held only while the block runs. send_s: of a cut before this block.
     """
 
-    time_s: tuple[float, float, float]
-    saved_bytes: tuple[float, float, float]
+    time_s: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
     static_bytes: float
     workspace_bytes: float = 0.0
     send_s: float = 0.0
@@ -57,7 +58,7 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Blocks ``first`` to ``last``: the first ``full`` fully, the next ``selective`` selectively rematerialised.
+    """Blocks ``first`` to ``last``: the first ``full`` at level full, ``alternate`` at level alternate, and so on.
 
     offload: what ZeRO shards of them is in host memory.
     """
@@ -65,6 +66,7 @@ class Stage:
     first: int
     last: int
     full: int = 0
+    alternate: int = 0
     selective: int = 0
     offload: bool = False
 
@@ -75,7 +77,16 @@ class Stage:
     def level(self, block: int) -> int:
         """Index into LEVELS for block ``block``."""
         offset = block - self.first
-        return 2 if offset < self.full else 1 if offset < self.full + self.selective else 0
+        for level, count in ((3, self.full), (2, self.alternate), (1, self.selective)):
+            if offset < count:
+                return level
+            offset -= count
+        return 0
+
+    @property
+    def strongest(self) -> int:
+        """Index into LEVELS of the strongest level of a block."""
+        return self.level(self.first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +105,11 @@ def stage_time(blocks: Sequence[BlockCost], stage: Stage) -> float:
 def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
     """Bytes a rank of the stage needs with ``live`` microbatches in flight."""
     inside = range(stage.first, stage.last + 1)
-    strongest = 2 if stage.full else 1 if stage.selective else 0
     return (
         sum(blocks[b].static_bytes for b in inside)
         + live * sum(blocks[b].saved_bytes[stage.level(b)] for b in inside)
         + max(blocks[b].workspace_bytes for b in inside)
-        + max(blocks[b].saved_bytes[0] - blocks[b].saved_bytes[strongest] for b in inside)
+        + max(blocks[b].saved_bytes[0] - blocks[b].saved_bytes[stage.strongest] for b in inside)
     )
 
 
@@ -156,8 +166,7 @@ def _cut(
         other = _least_sum(rows, other.longest)
     stages = []
     for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
-        full, selective = ranges.levels(begin, end, count, budget)
-        stages.append(Stage(first=begin, last=end - 1, full=full, selective=selective))
+        stages.append(ranges.stage(begin, end, count, budget))
     return Cuts(stages=tuple(stages), time_s=objective(best))
 
 
@@ -213,8 +222,9 @@ def _least_sum(rows: Sequence[_Row], limit: float) -> _Answer | None:
 class _Ranges:
     """Best levels for every range [a, b) of blocks.
 
-    With m the end of the fully and k the end of the selectively rematerialised blocks, a <= m <= k <= b, time
-    and saved bytes are sums over prefixes: both separate into a term of m, one of k, and one of the range.
+    With m the end of the fully and k the end of the partly rematerialised blocks, a <= m <= k <= b, time and saved
+    bytes are sums over prefixes: both separate into a term of m, one of k, and one of the range. The level of the
+    blocks between m and k is tried both ways.
     """
 
     def __init__(self, blocks: tuple[BlockCost, ...], levels: tuple[str, ...]) -> None:
@@ -222,13 +232,14 @@ class _Ranges:
         self.blocks = blocks
         self.allowed = [level in levels for level in LEVELS]
         self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
-        self.time = [_prefix([b.time_s[level] for b in blocks]) for level in range(3)]
-        self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in range(3)]
+        every = range(len(LEVELS))
+        self.time = [_prefix([b.time_s[level] for b in blocks]) for level in every]
+        self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
         self.least = _prefix([min(b.saved_bytes) for b in blocks])
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
-        self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in range(3)]
-        self._found: dict[tuple[int, float], tuple[Floats, Ints, Ints]] = {}
+        self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
+        self._found: dict[tuple[int, float], tuple[Floats, Ints, Ints, Ints]] = {}
         self._distinct()
 
     def _distinct(self) -> None:
@@ -254,76 +265,83 @@ class _Ranges:
         """[a, b]: least seconds of blocks a to b - 1 as one stage, inf where nothing fits."""
         return self._solve(live, budget)[0]
 
-    def levels(self, begin: int, end: int, live: int, budget: float) -> tuple[int, int]:
-        """Number of fully and of selectively rematerialised blocks in the best use of a range."""
-        _, full, selective = self._solve(live, budget)
-        return int(full[begin, end]), int(selective[begin, end])
+    def stage(self, begin: int, end: int, live: int, budget: float) -> Stage:
+        """The best use of levels for a range."""
+        _, full, partly, middle = self._solve(live, budget)
+        level, count = LEVELS[middle[begin, end]], int(partly[begin, end])
+        return Stage(
+            first=begin,
+            last=end - 1,
+            full=int(full[begin, end]),
+            alternate=count if level == "alternate" else 0,
+            selective=count if level == "selective" else 0,
+        )
 
-    def _solve(self, live: int, budget: float) -> tuple[Floats, Ints, Ints]:
+    def _solve(self, live: int, budget: float) -> tuple[Floats, Ints, Ints, Ints]:
         if (live, budget) not in self._found:
             self._found[live, budget] = self._solve_all(live, budget)
         return self._found[live, budget]
 
-    def _solve_all(self, live: int, budget: float) -> tuple[Floats, Ints, Ints]:
+    def _solve_all(self, live: int, budget: float) -> tuple[Floats, Ints, Ints, Ints]:
         best = np.full(len(self.begins), np.inf)
-        full = np.zeros(len(self.begins), dtype=np.int64)
-        selective = np.zeros(len(self.begins), dtype=np.int64)
+        full, partly, middle = (np.zeros(len(self.begins), dtype=np.int64) for _ in range(3))
         begins, ends = self.begins, self.ends
         least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
         for some in np.array_split(np.flatnonzero(least <= budget + 1e-6), 1 + len(begins) * self.n // _CHUNK):
-            self._solve_some(some, live, budget, best, full, selective)
+            self._solve_some(some, live, budget, best, full, partly, middle)
         n = self.n + 1
-        tables = tuple(
-            np.append(found, missing)[self.known] for found, missing in ((best, np.inf), (full, 0), (selective, 0))
-        )
-        assert all(table.shape == (n, n) for table in tables)
-        return tables[0], tables[1], tables[2]
+        tables = [np.append(found, 0)[self.known] for found in (full, partly, middle)]
+        times = np.append(best, np.inf)[self.known]
+        assert all(table.shape == (n, n) for table in (times, *tables))
+        return times, tables[0], tables[1], tables[2]
 
-    def _solve_some(self, some: Ints, live: int, budget: float, best: Floats, full: Ints, selective: Ints) -> None:
+    def _solve_some(
+        self, some: Ints, live: int, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
+    ) -> None:
         """Fill in the ranges ``some``."""
         position = np.arange(self.n + 1)
-        # What changes when the blocks before k go from level none to selective.
-        extra_time = self.time[1] - self.time[0]
-        extra_saved = live * (self.saved[1] - self.saved[0])
-        monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
-        for use_full, use_selective in ((False, False), (False, True), (True, False), (True, True)):
-            if (use_full and not self.allowed[2]) or (use_selective and not self.allowed[1]):
+        for use_full, level in product((False, True), range(3)):
+            if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
                 continue
-            if not self.allowed[0] and not (use_full or use_selective):
+            if not self.allowed[0] and not (use_full or level):
                 continue
-            if self.costly and (use_full or use_selective):
+            if self.costly and (use_full or level):
                 # What fits without rematerialisation is best without it.
-                some = some[~np.isfinite(best[some]) | (full[some] + selective[some] > 0)]
+                some = some[~np.isfinite(best[some]) | (full[some] + partly[some] > 0)]
             if not len(some):
                 return
+            # What changes when the blocks before k go from level none to the one tried.
+            extra_time = self.time[level] - self.time[0]
+            extra_saved = live * (self.saved[level] - self.saved[0])
+            monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
             begin, end = self.begins[some], self.ends[some]
-            strongest = 2 if use_full else 1 if use_selective else 0
+            strongest = 3 if use_full else level
             fixed = self.static[end] - self.static[begin] + self.workspace[begin, end]
             room = budget - fixed - self.recomputed[strongest][begin, end]
             m = np.broadcast_to(position, (len(some), self.n + 1)) if use_full else begin[:, None]
             candidates: list[Ints]
             if not self.allowed[0]:
-                # Every block is rematerialised: the selective part reaches to the end, or there is none.
-                if not use_selective:
+                # Every block is rematerialised: the middle part reaches to the end, or there is none.
+                if not level:
                     m = end[:, None]
                 candidates = [np.broadcast_to(end[:, None], m.shape)]
-            elif not use_selective:
+            elif not level:
                 candidates = [m]
             elif monotonous:
-                # More selective blocks take less memory and more time: the fewest that fit are best.
-                target = room[:, None] - self._saved(begin[:, None], end[:, None], m, m, live) + extra_saved[m]
+                # More blocks at that level take less memory and more time: the fewest that fit are best.
+                target = room[:, None] - self._saved(begin[:, None], end[:, None], m, m, live, level) + extra_saved[m]
                 k = np.searchsorted(-extra_saved, -target, side="left")
                 candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
             else:
                 candidates = [np.broadcast_to(k, m.shape) for k in position[1:]]
             for k in candidates:
-                seconds = self._seconds(begin[:, None], end[:, None], m, k)
+                seconds = self._seconds(begin[:, None], end[:, None], m, k, level)
                 slack = 1e-9 * np.abs(room[:, None]) + 1e-6
                 fits = (k <= end[:, None]) & (
-                    self._saved(begin[:, None], end[:, None], m, k, live) <= room[:, None] + slack
+                    self._saved(begin[:, None], end[:, None], m, k, live, level) <= room[:, None] + slack
                 )
                 fits &= (m > begin[:, None]) if use_full else (m == begin[:, None])
-                fits &= (k > m) if use_selective else (k == m)
+                fits &= (k > m) if level else (k == m)
                 seconds = np.where(fits, seconds, np.inf)
                 number = seconds.argmin(axis=1)
                 rows = np.arange(len(some))
@@ -331,14 +349,15 @@ class _Ranges:
                 at = some[better]
                 best[at] = seconds[rows, number][better]
                 full[at] = m[rows, number][better] - begin[better]
-                selective[at] = (k - m)[rows, number][better]
+                partly[at] = (k - m)[rows, number][better]
+                middle[at] = level
 
-    def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints) -> Floats:
-        none, some, everything = self.time
+    def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
+        none, some, everything = self.time[0], self.time[level], self.time[3]
         return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
 
-    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, live: int) -> Floats:
-        none, some, everything = self.saved
+    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, live: int, level: int) -> Floats:
+        none, some, everything = self.saved[0], self.saved[level], self.saved[3]
         return np.asarray(
             live * (everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]), dtype=np.float64
         )
