@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,7 @@ def check(
     cluster: opt.ClusterFile = None,
 ) -> None:
     """Run ranks of a plan on fake tensors, without its devices: do they agree, do they fit. Exit code 1 if not."""
+    gc.enable()
     from autopar.cli.check import run_check
 
     if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster):
@@ -158,6 +160,7 @@ def profile(
     report: Annotated[Path | None, typer.Option("--report", help="page of measured against fitted")] = None,
 ) -> None:
     """Measure this machine, with every rank that torchrun starts, and write a cluster file."""
+    gc.enable()
     from autopar.cli.profile import run_profile
 
     run_profile(output, like=like, seconds=seconds, report=report)
@@ -191,6 +194,7 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine under a plan, one process a rank: NCCL where it has the GPUs, gloo on CPUs otherwise."""
+    gc.enable()
     from autopar.training import TrainingJob, launch
 
     job = TrainingJob(

@@ -61,7 +61,8 @@ def search_captured(
     # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
     for offload in (False, True) if constraints.offload is None else (constraints.offload,):
         outer = Outer(solver=solver, constraints=constraints, offload=offload)
-        best = outer.run()
+        with solver.ahead.help():
+            best = outer.run()
         if best is not None:
             break
         tried += outer.closest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
@@ -14,6 +16,7 @@ from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import STEADY_ROUNDS, Pipelining, Schedule
+from autopar.search.ahead import Ahead, Job
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.evaluate import Priced, evaluate
@@ -119,6 +122,31 @@ class Inner:
         return self._costs[num_ranks]
 
 
+class Solved(NamedTuple):
+    """An answer as processes hand it on. num_columns: variables of the program that it took."""
+
+    leaders: tuple[Assignment, ...]
+    objective: float
+    num_columns: int
+
+
+def job(configuration: Configuration, weights: Weights) -> Job:
+    """An inner problem. The key holds everything that the answer depends on."""
+    # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
+    key = (
+        configuration.mesh,
+        configuration.num_stages > 1,
+        configuration.num_microbatches,
+        configuration.zero,
+        configuration.data_axes,
+        configuration.batch_axes,
+        configuration.offload,
+        configuration.constraints,
+        weights,
+    )
+    return key, (configuration, weights)
+
+
 @dataclass(slots=True)
 class Solver:
     """Answers for configurations of one workload on one cluster, each worked out once.
@@ -137,15 +165,17 @@ class Solver:
     ops: OpPrices = field(init=False)
     floor: Floor = field(init=False)
     choices: Choices = field(init=False)
+    ahead: Ahead = field(init=False)
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
-    _inner: dict[tuple[object, ...], Inner] = field(default_factory=dict)
+    _inner: dict[Hashable, Inner] = field(default_factory=dict)
     _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.load, self.cluster, self.balanced)
         self.floor = Floor.of(self.ops)
         self.choices = Choices(self.load)
+        self.ahead = Ahead(self._solve)
 
     @property
     def least_state_bytes(self) -> float:
@@ -187,34 +217,25 @@ class Solver:
         )
 
     def inner(self, configuration: Configuration, weights: Weights) -> Inner:
-        """Solve the inner problem. The key holds everything that the answer depends on."""
-        # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
-        key = (
-            configuration.mesh,
-            configuration.num_stages > 1,
-            configuration.num_microbatches,
-            configuration.zero,
-            configuration.data_axes,
-            configuration.batch_axes,
-            configuration.offload,
-            configuration.constraints,
-            weights,
-        )
+        """The answer to the inner problem."""
+        key, arguments = job(configuration, weights)
         found = self._inner.get(key)
         if found is None:
             self.num_solved += 1
-            pricing = self.pricing(configuration)
-            built = build(pricing, self.rules(configuration), weights)
-            solution = solve(built.instance)
-            self.work += _FIXED_WORK + solution.num_columns
-            leaders = built.assignments(solution.selection)
+            solved: Solved = self.ahead.answer(key, arguments)
+            self.work += _FIXED_WORK + solved.num_columns
             found = self._inner[key] = Inner(
-                pricing=pricing,
-                leaders=leaders,
-                objective=solution.objective,
+                pricing=self.pricing(configuration),
+                leaders=solved.leaders,
+                objective=solved.objective,
                 shared_once=configuration.num_stages == 1,
             )
         return found
+
+    def _solve(self, configuration: Configuration, weights: Weights) -> Solved:
+        built = build(self.pricing(configuration), self.rules(configuration), weights)
+        solution = solve(built.instance)
+        return Solved(built.assignments(solution.selection), solution.objective, solution.num_columns)
 
     def rules(self, configuration: Configuration) -> Rules:
         data_axes = configuration.data_axes if configuration.zero else ()

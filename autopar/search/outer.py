@@ -28,10 +28,11 @@ from itertools import count, zip_longest
 from math import inf
 from typing import NamedTuple
 
+from autopar.search.ahead import Job
 from autopar.search.bounds import Bounds
 from autopar.search.build import Weights
 from autopar.search.constraints import Constraints, NoOption
-from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver
+from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver, job
 from autopar.search.space import Space
 
 # Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
@@ -106,19 +107,26 @@ class Outer:
                     heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
         # The bounds of the baselines are no better than those of the leaves that contain them.
         self.unproved = inf
-        while heap:
-            spent = self.solver.work / (1 if self.best is not None else 3)
-            if self.good_enough(heap[0][0]) or spent >= self.max_work:
-                break
-            hope, _, lower, item = heapq.heappop(heap)
-            if self.good_enough(lower):
-                self.num_skipped += 1
-                self.unproved = min(self.unproved, lower)
-            elif isinstance(item, Configuration):
-                self.expand(item)
-            else:
-                for leaf in self.space.variants(item.root):
-                    heapq.heappush(heap, (hope, next(self._order), lower, leaf))
+
+        def next_leaves() -> Iterator[Job]:
+            for _, _, lower, item in heapq.nsmallest(3, heap):
+                if isinstance(item, Configuration) and not self.good_enough(lower):
+                    yield job(item, Weights(sync=HIDDEN))
+
+        with self.solver.ahead.expecting(next_leaves):
+            while heap:
+                spent = self.solver.work / (1 if self.best is not None else 3)
+                if self.good_enough(heap[0][0]) or spent >= self.max_work:
+                    break
+                hope, _, lower, item = heapq.heappop(heap)
+                if self.good_enough(lower):
+                    self.num_skipped += 1
+                    self.unproved = min(self.unproved, lower)
+                elif isinstance(item, Configuration):
+                    self.expand(item)
+                else:
+                    for leaf in self.space.variants(item.root):
+                        heapq.heappush(heap, (hope, next(self._order), lower, leaf))
         self.num_skipped += len(heap)
         if self.best is not None:
             left = min((lower for _, _, lower, _ in heap), default=inf)
@@ -152,10 +160,14 @@ class Outer:
         for root in sorted(self.space.baselines(), key=lambda c: self.bounds.hope(c.num_stages, c.num_microbatches)):
             turns.setdefault(root.num_stages, []).extend(self.space.with_zero(root)[-1:])
             whole += self.space.whole(root)
-        for turn in zip_longest(*turns.values()):
-            for leanest in turn:
-                if leanest is not None:
-                    attempt(leanest, BASELINE_SHARE)
+        leanest = [c for turn in zip_longest(*turns.values()) for c in turn if c is not None]
+
+        def next_baselines() -> Iterator[Job]:
+            return (job(c, Weights(sync=HIDDEN)) for c in leanest if c not in tried and self.known_of(c) is None)
+
+        with self.solver.ahead.expecting(next_baselines, sure=True):
+            for configuration in leanest:
+                attempt(configuration, BASELINE_SHARE)
         for configuration in whole:
             attempt(configuration, SEED_SHARE)
         for _, _, best in sorted(found)[:4]:
@@ -168,14 +180,18 @@ class Outer:
 
     def try_baseline(self, configuration: Configuration) -> Outcome:
         """Try a leaf, unless what is known of it says that it is not worth while."""
+        known = self.known_of(configuration)
+        if known is None:
+            return self.expand(configuration)
+        self.num_skipped += 1
+        return known
+
+    def known_of(self, configuration: Configuration) -> Outcome | None:
+        """Why a leaf is not worth while, without looking into it; None if it may be."""
         if self.best is not None and self.solver.least_state_of(configuration) > self.solver.budget_bytes:
-            self.num_skipped += 1
             return Outcome(None, inf)
         least_s = self.bounds.floor(configuration.num_stages, configuration.num_microbatches)
-        if self.good_enough(least_s):
-            self.num_skipped += 1
-            return Outcome(None, least_s)
-        return self.expand(configuration)
+        return Outcome(None, least_s) if self.good_enough(least_s) else None
 
     def refuse(self, error: NoOption) -> None:
         self.refusal = error
@@ -244,21 +260,25 @@ class Outer:
         _, room = solver.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
         naive = self.bounds.may_be_naive(configuration.num_stages)
 
+        def priced(price: float) -> Weights:
+            return solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
+
         def at(price: float) -> tuple[Inner, float]:
             seconds = price * inner.objective / solver.budget_bytes
-            answer = solver.inner(configuration, solver.memory_weights(configuration, seconds))
+            answer = solver.inner(configuration, priced(price))
             bound = self.bounds.pipelined(answer.objective - seconds * room, configuration)
             return answer, min(bound, inner.objective) if naive else bound
 
         last = inner.leaders
-        leanest, bound = at(PRICES[-1])
-        yield None, bound
-        for price in PRICES[:-1]:
-            answer, bound = at(price)
-            yield answer if answer.leaders != last else None, bound
-            last = answer.leaders
-            if leanest.leaders == last:
-                return
+        with solver.ahead.expecting(lambda: (job(configuration, priced(price)) for price in PRICES[:-1])):
+            leanest, bound = at(PRICES[-1])
+            yield None, bound
+            for price in PRICES[:-1]:
+                answer, bound = at(price)
+                yield answer if answer.leaders != last else None, bound
+                last = answer.leaders
+                if leanest.leaders == last:
+                    return
         yield leanest, bound
 
     def too_large(self, configuration: Configuration, inner: Inner) -> bool:
