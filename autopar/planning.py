@@ -13,8 +13,10 @@ from autopar.cost_model.cluster import Cluster
 from autopar.ir.capture import capture
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
+from autopar.report.units import seconds
 from autopar.search.api import estimate_captured, search_captured
 from autopar.search.constraints import Constraints
+from autopar.search.outer import Progress
 from autopar.search.result import SearchResult
 
 
@@ -40,13 +42,14 @@ def find_plan(
     loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[..., None] = lambda doing, share=None: None,
 ) -> Planned:
     """The best plan under ``constraints``.
 
     model: on any device, meta included; only its structure is read. example_inputs: of one global batch.
     pin_degrees: degrees that are not given are 1, and data parallelism takes the ranks left over; nothing but
-    microbatches, ZeRO and rematerialisation is searched. progress: called with what is being done.
+    microbatches, ZeRO and rematerialisation is searched. progress: called with what is being done and,
+    during the search, how much of it is done at most.
     Raises CaptureError or InfeasiblePlan.
     """
     constraints = constraints or Constraints()
@@ -54,6 +57,12 @@ def find_plan(
     start = time.perf_counter()
     captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target, name=name))
     capture_time_s = time.perf_counter() - start
-    progress(f"searching plans for {cluster.num_gpus} × {cluster.device.name}")
+    searching = f"searching plans for {cluster.num_gpus} × {cluster.device.name}"
+    progress(searching)
+
+    def report(now: Progress) -> None:
+        best = "no plan yet" if now.best_s is None else f"best {seconds(now.best_s)} a step"
+        progress(f"{searching}: {best}, none under {seconds(now.bound_s)}", now.share)
+
     search = estimate_captured if pin_degrees else search_captured
-    return Planned(result=search(captured, cluster, constraints), capture_time_s=capture_time_s)
+    return Planned(result=search(captured, cluster, constraints, report=report), capture_time_s=capture_time_s)

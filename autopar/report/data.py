@@ -173,4 +173,5 @@ def _search_data(planned: Planned) -> dict[str, Json]:
         "optimality_gap": planned.result.optimality_gap,
         "num_configurations": planned.result.num_configurations,
         "num_skipped": planned.result.num_skipped,
+        "interrupted": planned.result.interrupted,
     }

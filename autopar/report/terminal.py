@@ -83,7 +83,8 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
     if planned is not None:
         parts.append(
             Text(
-                f"captured in {seconds(planned.capture_time_s)}, searched in {seconds(planned.result.search_time_s)}, "
+                f"captured in {seconds(planned.capture_time_s)}, searched in {seconds(planned.result.search_time_s)}"
+                f"{' until interrupted' if planned.result.interrupted else ''}, "
                 f"optimality gap {percent(planned.result.optimality_gap)}",
                 "dim",
             )

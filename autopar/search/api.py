@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd, inf
 
@@ -18,7 +19,7 @@ from autopar.search.constraints import Constraints, NoOption
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
 from autopar.search.infeasible import explain
 from autopar.search.leaf import Configuration, Inner, Solver
-from autopar.search.outer import Outer
+from autopar.search.outer import Outer, Progress
 from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict
 from autopar.search.refine import refine
@@ -33,10 +34,12 @@ def search_captured(
     constraints: Constraints | None = None,
     *,
     workload: Workload | None = None,
+    report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
     """The fastest plan for training ``captured`` on all of ``cluster`` under ``constraints``.
 
-    workload: the analysis of ``captured`` for this precision, if it is there already.
+    workload: the analysis of ``captured`` for this precision, if it is there already. report: called now and then.
+    Interrupted by the user it returns the best plan so far.
     Deterministic. Raises InfeasiblePlan, saying why, if there is none.
     """
     start = time.perf_counter()
@@ -60,7 +63,7 @@ def search_captured(
     refusal: NoOption | None = None
     # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
     for offload in (False, True) if constraints.offload is None else (constraints.offload,):
-        outer = Outer(solver=solver, constraints=constraints, offload=offload)
+        outer = Outer(solver=solver, constraints=constraints, offload=offload, report=report)
         with solver.ahead.help():
             best = outer.run()
         if best is not None:
@@ -81,6 +84,7 @@ def search_captured(
         num_skipped=outer.num_skipped,
         search_time_s=time.perf_counter() - start,
         baselines=_baselines(outer),
+        interrupted=outer.interrupted,
     )
 
 
@@ -103,6 +107,7 @@ def estimate_captured(
     constraints: Constraints | None = None,
     *,
     workload: Workload | None = None,
+    report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
     """The prediction with every degree pinned: degrees not given are 1, and dp takes the ranks left over.
 
@@ -123,7 +128,7 @@ def estimate_captured(
                 f"{cluster.num_gpus}.\n  try: --dp {max(1, cluster.num_gpus // ranks)}"
             )
         constraints = replace(constraints, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
-    return search_captured(captured, cluster, constraints, workload=workload)
+    return search_captured(captured, cluster, constraints, workload=workload, report=report)
 
 
 def predict_plan(

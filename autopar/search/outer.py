@@ -22,12 +22,13 @@ any case. At each leaf the price of memory is swept; a leaf that fits for free w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from math import inf
 from typing import NamedTuple
 
+from autopar.ir.mesh import Mesh
 from autopar.search.ahead import Job
 from autopar.search.bounds import Bounds
 from autopar.search.build import Weights
@@ -64,6 +65,15 @@ class Outcome(NamedTuple):
     least_s: float
 
 
+class Progress(NamedTuple):
+    """How far a search is. share: of the work that it may do. best_s, bound_s: a step of the best plan so far, and what
+    no plan of the space can beat; None while there is none."""
+
+    share: float
+    best_s: float | None
+    bound_s: float
+
+
 @dataclass(slots=True)
 class Outer:
     """State of one outer search.
@@ -71,13 +81,16 @@ class Outer:
     offload: whether what ZeRO shards is in host memory.
     unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
     refusal: why the last configuration in which an op had no choice left was passed over.
-    baselines: the best of each kind of baseline that was tried.
+    baselines: the best of each kind of baseline that was tried. interrupted: by the user; ``best`` is what there was.
+    report: called now and then.
     """
 
     solver: Solver
     constraints: Constraints
     offload: bool = False
     max_work: int = MAX_WORK
+    report: Callable[[Progress], object] = lambda progress: None
+    interrupted: bool = False
     best: Candidate | None = None
     bound: float = 0.0
     num_skipped: int = 0
@@ -94,17 +107,37 @@ class Outer:
         self.bounds = Bounds(solver=self.solver, constraints=self.constraints, offload=self.offload)
 
     def run(self) -> Candidate | None:
-        """The best plan; ``bound`` is what no plan of the space can beat."""
+        """The best plan, the best so far if interrupted; ``bound`` is what no plan of the space can beat."""
+        self.bound = min((lower for _, _, _, lower in self._paces()), default=inf)
+        try:
+            return self._run()
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.interrupted = True
+            self.bound = min(self.bound, self.best.step_time_s)
+            return self.best
+
+    def _paces(self) -> Iterator[tuple[int, Mesh, int, float]]:
+        """Pipeline degrees, stage meshes and numbers of microbatches, with a lower bound on the seconds of a step."""
+        for num_stages, mesh in self.space.nodes():
+            for num in self.space.microbatches(mesh, self.constraints):
+                yield num_stages, mesh, num, self.bounds.floor(num_stages, num)
+
+    def _say(self) -> None:
+        best = None if self.best is None else self.best.step_time_s
+        self.report(Progress(min(1.0, self.solver.work / self.max_work), best, self.bound))
+
+    def _run(self) -> Candidate | None:
         self.seed()
         too_large = not self.offload and self.solver.least_state_bytes > self.solver.budget_bytes
         if self.best is None and self.closest and too_large:
             return None
         heap: list[tuple[float, int, float, Configuration | _Pace]] = []
-        for num_stages, mesh in self.space.nodes():
-            for num in self.space.microbatches(mesh, self.constraints):
-                hope, lower = self.bounds.hope(num_stages, num), self.bounds.floor(num_stages, num)
-                for root in self.space.roots(num_stages, mesh, num, self.constraints):
-                    heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
+        for num_stages, mesh, num, lower in self._paces():
+            hope = self.bounds.hope(num_stages, num)
+            for root in self.space.roots(num_stages, mesh, num, self.constraints):
+                heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
         # The bounds of the baselines are no better than those of the leaves that contain them.
         self.unproved = inf
 
@@ -124,6 +157,8 @@ class Outer:
                     self.unproved = min(self.unproved, lower)
                 elif isinstance(item, Configuration):
                     self.expand(item)
+                    self.bound = max(self.bound, min(self.unproved, min((one[2] for one in heap), default=inf)))
+                    self._say()
                 else:
                     for leaf in self.space.variants(item.root):
                         heapq.heappush(heap, (hope, next(self._order), lower, leaf))
@@ -149,6 +184,7 @@ class Outer:
                 return
             tried.add(configuration)
             outcome = self.try_baseline(configuration)
+            self._say()
             if outcome.step_time_s is not None:
                 found.append((outcome.step_time_s, len(tried), configuration))
             name = self.space.name_of(configuration)

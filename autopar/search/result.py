@@ -30,6 +30,7 @@ class SearchResult:
     most this share of ``predicted.step_time_s`` could be saved by another plan of the search space, as far as
     lower bounds prove. num_configurations: configurations whose inner problem was solved; num_skipped: those
     that a bound excluded. baselines: what the plan was compared with, the fastest first; none is faster.
+    interrupted: by the user, before it was done.
     """
 
     plan: Plan
@@ -39,3 +40,4 @@ class SearchResult:
     num_skipped: int
     search_time_s: float
     baselines: tuple[Baseline, ...] = ()
+    interrupted: bool = False

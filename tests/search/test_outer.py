@@ -18,7 +18,7 @@ from autopar.passes.normalise import normalise
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints
 from autopar.search.leaf import HIDDEN, Configuration, Inner, Solver
-from autopar.search.outer import TOLERANCE, Outer
+from autopar.search.outer import TOLERANCE, Outer, Progress
 from autopar.search.workload import Workload
 
 
@@ -123,3 +123,46 @@ def test_no_plan_of_a_leaf_beats_its_bounds(seq: int, room: float) -> None:
         assert max(bounds) <= best * (1 + 1e-9)
         compared += 1
     assert compared
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_interrupted_it_returns_the_best_so_far(after: int) -> None:
+    widths: tuple[int, ...] = (1024, 4096, 1024, 4096)
+    said: list[Progress] = []
+    best = outer_of(widths, 64, 16, 2.0, 8).run()
+    assert best is not None
+    outer = outer_of(widths, 64, 16, 2.0, 8)
+
+    def interrupt(progress: Progress) -> None:
+        said.append(progress)
+        if len(said) == after:
+            raise KeyboardInterrupt
+
+    outer.report = interrupt
+    found = outer.run()
+    assert found is not None and outer.interrupted
+    assert outer.bound <= best.step_time_s <= found.step_time_s == said[-1].best_s
+
+
+def test_before_there_is_a_plan_an_interrupt_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = outer_of((1024, 4096, 1024), 64, 16, 2.0, 8)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outer, "seed", lambda self: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        outer.run()
+
+
+def test_reports_close_in_on_the_best() -> None:
+    outer = outer_of((1024, 4096, 1024, 4096), 64, 16, 0.3, 8)
+    said: list[Progress] = []
+    outer.report = said.append
+    best = outer.run()
+    assert best is not None and said
+    found = [progress.best_s for progress in said if progress.best_s is not None]
+    assert found == sorted(found, reverse=True) and found[-1] == best.step_time_s
+    bounds = [progress.bound_s for progress in said]
+    assert bounds == sorted(bounds) and bounds[-1] <= best.step_time_s
+    assert all(0 <= a.share <= b.share <= 1 for a, b in pairwise(said))
