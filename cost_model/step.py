@@ -18,7 +18,7 @@ one to the host with each scatter, and runs AdamW at the bandwidth of host memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.hardware import ITEMSIZE, Device
@@ -39,23 +39,23 @@ _ADAMW_BYTES = 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncTime:
-    """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step."""
+    """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step.
+
+    regather_s: the part of ``backward_s`` that the backward waits for; first_s: the part of ``step_s`` that the first
+    forward does. What remains of both comes after the backward.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0
+    regather_s: float = 0.0
+    first_s: float = 0.0
 
     def __add__(self, other: SyncTime) -> SyncTime:
-        return SyncTime(
-            forward_s=self.forward_s + other.forward_s,
-            backward_s=self.backward_s + other.backward_s,
-            step_s=self.step_s + other.step_s,
-        )
+        return SyncTime(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __mul__(self, factor: float) -> SyncTime:
-        return SyncTime(
-            forward_s=self.forward_s * factor, backward_s=self.backward_s * factor, step_s=self.step_s * factor
-        )
+        return SyncTime(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
     __rmul__ = __mul__
 
@@ -86,10 +86,11 @@ def sync_time(
     scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes)
     gather = count * fabric.time(Collective.ALL_GATHER, copy, axes)
     if zero == 1:
-        return SyncTime(step_s=scatter + gather)
+        return SyncTime(step_s=scatter + gather, first_s=gather)
     if zero == 2:
-        return SyncTime(backward_s=scatter, step_s=gather)
-    return SyncTime(forward_s=gather, backward_s=(gather if reshard else 0.0) + scatter)
+        return SyncTime(backward_s=scatter, step_s=gather, first_s=gather)
+    again = gather if reshard else 0.0
+    return SyncTime(forward_s=gather, backward_s=again + scatter, regather_s=again)
 
 
 def buffer_copies(
@@ -127,10 +128,11 @@ def offload_time(shard_numel: float, device: Device, *, zero: int, reshard: bool
     """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters."""
     copy = device.host.copy_seconds(_MASTER * shard_numel)
     if zero == 1:
-        return SyncTime(step_s=2 * copy)
+        return SyncTime(step_s=2 * copy, first_s=copy)
     if zero == 2:
-        return SyncTime(backward_s=copy, step_s=copy)
-    return SyncTime(forward_s=copy, backward_s=2 * copy if reshard else copy)
+        return SyncTime(backward_s=copy, step_s=copy, first_s=copy)
+    again = copy if reshard else 0.0
+    return SyncTime(forward_s=copy, backward_s=again + copy, regather_s=again)
 
 
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:

@@ -78,6 +78,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         constrain: opt.Constrain = None,
         output: opt.Output = None,
         report: opt.Report = None,
+        trace: opt.Trace = None,
         json: opt.Json = False,
     ) -> None:
         Request(
@@ -87,7 +88,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, precision=precision, remat=remat,
             constrain=tuple(constrain or ()),
-            output=output, report=report, json=json, pin_degrees=pin_degrees,
+            output=output, report=report, trace=trace, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip
 
     return command

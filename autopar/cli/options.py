@@ -140,4 +140,8 @@ Constrain = Annotated[
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here", rich_help_panel=_OUT)]
 Report = Annotated[Path | None, typer.Option("--report", help="write a page about it here", rich_help_panel=_OUT)]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="write the predicted step here, for Perfetto or Chrome", rich_help_panel=_OUT),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]

@@ -55,6 +55,7 @@ class Request:
     constrain: tuple[str, ...] = ()
     output: Path | None = None
     report: Path | None = None
+    trace: Path | None = None
     json: bool = False
     pin_degrees: bool = False
 
@@ -107,7 +108,6 @@ class Request:
         # Imported here so that a mistyped flag or file is answered at once.
         from autopar.cli.summary import infeasible_summary, summary
         from autopar.planning import find_plan
-        from autopar.report.page import plan_report
         from autopar.report.terminal import print_plan
 
         try:
@@ -130,12 +130,18 @@ class Request:
         if self.output is not None:
             planned.plan.save(self.output)
         if self.report is not None:
+            from autopar.report.page import plan_report
+
             plan_report(planned, self.report)
+        if self.trace is not None:
+            from autopar.report.trace import write_trace
+
+            write_trace(planned.plan, planned.result.predicted, self.trace)
         if self.json:
             typer.echo(json.dumps(summary(planned), indent=2))
             return
         print_plan(planned.plan, planned)
-        for path, what in ((self.output, "plan"), (self.report, "report")):
+        for path, what in ((self.output, "plan"), (self.report, "report"), (self.trace, "trace")):
             if path is not None:
                 typer.echo(f"{what} written to {path}")
 

@@ -85,7 +85,8 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
             Text(
                 f"captured in {seconds(planned.capture_time_s)}, searched in {seconds(planned.result.search_time_s)}"
                 f"{' until interrupted' if planned.result.interrupted else ''}, "
-                f"optimality gap {percent(planned.result.optimality_gap)}",
+                f"optimality gap {percent(planned.result.optimality_gap)}, "
+                f"stream by stream {seconds(planned.result.predicted.overlapped_s)}",
                 "dim",
             )
         )

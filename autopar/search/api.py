@@ -65,7 +65,8 @@ def search_captured(
     for offload in (False, True) if constraints.offload is None else (constraints.offload,):
         outer = Outer(solver=solver, constraints=constraints, offload=offload, report=report)
         with solver.ahead.help():
-            best = outer.run()
+            outer.run()
+        best = outer.final()
         if best is not None:
             break
         tried += outer.closest

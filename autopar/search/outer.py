@@ -17,6 +17,8 @@ run again in backward for the memory there is. The last line is Lagrangian duali
 Paces are tried in the order of their bounds with the bubble that is likely. It stops when the best plan is as good as
 every bound left, when none left is likely to be better, or when it has worked enough; ``bound`` is what is proved in
 any case. At each leaf the price of memory is swept; a leaf that fits for free without rematerialisation is done.
+Of the plans within TOLERANCE of the best, the one is taken that is fastest with compute and communication on streams of
+their own (``overlap``).
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
+
+# Plans that are run stream by stream before one is taken.
+MAX_FINAL = 4
 
 # Work (see ``leaf.Solver``) after which the search settles for what it has; 3 to 7 s on one core.
 MAX_WORK = 250_000
@@ -98,6 +103,7 @@ class Outer:
     refusal: NoOption | None = None
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     baselines: dict[str, tuple[Configuration, Outcome]] = field(default_factory=dict)
+    _good: list[Candidate] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
     bounds: Bounds = field(init=False)
@@ -334,4 +340,14 @@ class Outer:
             return None
         if self.best is None or found.step_time_s < self.best.step_time_s:
             self.best = found
+        if not found.hopeless:
+            self._good.append(found)
         return found
+
+    def final(self) -> Candidate | None:
+        """Of the plans that are as good as the best, the one whose step is the shortest stream by stream."""
+        if self.best is None:
+            return None
+        limit = self.best.step_time_s * (1 + TOLERANCE)
+        good = sorted((c for c in self._good if c.step_time_s <= limit), key=lambda c: c.step_time_s)
+        return min(good[:MAX_FINAL], key=lambda c: c.predicted.overlapped_s)

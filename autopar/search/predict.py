@@ -14,11 +14,13 @@ from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.redistributions import redistribution
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.step import exposed_time
+from autopar.cost_model.streams import Span
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Order, Pipelining
 from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
+from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
 from autopar.search.workload import Tensor, Workload
@@ -28,7 +30,7 @@ from autopar.search.workload import Tensor, Workload
 class Predicted:
     """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
-    memory: of each rank of the pipeline. explain: makes ``breakdown_s``.
+    memory: of each rank of the pipeline. explain: makes ``breakdown_s``; costs: what ``spans`` runs.
     """
 
     step_time_s: float
@@ -39,11 +41,22 @@ class Predicted:
     memory: tuple[MemoryParts, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
+    costs: StepCosts = field(repr=False, compare=False)
 
     @cached_property
     def breakdown_s(self) -> dict[str, float]:
         """Seconds of the rank with the most to do; they add up to ``step_time_s``."""
         return self.explain()
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The step with compute and communication on streams of their own, for a rank of each place in the pipeline."""
+        return run_step(self.costs)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Seconds of a step by ``spans``, where ``step_time_s`` has a closed form for what overlaps."""
+        return self.spans[-1].end_s
 
     @property
     def peak_bytes(self) -> float:
@@ -103,6 +116,16 @@ def predict(
             sync[fullest],
             tails[fullest],
             sum(gathered[number] for number in shape.stages_of(fullest)),
+        ),
+        costs=StepCosts(
+            blocks=blocks,
+            names=[block.name for block in pricing.workload.folding.blocks],
+            stages=stages,
+            shape=shape,
+            sends=sends,
+            prefetch=pricing.prefetch,
+            prelude_s=priced.prelude_s,
+            launch_s=cluster.device.kernel_launch_s,
         ),
     )
 
