@@ -168,9 +168,13 @@ class Row:
     def fused_attention(self) -> bool:
         return not any(part in self.source for part in BEFORE_FUSED_ATTENTION)
 
-    def cluster(self, fitted: Fitted = FITTED) -> Cluster:
+    def devices(self, fitted: Fitted = FITTED) -> Cluster:
         count = self.number("n_gpus")
-        return make_cluster(GPUS[self.gpu], count, min(8, count), fitted=fitted).with_memory(ENOUGH)
+        return make_cluster(GPUS[self.gpu], count, min(8, count), fitted=fitted)
+
+    def cluster(self, fitted: Fitted = FITTED) -> Cluster:
+        """The devices, with memory for whatever was run."""
+        return self.devices(fitted).with_memory(ENOUGH)
 
     def constraints(self) -> Constraints:
         degrees = {name: self.number(name, 1) for name in ("tp", "cp", "pp", "ep")}

@@ -1,0 +1,129 @@
+"""Is the searched plan at least as fast as the one that experts published, and why?
+
+    python benchmarks/experts.py [--data DIR] [--families sc21,titan] [--every 1]
+
+Every workload of ``shared/published/runs.csv`` is predicted under its published plan and under the plan that a free
+search finds for the same model, batch, precision and devices. A device has its own memory, or as much as the published
+plan is predicted to take, if that is more. Both predictions come from one cost model, so this says how good the search
+is, not how good the model; ``published.py`` does that. Printed: seconds a step of both, and what the difference is made
+of: the parts of the step in which the searched plan spends less, or more, of the published step's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from published import ROOT, Missing, Row, captured_of
+
+from autopar.ir.errors import AutoparError
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.report.data import remat_level
+from autopar.search.api import estimate_captured, search_captured
+from autopar.search.constraints import Constraints
+from autopar.search.result import SearchResult
+from autopar.search.workload import Workload
+
+# A part of the step is named if it differs by this share of the published step.
+SHOWN = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One workload under both plans."""
+
+    row: Row
+    expert: SearchResult
+    searched: SearchResult
+
+    @property
+    def ratio(self) -> float:
+        return self.searched.predicted.step_time_s / self.expert.predicted.step_time_s
+
+    def why(self) -> str:
+        """Parts of the step that differ, as shares of the published one."""
+        before, after = (_parts(one) for one in (self.expert, self.searched))
+        whole = self.expert.predicted.step_time_s
+        changes = {name: (after.get(name, 0.0) - before.get(name, 0.0)) / whole for name in {*before, *after}}
+        named = sorted((share, name) for name, share in changes.items() if abs(share) >= SHOWN)
+        return ", ".join(f"{name} {100 * share:+.0f} %" for share, name in named) or "nothing much"
+
+
+def _parts(found: SearchResult) -> dict[str, float]:
+    """Seconds of a step by part; communication of all axes together."""
+    parts: dict[str, float] = {}
+    for name, seconds in found.predicted.breakdown_s.items():
+        name = "communication" if name.startswith("communication") else name.replace("_", " ")
+        parts[name] = parts.get(name, 0.0) + seconds
+    return parts
+
+
+def in_words(plan: Plan) -> str:
+    mesh = " ".join(f"{name}{size}" for name, size in plan.mesh.items() if size > 1)
+    parts = [f"pp{plan.num_pipeline_ranks}"] if plan.num_pipeline_ranks > 1 else []
+    parts += [mesh] if mesh else []
+    parts += [f"zero {plan.zero}"] if plan.zero else []
+    parts += [f"{plan.schedule} v{plan.virtual_stages}"] if plan.num_stages > 1 else []
+    parts += [f"{plan.batch.num_microbatches} microbatches"]
+    parts += [f"remat {remat_level(plan)}"] if remat_level(plan) != "none" else []
+    return ", ".join(parts)
+
+
+def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
+    """Raises Missing, or AutoparError where the published plan cannot be."""
+    row.reported()
+    constraints, captured = row.constraints(), captured_of(row, known)
+    load = Workload.of(captured, constraints.precision)
+    enough = row.cluster()
+    expert = estimate_captured(captured, enough, constraints, workload=load)
+    free = Constraints(precision=constraints.precision)
+    cluster = row.devices()
+    # A little more, so that rounding does not exclude the plan itself.
+    needed = int(1.001 * expert.predicted.peak_bytes / free.memory_fraction)
+    if cluster.device.usable_bytes < needed:
+        cluster = cluster.with_memory(needed)
+    return Pair(row=row, expert=expert, searched=search_captured(captured, cluster, free, workload=load))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "published", help="with runs.csv")
+    parser.add_argument("--families", help="of these alone")
+    parser.add_argument("--every", type=int, default=1, help="row that is compared")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [Row(cells) for cells in csv.DictReader((options.data / "runs.csv").open())]
+    rows = [row for row in rows if not row.is_memory]
+    if options.families:
+        rows = [row for row in rows if row.family in options.families.split(",")]
+    known: dict[tuple[str, ...], CapturedModel] = {}
+    slower = []
+    ratios = []
+    print("| row | published plan | s | searched plan | s | ratio | why |\n|---|---|---|---|---|---|---|")
+    for row in rows[:: options.every]:
+        try:
+            pair = compare(row, known)
+        except (Missing, AutoparError):
+            continue
+        expert, searched = pair.expert.predicted.step_time_s, pair.searched.predicted.step_time_s
+        print(
+            f"| {row.id} | {in_words(pair.expert.plan)} | {expert:.3g} | {in_words(pair.searched.plan)} "
+            f"| {searched:.3g} | {pair.ratio:.2f} | {pair.why()} |",
+            flush=True,
+        )
+        ratios.append(pair.ratio)
+        slower += [row.id] if pair.ratio > 1.005 else []
+    if ratios:
+        middle = sorted(ratios)[len(ratios) // 2]
+        print(f"\n{len(ratios)} workloads: ratio {min(ratios):.2f} to {max(ratios):.2f}, in the middle {middle:.2f}")
+    print(f"slower than the published plan: {', '.join(slower) or 'none'}")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
