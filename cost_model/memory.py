@@ -94,25 +94,18 @@ def state_memory(
     )
 
 
-def gathered_bytes(
-    block_numel: float,
-    *,
-    zero: int,
-    data_size: int,
-    precision: str,
-    num_microbatches: int | None = None,
-    prefetch: int = 1,
-    reshard: bool = True,
-) -> float:
-    """Transient bytes of ZeRO for blocks of at most ``block_numel`` elements on this rank.
+def gathered_bytes(numel: float, *, zero: int, precision: str, reshard: bool = True) -> float:
+    """Gathered parameters of ``numel`` elements that level 3 gives back when their block is done.
 
-    Level 3 holds gathered parameters of a block and of the ``prefetch`` next; levels that scatter gradients as they
-    come hold the float32 gradients of one block until then.
+    It holds those of the block that runs and of the ones that are gathered ahead.
     """
-    if zero == 0 or (zero == 1 and num_microbatches != 1) or data_size == 1:
-        return 0.0
-    parameters = (1 + prefetch) * ITEMSIZE[precision] * block_numel if zero == 3 and reshard else 0.0
-    return parameters + _MASTER * block_numel
+    return ITEMSIZE[precision] * numel if zero == 3 and reshard else 0.0
+
+
+def scattered_bytes(numel: float, *, zero: int, num_microbatches: int | None = None) -> float:
+    """The float32 gradients of ``numel`` elements on their way to the ranks that keep them, at levels that scatter
+    gradients as they come. A block's leave while the next one runs."""
+    return _MASTER * numel if zero >= 2 or (zero == 1 and num_microbatches == 1) else 0.0
 
 
 def workspace_bytes(activation_bytes: float) -> float:

@@ -23,13 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.ir.parameters import local_of, placed_like
+from autopar.ir.parameters import ALONE_BYTES, local_of, placed_like
 
 # Bytes of a bucket, as in DistributedDataParallel: the first is small so that communication starts early.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-# A gradient of that size fills the links by itself, so copying it into a bucket would be wasted.
-ALONE_BYTES = 4 << 20
 
 
 @dataclass(slots=True)

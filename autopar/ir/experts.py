@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import ceil
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,22 @@ def combine(x: Tensor, expert_weight: Tensor, rows: Tensor, experts: Callable[[T
     tokens = x.reshape(-1, x.shape[-1])
     token = rows // expert_weight.shape[-1]
     weighted = experts(tokens.index_select(0, token)) * expert_weight.reshape(-1)[rows][:, None]
-    return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype)).reshape(x.shape)
+    summed: Tensor = _SumRows.apply(weighted.to(tokens.dtype), token, len(tokens))  # type: ignore[no-untyped-call]
+    return summed.reshape(x.shape)
+
+
+class _SumRows(torch.autograd.Function):
+    """``out[t]`` is the sum of the rows r with ``token[r] == t``. Autograd would keep the rows, for their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(token)
+        return rows.new_zeros((num_tokens, rows.shape[-1])).index_add_(0, token, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return grad.index_select(0, token), None, None
 
 
 def run_experts(

@@ -10,7 +10,7 @@ E experts, K experts per token, C classes, h hidden, i intermediate.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,9 @@ def attention(
     mask: boolean (True: seen) or added to the scores; broadcasts to (B, Hq, S, T). Needed by kind "mask".
         The other kinds take it too, and then both must allow a key (padding under a causal mask).
     """
-    if k.shape[1] != q.shape[1]:
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    grouped = k.shape[1] != q.shape[1]
+    if grouped and not (mask is None and kind in ("full", "causal") and _kernel_takes_groups(q, v)):
+        k, v, grouped = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1]), False
     queries, keys = q.shape[2], k.shape[2]
     if kind == "sliding":
         assert window is not None, "a sliding window needs its size"
@@ -51,8 +52,10 @@ def attention(
             kind = "causal"
         elif mask is None and queries == keys and queries > 2 * window:
             return _sliding_attention(q, k, v, window=window, scale=scale, dropout_p=dropout_p)
-    if kind == "causal" and mask is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale)
+    if mask is None and kind in ("full", "causal"):
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
+        )
     if kind in ("causal", "sliding"):
         mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
@@ -77,7 +80,37 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
     x: (..., h). weight: (h,) or None. Computed in float32 for narrower dtypes; the result has x's dtype.
     """
-    return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), eps)
+    if weight is not None:
+        weight = weight.to(x.dtype)
+    if x.device.type == "cpu":
+        result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return result
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and a scale per row, as the kernel of a GPU does. On CPU autograd would keep every step of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        # The composite of several kernels, which computes in float32.
+        result: Tensor
+        result, scale = torch.ops.aten._fused_rms_norm(x, (x.shape[-1],), weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normal = x * scale
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        slope = grad.to(scale.dtype) if weight is None else grad * weight.to(scale.dtype)
+        along = (slope * normal).mean(-1, keepdim=True)
+        return (slope - normal * along).mul_(scale).to(x.dtype), grad_weight, None
 
 
 def cross_entropy(
@@ -145,8 +178,17 @@ def moe(
     return combine(x, expert_weight, order, experts)
 
 
+def _kernel_takes_groups(q: Tensor, v: Tensor) -> bool:
+    """Whether a fused kernel without a mask reads key and value heads as they are."""
+    size = q.shape[3]
+    if q.is_cuda:
+        narrow = q.dtype in (torch.float16, torch.bfloat16)
+        return narrow and size == v.shape[3] and size % 8 == 0 and size <= 256
+    return q.device.type == "cpu" and size == v.shape[3]
+
+
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, T, D) -> (B, heads, T, D). The fused CPU kernel takes no grouped heads; CUDA reads strides."""
+    """(B, Hkv, T, D) -> (B, heads, T, D), for kernels that take no grouped heads."""
     batch, groups, length, size = x.shape
     return x[:, :, None].expand(batch, groups, heads // groups, length, size).reshape(batch, heads, length, size)
 

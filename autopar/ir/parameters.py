@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+# A gradient of that size, once summed over ranks, fills the links by itself: smaller ones are copied into buckets.
+ALONE_BYTES = 4 << 20
+
 
 def read_parameter(
     parameter: torch.Tensor, *, dtype: torch.dtype | None = None, grad_scale: float = 1.0

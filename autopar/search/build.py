@@ -168,9 +168,9 @@ class _Builder:
         return np.array(local)[options.of]
 
     def _add_working(self) -> None:
-        """The peak while gradients are made, taken to be that of the op with the largest tensors."""
+        """The peak while gradients are made, at least what the op with the largest tensors needs."""
         largest = max(
-            (tensors for activations in self.load.activations for tensors in activations.working if tensors),
+            (tensors for activations in self.load.activations for tensors in activations.working() if tensors),
             key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
             default=(),
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.cost_model.activations import BackwardPeak
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.ops import is_contraction
@@ -29,8 +30,11 @@ class BlockPrice:
     sync: gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
     weights_s: of the backward of a microbatch, what a schedule may leave for later; twice_s: what it then does twice,
     and the bytes that it keeps until then.
-    states: bytes held all the time. saved_bytes: kept of a microbatch at each level. working_bytes: gradients
-    of the largest op; gathered_bytes: parameters and gradients that ZeRO has whole while the block runs.
+    states: bytes held inside a step, lasting_bytes of them gradients that are there from the step before. resting,
+    optimiser_bytes: what is there while the optimiser runs, and what a parameter needs then.
+    saved_bytes: kept of a microbatch at each level. peak: what the backward needs beside. gathered_bytes: parameters
+    that ZeRO has whole while the block runs, those that are gathered ahead not counted; unsharded_bytes: their
+    gradients, as computed; scattered_bytes: the buffer that those leave from.
     send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
     """
 
@@ -43,10 +47,22 @@ class BlockPrice:
     sync: SyncTime
     optimiser_s: float
     states: MemoryParts
+    lasting_bytes: float
+    resting: MemoryParts
+    optimiser_bytes: float
     saved_bytes: tuple[float, ...]
-    working_bytes: float
+    peak: BackwardPeak
     gathered_bytes: float
+    unsharded_bytes: float
+    scattered_bytes: float
     send_bytes: float | None
+
+    def working_bytes(self, prefetch: int) -> float:
+        """At most, while the block runs backward, beside states and what is saved."""
+        if not self.scattered_bytes:
+            return self.peak.merged + (1 + prefetch) * self.gathered_bytes
+        inside = self.peak.unsharded + self.gathered_bytes
+        return max(inside, self.peak.end + self.unsharded_bytes) + self.scattered_bytes + prefetch * self.gathered_bytes
 
     @property
     def forward_s(self) -> float:
@@ -101,7 +117,7 @@ class Priced:
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
                 saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
                 static_bytes=block.states.total,
-                workspace_bytes=block.working_bytes + block.gathered_bytes,
+                workspace_bytes=block.working_bytes(pricing.prefetch),
                 send_s=send,
             )
             if number:
@@ -192,7 +208,7 @@ class _Ops:
     twice_s: float
     later_bytes: float
     saved: tuple[float, ...]
-    working: float
+    peak: BackwardPeak
 
     @classmethod
     def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
@@ -229,7 +245,7 @@ class _Ops:
             twice_s=twice,
             later_bytes=later,
             saved=(none, min(none, selective), min(none, alternate), min(none, full)),
-            working=activations.working_bytes(assignments, *batches),
+            peak=activations.backward_peak(assignments, *batches),
         )
 
     def block(
@@ -240,6 +256,7 @@ class _Ops:
         communication = self.inside + moved
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
+        gathered, unsharded, scattered = pricing.zero_bytes(held)
         kept_s = self.contraction_s + communication.forward_s - again
         return BlockPrice(
             compute=self.compute + micro,
@@ -251,9 +268,14 @@ class _Ops:
             sync=pricing.bucket_sync(held),
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
             states=states,
+            lasting_bytes=sum(pricing.lasting_bytes(p) for p in held),
+            resting=sum((pricing.resting(p) for p in held), MemoryParts()),
+            optimiser_bytes=pricing.optimiser_bytes(held),
             saved_bytes=self.saved,
-            working_bytes=self.working,
-            gathered_bytes=pricing.gathered_bytes(held),
+            peak=self.peak,
+            gathered_bytes=gathered,
+            unsharded_bytes=unsharded,
+            scattered_bytes=scattered,
             send_bytes=send,
         )
 

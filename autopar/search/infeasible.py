@@ -55,7 +55,7 @@ def _promising(
         configuration, inner = pair
         blocks = inner.priced.blocks
         held = sum(b.states.total + min(b.saved_bytes) for b in blocks) / configuration.num_stages
-        return held + max(b.working_bytes + b.gathered_bytes for b in blocks)
+        return held + max(b.working_bytes(inner.pricing.prefetch) for b in blocks)
 
     cuttable = [pair for pair in tried if solver.cuts(*pair, float("inf")) is not None]
     return sorted(cuttable or tried, key=size)[:limit]

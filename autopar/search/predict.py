@@ -18,8 +18,9 @@ from autopar.cost_model.streams import Span
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
-from autopar.ir.schedule import Order, Pipelining
+from autopar.ir.schedule import Pipelining
 from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
+from autopar.search.moments import fullest_moment, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
@@ -30,7 +31,8 @@ from autopar.search.workload import Tensor, Workload
 class Predicted:
     """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
-    memory: of each rank of the pipeline. explain: makes ``breakdown_s``; costs: what ``spans`` runs.
+    memory: of each rank of the pipeline, at its fullest moment; kept_bytes: the most that its passes keep for later
+    ones. explain: makes ``breakdown_s``; costs: what ``spans`` runs.
     """
 
     step_time_s: float
@@ -39,6 +41,7 @@ class Predicted:
     inputs_s: tuple[float, ...]
     weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
+    kept_bytes: tuple[float, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
     costs: StepCosts = field(repr=False, compare=False)
@@ -102,9 +105,10 @@ def predict(
         inputs_s=tuple(inputs) if shape.splits_backward else (),
         weights_s=tuple(weights) if shape.splits_backward else (),
         memory=tuple(
-            rank_parts(pricing, priced, own, _peak_activations(priced, stages, order))
+            fullest_moment(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
             for own, order in zip(held, shape.orders(), strict=True)
         ),
+        kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         explain=partial(
             _breakdown,
@@ -131,10 +135,10 @@ def predict(
 
 
 def rank_parts(pricing: Pricing, priced: Priced, stages: Sequence[Stage], activations: float) -> MemoryParts:
-    """Bytes of one rank that has ``stages`` and keeps ``activations``; of one stage, those of ``stage_memory``."""
+    """At most the bytes of one rank that has ``stages`` and keeps ``activations``; of one stage, ``stage_memory``."""
     inside = [(stage, b, priced.blocks[b]) for stage in stages for b in range(stage.first, stage.last + 1)]
     recomputed = max(block.saved_bytes[0] - block.saved_bytes[stage.strongest] for stage, _, block in inside)
-    transient = max(block.working_bytes + block.gathered_bytes for _, _, block in inside)
+    transient = max(block.working_bytes(pricing.prefetch) for _, _, block in inside)
     states = sum((block.states for _, _, block in inside), MemoryParts())
     return (
         states
@@ -150,25 +154,6 @@ def rank_parts(pricing: Pricing, priced: Priced, stages: Sequence[Stage], activa
 def stage_activations(priced: Priced, stage: Stage) -> float:
     """Bytes that a rank keeps of one microbatch for the backward of ``stage``."""
     return sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
-
-
-def _peak_activations(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
-    """Most bytes at once that the passes of one rank keep, those of a split backward for its second part included."""
-    kept = {number: stage_activations(priced, stages[number]) for number in {action.stage for action in order}}
-    later = {
-        number: sum(priced.blocks[b].later_bytes for b in range(stages[number].first, stages[number].last + 1))
-        for number in kept
-    }
-    now = most = 0.0
-    for stage, kind, _ in order:
-        if kind == "F":
-            now += kept[stage]
-        elif kind == "I":
-            now += later[stage] if stage else 0.0
-        else:
-            now -= kept[stage] + (later[stage] if stage and kind == "W" else 0.0)
-        most = max(most, now)
-    return most
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

@@ -16,12 +16,13 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
-from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory
+from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.cost_model.ops import OpCost
 from autopar.cost_model.redistributions import LinkPrices, Times
 from autopar.cost_model.seconds import NOTHING, ZERO, Affine, OpTime
 from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offload_time, optimizer_time, sync_time
 from autopar.ir.mesh import Mesh
+from autopar.ir.parameters import ALONE_BYTES
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
 from autopar.search.codes import Moves, encode, encode_need, rows_class
@@ -383,20 +384,36 @@ class Pricing:
         offload, numel = self.offload and bool(price.zero_axes), price.numel / price.shards
         return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
 
-    def gathered_bytes(self, prices: Iterable[ParameterPrice]) -> float:
-        """What ZeRO has whole of the parameters of one block while it runs."""
-        return sum(
-            gathered_bytes(
-                numel,
-                zero=zero,
-                data_size=self._size(axes),
-                precision=self.workload.precision,
-                num_microbatches=self.num_microbatches,
-                prefetch=self.prefetch,
-                reshard=reshard,
-            )
-            for (zero, reshard, axes), numel in by_level(prices).items()
-        )
+    def zero_bytes(self, prices: Iterable[ParameterPrice]) -> tuple[float, float, float]:
+        """What ZeRO has whole of the parameters of one block while it runs: parameters that are given back after it,
+        gradients as computed, and the buffer that those leave from."""
+        gathered = unsharded = scattered = 0.0
+        compute = ITEMSIZE[self.workload.precision]
+        for (zero, reshard, _), numel in by_level(prices).items():
+            leaving = scattered_bytes(numel, zero=zero, num_microbatches=self.num_microbatches)
+            gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
+            scattered += leaving
+            unsharded += compute * numel if leaving else 0.0
+        return gathered, unsharded, scattered
+
+    def lasting_bytes(self, price: ParameterPrice) -> float:
+        """Of its gradient, if it is summed in a bucket, which stays from step to step."""
+        size = _MASTER * price.numel
+        return size if price.sync_axes and not price.zero_axes and size < ALONE_BYTES else 0.0
+
+    def resting(self, price: ParameterPrice) -> MemoryParts:
+        """What is there of it after the last backward, with its gradient."""
+        if self.offload and price.zero_axes:
+            return MemoryParts()
+        share = _MASTER * price.numel / (price.shards if price.zero else 1)
+        if not price.requires_grad:
+            return MemoryParts(parameters=share)
+        return MemoryParts(parameters=share, gradients=share, optimizer=2 * share)
+
+    def optimiser_bytes(self, prices: Iterable[ParameterPrice]) -> float:
+        """What AdamW computes on the way, of one parameter after the other: the root of its second moment, and that
+        over its correction."""
+        return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
 def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], float]:

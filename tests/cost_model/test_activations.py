@@ -195,8 +195,25 @@ def test_logits_are_the_largest_gradients() -> None:
     _, program = captured("decoder")
     nodes = ops(program)
     logits = BATCH * SEQ * VOCABULARY
-    peak = measure(program, nodes, "bf16").working_bytes(whole(nodes), ONE)
-    assert peak >= 2 * logits + 8 * logits
+    full, half = (measure(program, nodes, p).backward_peak(whole(nodes), ONE) for p in ("fp32", "bf16"))
+    # The gradients of log probabilities and of logits, in float32.
+    assert full.merged == pytest.approx(8 * logits, rel=0.01)
+    assert half.merged == pytest.approx(8 * logits, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_backward_releases_all_that_was_saved(name: str) -> None:
+    _, program = captured(name)
+    nodes = ops(program)
+    block = measure(program, nodes)
+    assert block.backward_peak(whole(nodes), ONE).end == pytest.approx(-block.saved_bytes(whole(nodes), ONE))
+
+
+def test_gradients_that_stay_add_to_the_peak() -> None:
+    _, program = captured("decoder")
+    nodes = [n for n in ops(program) if "layers.0" in str(n.meta.get("path"))]
+    peak = measure(program, nodes, "bf16").backward_peak(whole(nodes), ONE)
+    assert peak.merged < peak.unsharded < peak.arriving
 
 
 def test_views_share_the_storage_of_what_they_view() -> None:

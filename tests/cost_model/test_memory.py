@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.memory import MemoryParts, gathered_bytes, state_memory, workspace_bytes
+from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory, workspace_bytes
 
 N = 1000
 
@@ -55,12 +55,12 @@ def test_with_one_microbatch_level_one_accumulates_nothing() -> None:
     assert two == [6 * N + 12 * N / 4, 2 * N + 16 * N / 4]
 
 
-def test_zero3_gathers_two_blocks() -> None:
-    assert gathered_bytes(N, zero=3, data_size=8, precision="bf16") == 2 * 2 * N + 4 * N
-    assert gathered_bytes(N, zero=3, data_size=8, precision="bf16", prefetch=3) == 4 * 2 * N + 4 * N
-    assert gathered_bytes(N, zero=2, data_size=8, precision="bf16") == 4 * N
-    assert gathered_bytes(N, zero=0, data_size=8, precision="bf16") == 0
-    assert gathered_bytes(N, zero=3, data_size=1, precision="bf16") == 0
+def test_zero3_gathers_and_gradients_that_come_are_scattered() -> None:
+    assert gathered_bytes(N, zero=3, precision="bf16") == 2 * N
+    assert gathered_bytes(N, zero=3, precision="bf16", reshard=False) == 0
+    assert gathered_bytes(N, zero=2, precision="bf16") == 0
+    assert [scattered_bytes(N, zero=zero) for zero in range(4)] == [0, 0, 4 * N, 4 * N]
+    assert scattered_bytes(N, zero=1, num_microbatches=1) == 4 * N
 
 
 def test_offload_leaves_what_is_gathered() -> None:

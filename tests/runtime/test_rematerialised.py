@@ -48,7 +48,7 @@ def _kept(block: Any, ranks: int, sequence: bool, remat: dict[str, int]) -> tupl
     with saved, CollectiveCounter() as counter:
         parallel.step(**inputs)
     gathered = sum(one.sent_bytes for one in counter.select("all_gather", phase="backward"))
-    return predicted.memory[0].activations, measured[0], gathered, parallel.full_gradients()
+    return predicted.kept_bytes[0], measured[0], gathered, parallel.full_gradients()
 
 
 def _all_kept(block: Any, ranks: int, sequence: bool) -> dict[str, tuple[float, float, float, Any]]:

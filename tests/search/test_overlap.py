@@ -99,4 +99,4 @@ def test_the_trace_is_what_viewers_read(tmp_path: Path) -> None:
     assert max(ends.values()) == pytest.approx(found.predicted.overlapped_s * 1e6)
     kept = [event["args"]["GiB"] for event in events if event["ph"] == "C" and event["pid"] == 0]
     assert len(kept) == 2 * 4 and min(kept) == pytest.approx(0.0, abs=1e-12)
-    assert max(kept) * 2**30 == pytest.approx(found.predicted.memory[0].activations)
+    assert max(kept) * 2**30 == pytest.approx(found.predicted.kept_bytes[0])
