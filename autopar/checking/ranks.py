@@ -154,7 +154,10 @@ def run_rank(
 def shortened(plan: Plan, programs: Sequence[StageProgram]) -> tuple[Plan, tuple[StageProgram, ...]]:
     """The same with as many microbatches of the same size as show all that happens in a step."""
     count = plan.batch.num_microbatches
-    for fewer in range(2 * plan.num_pipeline_ranks if plan.num_stages > 1 else 2, count):
+    ranks = plan.num_pipeline_ranks
+    # After a rank's share of forwards, 1F1B repeats itself.
+    least = 2 if plan.num_stages == 1 else ranks + 1 if plan.schedule == "1f1b" else 2 * ranks
+    for fewer in range(least, count):
         if replace(plan.pipelining, num_microbatches=fewer).obstacle() is None:
             batch = Batch(global_size=plan.batch.global_size // count * fewer, num_microbatches=fewer)
             plan = plan.model_copy(update={"batch": batch})

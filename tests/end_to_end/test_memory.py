@@ -13,5 +13,5 @@ from benchmarks.memory import TRIALS, run
 def test_peaks_are_as_predicted(name: str) -> None:
     for row in run(name):
         assert row.total == pytest.approx(row.tracked, rel=0.05), row
-        # What gloo allocates for itself is in this one, and depends on when ranks meet.
-        assert row.total == pytest.approx(row.allocated, rel=0.1), row
+        # What gloo allocates for itself is in this one, more or less of it as ranks meet sooner or later.
+        assert row.total < 1.05 * row.allocated, row
