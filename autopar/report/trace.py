@@ -61,7 +61,7 @@ def _activations(predicted: Predicted) -> Iterator[dict[str, Any]]:
         kept = 0.0
         for action in order:
             stage, kind, _ = action
-            bytes_of_stage = costs.saved_bytes(stage)
+            bytes_of_stage = costs.kept_bytes[stage]
             kept += bytes_of_stage if kind == "F" else -bytes_of_stage if kind in "BW" else 0.0
             yield {
                 "ph": "C",

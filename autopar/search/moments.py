@@ -39,7 +39,7 @@ def fullest_moment(
     lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
     states = replace(sum((block.states for block in every), whole_copies), gradients=lasting)
     arriving = {number: sum(map(_arriving, blocks)) for number, blocks in inside.items()}
-    kept = {number: _kept(priced, stages, number) for number in own}
+    kept = {number: kept_of(priced, stages, number) for number in own}
     later = {number: sum(block.later_bytes for block in inside[number]) if number else 0.0 for number in own}
     moments = {
         (number, first): _stage_moment(inside[number], stages[number], first=first, prefetch=prefetch)
@@ -71,7 +71,7 @@ def fullest_moment(
 
 def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
     """Most bytes at once that the passes of one rank keep for later ones, outside any backward."""
-    kept = {number: _kept(priced, stages, number) for number in {action.stage for action in order}}
+    kept = {number: kept_of(priced, stages, number) for number in {action.stage for action in order}}
     now = most = 0.0
     for stage, kind, _ in order:
         if kind != "I":
@@ -85,7 +85,7 @@ def _arriving(block: BlockPrice) -> float:
     return block.states.gradients - block.lasting_bytes
 
 
-def _kept(priced: Priced, stages: Sequence[Stage], number: int) -> float:
+def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
     """What a stage keeps of one microbatch, what it sends included."""
     stage = stages[number]
     inside = sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))

@@ -30,7 +30,7 @@ class StepCosts:
     """What a step is made of.
 
     sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
-    launch_s: of the optimiser's kernel.
+    launch_s: of the optimiser's kernel. kept_bytes: of one microbatch, from a stage's forward to its backward.
     """
 
     blocks: Sequence[BlockPrice]
@@ -41,13 +41,10 @@ class StepCosts:
     prefetch: int
     prelude_s: float
     launch_s: float
+    kept_bytes: Sequence[float]
 
     def blocks_of(self, stage: int) -> range:
         return range(self.stages[stage].first, self.stages[stage].last + 1)
-
-    def saved_bytes(self, stage: int) -> float:
-        """Bytes that a rank keeps of one microbatch for the backward of a stage."""
-        return sum(self.blocks[b].saved_bytes[self.stages[stage].level(b)] for b in self.blocks_of(stage))
 
 
 def run_step(costs: StepCosts) -> list[Span]:

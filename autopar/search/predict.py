@@ -20,7 +20,7 @@ from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
 from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
-from autopar.search.moments import fullest_moment, most_kept
+from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import Pricing
 from autopar.search.stages import Stage
@@ -130,6 +130,7 @@ def predict(
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
+            kept_bytes=[kept_of(priced, stages, number) for number in range(len(stages))],
         ),
     )
 
