@@ -101,19 +101,21 @@ class Candidate:
 class Inner:
     """The answer to the inner problem under some weights.
 
-    objective: its value, seconds a step on one stage mesh. shared_once: see ``evaluate``.
+    objective: its value, seconds a step on one stage mesh. shared_once: see ``evaluate``. given: ``priced``, if it is
+    known.
     """
 
     pricing: Pricing
     leaders: tuple[Assignment, ...]
     objective: float
     shared_once: bool
+    given: Priced | None = None
     _costs: dict[int, tuple[BlockCost, ...]] = field(default_factory=dict)
 
     @cached_property
     def priced(self) -> Priced:
         """Block by block; answers that only serve as bounds never need it."""
-        return evaluate(self.pricing, self.leaders, shared_once=self.shared_once)
+        return self.given or evaluate(self.pricing, self.leaders, shared_once=self.shared_once)
 
     def costs(self, num_ranks: int) -> tuple[BlockCost, ...]:
         """What the blocks cost a pipeline of so many ranks."""
@@ -123,11 +125,15 @@ class Inner:
 
 
 class Solved(NamedTuple):
-    """An answer as processes hand it on. num_columns: variables of the program that it took."""
+    """An answer as processes hand it on.
+
+    num_columns: variables of the program that it took. priced: block by block, where that will be asked for.
+    """
 
     leaders: tuple[Assignment, ...]
     objective: float
     num_columns: int
+    priced: Priced | None
 
 
 def job(configuration: Configuration, weights: Weights) -> Job:
@@ -229,13 +235,20 @@ class Solver:
                 leaders=solved.leaders,
                 objective=solved.objective,
                 shared_once=configuration.num_stages == 1,
+                given=solved.priced,
             )
         return found
 
     def _solve(self, configuration: Configuration, weights: Weights) -> Solved:
-        built = build(self.pricing(configuration), self.rules(configuration), weights)
+        pricing = self.pricing(configuration)
+        built = build(pricing, self.rules(configuration), weights)
         solution = solve(built.instance)
-        return Solved(built.assignments(solution.selection), solution.objective, solution.num_columns)
+        leaders = built.assignments(solution.selection)
+        # At a price on memory most answers serve as bounds alone.
+        priced = None
+        if not weights.state:
+            priced = evaluate(pricing, leaders, shared_once=configuration.num_stages == 1)
+        return Solved(leaders, solution.objective, solution.num_columns, priced)
 
     def rules(self, configuration: Configuration) -> Rules:
         data_axes = configuration.data_axes if configuration.zero else ()
