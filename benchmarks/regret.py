@@ -151,14 +151,14 @@ def shares() -> Iterator[None]:
 @contextmanager
 def on_own_share(rank: int) -> Iterator[None]:
     """Within it this process has its rank's share of the cores; outside, what is free."""
-    group = CGROUP / str(rank)
-    if group.is_dir():
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+    if not CGROUP.parent.is_dir():
+        yield
+        return
+    (CGROUP / str(rank) / "cgroup.procs").write_text(str(os.getpid()))
     try:
         yield
     finally:
-        if group.is_dir():
-            (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
+        (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def run_ranks(job: Path) -> Any:
@@ -171,7 +171,8 @@ def run_ranks(job: Path) -> Any:
             "LOCAL_WORLD_SIZE": str(PER_HOST), "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = ["ip", "netns", "exec", f"ap{host}", sys.executable, __file__, "--worker", str(job)]
+        # Not "ip netns exec", which mounts a /sys without the groups of ``shares``.
+        command = ["nsenter", f"--net=/run/netns/ap{host}", sys.executable, __file__, "--worker", str(job)]
         processes.append(subprocess.Popen(command, env=env))
     try:
         codes = [process.wait() for process in processes]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, zip_longest
+from itertools import count, product, zip_longest
 from math import inf
 from typing import NamedTuple
 
@@ -212,10 +212,12 @@ class Outer:
                 attempt(configuration, BASELINE_SHARE)
         for configuration in whole:
             attempt(configuration, SEED_SHARE)
-        for _, _, best in sorted(found)[:4]:
+        few = [configuration for _, _, configuration in sorted(found)[:4]]
+        # All of them at other levels of ZeRO first: what is leanest is often not what is fast.
+        for reach, best in product((0, 1), few):
             options = self.space.microbatches(best.mesh, best.constraints)
             near = options.index(best.num_microbatches)
-            for num in options[max(0, near - 1) : near + 2]:
+            for num in options[max(0, near - reach) : near + reach + 1]:
                 for root in self.space.roots(best.num_stages, best.mesh, num, best.constraints):
                     for configuration in self.space.with_zero(root):
                         attempt(configuration, SEED_SHARE)
