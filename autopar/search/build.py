@@ -18,9 +18,9 @@ from itertools import product
 import numpy as np
 from torch import fx
 
-from autopar.cost_model.activations import Saved
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.storages import Saved
 from autopar.ir.clusters import Cluster
 from autopar.ir.placement import Layout
 from autopar.ir.products import is_product
@@ -170,7 +170,7 @@ class _Builder:
     def _add_working(self) -> None:
         """The peak while gradients are made, at least what the op with the largest tensors needs."""
         largest = max(
-            (tensors for activations in self.load.activations for tensors in activations.working() if tensors),
+            (tensors for activations in self.load.activations for tensors in activations.backward.working() if tensors),
             key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
             default=(),
         )

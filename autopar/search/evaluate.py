@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.activations import BackwardPeak
+from autopar.cost_model.backward import BackwardPeak
 from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.ops import is_contraction
@@ -245,7 +245,7 @@ class _Ops:
             twice_s=twice,
             later_bytes=later,
             saved=(none, min(none, selective), min(none, alternate), min(none, full)),
-            peak=activations.backward_peak(assignments, *batches),
+            peak=activations.backward.peak(assignments, *batches),
         )
 
     def block(

@@ -21,8 +21,8 @@ from math import inf
 import numpy as np
 from torch import fx
 
-from autopar.cost_model.activations import Saved
 from autopar.cost_model.ops import OpCost, is_contraction
+from autopar.cost_model.storages import Saved
 from autopar.search.instance import Floats, Ints
 from autopar.search.pricing import OpPrices
 

@@ -10,7 +10,7 @@ of those after it are there already.
     ...
     after the last backward      nothing                       all, and what the optimiser needs
 
-What a block's backward holds of its own comes from ``BlockActivations.backward_peak``, and from what FSDP gathers and
+What a block's backward holds of its own comes from ``BlockBackward.peak``, and from what FSDP gathers and
 scatters: the parameters of the block and of those to come, gradients on their way out. Gradients that are summed in
 buckets live there from step to step.
 """

@@ -16,8 +16,9 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.cost_model.activations import BlockActivations, Saved
+from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.ops import compute_itemsize, needs_gradient
+from autopar.cost_model.storages import Saved
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.folds import FoldedSequence, find_folds

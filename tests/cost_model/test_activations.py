@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.cost_model.activations import BlockActivations, storage_of
+from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.ops import needs_gradient, op_name
+from autopar.cost_model.storages import storage_of
 from autopar.ir.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_results
 from autopar.ir.mesh import Mesh
@@ -195,7 +196,7 @@ def test_logits_are_the_largest_gradients() -> None:
     _, program = captured("decoder")
     nodes = ops(program)
     logits = BATCH * SEQ * VOCABULARY
-    full, half = (measure(program, nodes, p).backward_peak(whole(nodes), ONE) for p in ("fp32", "bf16"))
+    full, half = (measure(program, nodes, p).backward.peak(whole(nodes), ONE) for p in ("fp32", "bf16"))
     # The gradients of log probabilities and of logits, in float32.
     assert full.merged == pytest.approx(8 * logits, rel=0.01)
     assert half.merged == pytest.approx(8 * logits, rel=0.01)
@@ -206,13 +207,13 @@ def test_backward_releases_all_that_was_saved(name: str) -> None:
     _, program = captured(name)
     nodes = ops(program)
     block = measure(program, nodes)
-    assert block.backward_peak(whole(nodes), ONE).end == pytest.approx(-block.saved_bytes(whole(nodes), ONE))
+    assert block.backward.peak(whole(nodes), ONE).end == pytest.approx(-block.saved_bytes(whole(nodes), ONE))
 
 
 def test_gradients_that_stay_add_to_the_peak() -> None:
     _, program = captured("decoder")
     nodes = [n for n in ops(program) if "layers.0" in str(n.meta.get("path"))]
-    peak = measure(program, nodes, "bf16").backward_peak(whole(nodes), ONE)
+    peak = measure(program, nodes, "bf16").backward.peak(whole(nodes), ONE)
     assert peak.merged < peak.unsharded < peak.arriving
 
 
