@@ -22,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from autopar.ir.errors import AutoparError
+
 # What is solved, by a key that is equal for equal problems.
 Job = tuple[Hashable, tuple[Any, ...]]
 
@@ -40,18 +42,18 @@ class Ahead:
     @contextmanager
     def help(self) -> Iterator[None]:
         """Have a helper meanwhile, if this process may be forked and there is a core for it."""
-        self._helper = _fork(self.solve) if _can_fork() else None
+        self._helper = _fork(self.solve) if can_fork() else None
         try:
             yield
         finally:
             self._stop()
+            self._answers.clear()
 
     def _stop(self) -> None:
         if self._helper is not None:
             # The helper ends when it reads that nobody is there.
             self._helper.close()
         self._helper = self._running = None
-        self._answers.clear()
 
     @contextmanager
     def expecting(self, jobs: Callable[[], Iterable[Job]], *, sure: bool = False) -> Iterator[None]:
@@ -69,8 +71,6 @@ class Ahead:
     def answer(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
         """``solve(*arguments)``. Each key is asked for once."""
         self._asked.add(key)
-        if self._helper is None:
-            return self.solve(*arguments)
         self._receive(wait=False)
         if self._running == key:
             other = next(self._open(sure=True), None)
@@ -115,8 +115,8 @@ class Ahead:
                 self._stop()
 
 
-def _can_fork() -> bool:
-    """Threads of collectives would not be there in a fork."""
+def can_fork() -> bool:
+    """Whether a helper may be forked, and has a core. Threads of collectives would not be there in a fork."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity"):
         return False
     return len(os.sched_getaffinity(0)) > 1 and not (dist.is_available() and dist.is_initialized())
@@ -146,8 +146,8 @@ def _serve(solve: Callable[..., Any], jobs: Connection, other_end: Connection) -
 
 
 def _attempt(solve: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """The answer, or None where there is none."""
+    """The answer, or None where there is none. An error that is no answer ends the helper, or the search."""
     try:
         return solve(*arguments)
-    except Exception:
+    except AutoparError:
         return None

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 
-from autopar.search import ahead
-from autopar.search.ahead import Ahead, Job
+from autopar.ir.errors import InfeasiblePlan
+from autopar.search.ahead import Ahead, Job, can_fork
 from autopar.search.outer import Outer
 from tests.search.test_outer import outer_of
 
-pytestmark = pytest.mark.skipif(not ahead._can_fork(), reason="one core, or processes cannot be forked here")
+pytestmark = pytest.mark.skipif(not can_fork(), reason="one core, or processes cannot be forked here")
 
 
 def _square(number: int) -> int:
     if number < 0:
-        raise ValueError("negative")
+        raise InfeasiblePlan("negative")
     return number * number
 
 
@@ -26,10 +27,20 @@ def _process(number: int) -> int:
     return os.getpid()
 
 
-def _kill_helper(here: int) -> int:
+def _killed(here: int) -> int:
     if os.getpid() != here:
         os._exit(1)
     return here
+
+
+def _broken(here: int) -> int:
+    if os.getpid() != here:
+        raise RuntimeError("in the helper")
+    return here
+
+
+def _ill(number: int) -> int:
+    raise RuntimeError("ill")
 
 
 def _jobs(*numbers: int) -> list[Job]:
@@ -55,17 +66,43 @@ def test_what_has_no_answer_is_an_error_here() -> None:
     solver = Ahead(_square)
     with solver.help(), solver.expecting(lambda: _jobs(1, -1, 2)):
         assert solver.answer(*_jobs(1)[0]) == 1
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(InfeasiblePlan, match="negative"):
             solver.answer(*_jobs(-1)[0])
         assert solver.answer(*_jobs(2)[0]) == 4
 
 
-def test_a_helper_that_dies_is_not_missed() -> None:
-    solver = Ahead(_kill_helper)
+@pytest.mark.parametrize("sure", [False, True])
+@pytest.mark.parametrize("solve", [_killed, _broken])
+def test_a_helper_that_dies_is_not_missed(solve: Callable[[int], int], sure: bool) -> None:
+    solver = Ahead(solve)
     here = os.getpid()
     jobs: list[Job] = [(number, (here,)) for number in range(4)]
-    with solver.help(), solver.expecting(lambda: jobs):
+    with solver.help(), solver.expecting(lambda: jobs, sure=sure):
         assert [solver.answer(*job) for job in jobs] == [here] * 4
+
+
+def test_what_is_solved_here_outlives_the_helper() -> None:
+    calls = []
+
+    def solve(here: int, number: int) -> int:
+        if os.getpid() != here:
+            time.sleep(0.2)
+            os._exit(1)
+        calls.append(number)
+        return number
+
+    solver = Ahead(solve)
+    jobs: list[Job] = [(number, (os.getpid(), number)) for number in range(4)]
+    with solver.help(), solver.expecting(lambda: jobs, sure=True):
+        assert [solver.answer(*job) for job in jobs] == [0, 1, 2, 3]
+    # While the helper is at 1, 2 is solved here, and not again when the helper has died.
+    assert sorted(calls) == [0, 1, 2, 3]
+
+
+def test_an_error_that_nobody_expected_is_not_hidden() -> None:
+    solver = Ahead(_ill)
+    with solver.help(), solver.expecting(lambda: _jobs(1, 2)), pytest.raises(RuntimeError, match="ill"):
+        solver.answer(*_jobs(1)[0])
 
 
 @pytest.mark.parametrize("room", [1.2, 8.0])
