@@ -1,6 +1,6 @@
-"""Is the searched plan at least as fast as the one that experts published, and why?
+"""Is the searched plan at least as fast as the published one, and why?
 
-    python benchmarks/experts.py [--data DIR] [--families sc21,titan] [--every 1]
+    python benchmarks/published_plans.py [--data DIR] [--families sc21,titan] [--every 1]
 
 Every workload of ``shared/published/runs.csv`` is predicted under its published plan and under the plan that a free
 search finds for the same model, batch, precision and devices. A device has its own memory, or as much as the published
@@ -38,17 +38,17 @@ class Pair:
     """One workload under both plans."""
 
     row: Row
-    expert: SearchResult
+    published: SearchResult
     searched: SearchResult
 
     @property
     def ratio(self) -> float:
-        return self.searched.predicted.step_time_s / self.expert.predicted.step_time_s
+        return self.searched.predicted.step_time_s / self.published.predicted.step_time_s
 
     def why(self) -> str:
         """Parts of the step that differ, as shares of the published one."""
-        before, after = (_parts(one) for one in (self.expert, self.searched))
-        whole = self.expert.predicted.step_time_s
+        before, after = (_parts(one) for one in (self.published, self.searched))
+        whole = self.published.predicted.step_time_s
         changes = {name: (after.get(name, 0.0) - before.get(name, 0.0)) / whole for name in {*before, *after}}
         named = sorted((share, name) for name, share in changes.items() if abs(share) >= SHOWN)
         return ", ".join(f"{name} {100 * share:+.0f} %" for share, name in named) or "nothing much"
@@ -80,14 +80,14 @@ def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     constraints, captured = row.constraints(), captured_of(row, known)
     load = Workload.of(captured, constraints.precision)
     enough = row.cluster()
-    expert = estimate_captured(captured, enough, constraints, workload=load)
+    published = estimate_captured(captured, enough, constraints, workload=load)
     free = Constraints(precision=constraints.precision)
     cluster = row.devices()
     # A little more, so that rounding does not exclude the plan itself.
-    needed = int(1.001 * expert.predicted.peak_bytes / free.memory_fraction)
+    needed = int(1.001 * published.predicted.peak_bytes / free.memory_fraction)
     if cluster.device.usable_bytes < needed:
         cluster = cluster.with_memory(needed)
-    return Pair(row=row, expert=expert, searched=search_captured(captured, cluster, free, workload=load))
+    return Pair(row=row, published=published, searched=search_captured(captured, cluster, free, workload=load))
 
 
 def main() -> int:
@@ -110,9 +110,9 @@ def main() -> int:
             pair = compare(row, known)
         except (Missing, AutoparError):
             continue
-        expert, searched = pair.expert.predicted.step_time_s, pair.searched.predicted.step_time_s
+        published, searched = pair.published.predicted.step_time_s, pair.searched.predicted.step_time_s
         print(
-            f"| {row.id} | {in_words(pair.expert.plan)} | {expert:.3g} | {in_words(pair.searched.plan)} "
+            f"| {row.id} | {in_words(pair.published.plan)} | {published:.3g} | {in_words(pair.searched.plan)} "
             f"| {searched:.3g} | {pair.ratio:.2f} | {pair.why()} |",
             flush=True,
         )
