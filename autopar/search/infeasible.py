@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
 from autopar.search.constraints import Constraints
 from autopar.search.leaf import Configuration, Inner, Solver
-from autopar.search.predict import rank_parts, stage_activations
-from autopar.search.stages import stage_memory
+from autopar.search.stages import Stage, stage_memory
 
 GIB = float(1 << 30)
 
@@ -33,8 +33,7 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     costs = inner.costs(configuration.num_stages)
     live = configuration.pipelining.live()
     number = max(range(len(stages)), key=lambda n: stage_memory(costs, stages[n], live[n]))
-    own = stages[number]
-    parts = rank_parts(inner.pricing, inner.priced, [own], live[number] * stage_activations(inner.priced, own))
+    parts = _parts(inner, stages[number], live[number])
     lines = [
         f"nothing fits {cluster.num_gpus} x {cluster.device.name}: stage {number} on mesh {configuration.mesh} needs "
         f"{need / GIB:.1f} GiB per rank; budget is {solver.budget_bytes / GIB:.1f} GiB.",
@@ -44,6 +43,17 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     lines += _largest(configuration, inner, range(stages[number].first, stages[number].last + 1))
     lines.append(f"  try: {_advice(solver, constraints, need)}")
     return InfeasiblePlan("\n".join(lines))
+
+
+def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:
+    """What ``stage_memory`` of a stage with ``live`` microbatches in flight is made of."""
+    blocks = inner.priced.blocks[stage.first : stage.last + 1]
+    kept = live * sum(block.saved_bytes[stage.level(number)] for number, block in enumerate(blocks, stage.first))
+    recomputed = max(block.saved_bytes[0] - block.saved_bytes[stage.strongest] for block in blocks)
+    working = max(block.working_bytes(inner.pricing.prefetch) for block in blocks)
+    states = sum((block.states for block in blocks), MemoryParts())
+    workspace = FRAGMENTATION * (kept + recomputed)
+    return states + MemoryParts(activations=kept, transient=working + recomputed, workspace=workspace)
 
 
 def _promising(

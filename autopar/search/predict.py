@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from autopar.cost_model.collectives import point_to_point_time
-from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
+from autopar.cost_model.memory import MemoryParts
 from autopar.cost_model.redistributions import redistribution
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.step import exposed_time
@@ -133,28 +133,6 @@ def predict(
             kept_bytes=[kept_of(priced, stages, number) for number in range(len(stages))],
         ),
     )
-
-
-def rank_parts(pricing: Pricing, priced: Priced, stages: Sequence[Stage], activations: float) -> MemoryParts:
-    """At most the bytes of one rank that has ``stages`` and keeps ``activations``; of one stage, ``stage_memory``."""
-    inside = [(stage, b, priced.blocks[b]) for stage in stages for b in range(stage.first, stage.last + 1)]
-    recomputed = max(block.saved_bytes[0] - block.saved_bytes[stage.strongest] for stage, _, block in inside)
-    transient = max(block.working_bytes(pricing.prefetch) for _, _, block in inside)
-    states = sum((block.states for _, _, block in inside), MemoryParts())
-    return (
-        states
-        + _whole_copies(pricing, priced, stages)
-        + MemoryParts(
-            activations=activations,
-            transient=transient + recomputed,
-            workspace=FRAGMENTATION * (activations + recomputed),
-        )
-    )
-
-
-def stage_activations(priced: Priced, stage: Stage) -> float:
-    """Bytes that a rank keeps of one microbatch for the backward of ``stage``."""
-    return sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:
