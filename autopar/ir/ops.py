@@ -44,7 +44,7 @@ def attention(
     """
     grouped = k.shape[1] != q.shape[1]
     if grouped and not (mask is None and kind in ("full", "causal") and _kernel_takes_groups(q, v)):
-        k, v, grouped = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1]), False
+        k, v, grouped = repeat_heads(k, q), repeat_heads(v, q), False
     queries, keys = q.shape[2], k.shape[2]
     if kind == "sliding":
         assert window is not None, "a sliding window needs its size"
@@ -187,8 +187,11 @@ def _kernel_takes_groups(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" and size == v.shape[3]
 
 
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, T, D) -> (B, heads, T, D), for kernels that take no grouped heads."""
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """(B, Hkv, T, D) -> (B, Hq, T, D), for kernels that take no grouped heads. q: (B, Hq, ...)."""
+    heads = q.shape[1]
+    if x.shape[1] == heads:
+        return x
     batch, groups, length, size = x.shape
     return x[:, :, None].expand(batch, groups, heads // groups, length, size).reshape(batch, heads, length, size)
 

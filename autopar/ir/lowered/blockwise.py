@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from autopar.ir.ops import AttentionKind
+from autopar.ir.ops import AttentionKind, repeat_heads
 from autopar.ir.sequence import Block, Sight, Span
 
 _aten = torch.ops.aten
@@ -69,7 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, _repeat(k, q), _repeat(v, q), 0.0, causal, scale=scores.scale
+                q, repeat_heads(k, q), repeat_heads(v, q), 0.0, causal, scale=scores.scale
             )
             return out, lse
         if _takes_cuda_flash(q, v):
@@ -77,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
             return out, lse
         if _takes_cuda_efficient(q, v):
             out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-                q, _repeat(k, q), _repeat(v, q), None, True, 0.0, causal, scale=scores.scale
+                q, repeat_heads(k, q), repeat_heads(v, q), None, True, 0.0, causal, scale=scores.scale
             )
             return out, lse
     block, sight = scores.block, scores.sight
@@ -114,7 +114,7 @@ def _by_tiles(
         tile = _tile(q, k, mask, scores, row, column)
         tile_lse = torch.logsumexp(tile, -1)
         weights = tile.sub_(_finite(tile_lse)[..., None]).exp_()
-        more = weights @ _repeat(v[:, :, column.start : column.stop], q).to(wide)
+        more = weights @ repeat_heads(v[:, :, column.start : column.stop], q).to(wide)
         merge(out[:, :, row.start : row.stop], lse[:, :, row.start : row.stop], more, tile_lse)
     return out, lse
 
@@ -144,7 +144,7 @@ def backward(
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, _repeat(k, q), _repeat(v, q), out, lse, 0.0, causal, scale=scores.scale
+                grad, q, repeat_heads(k, q), repeat_heads(v, q), out, lse, 0.0, causal, scale=scores.scale
             )
             return dq, _sum_groups(dk, k), _sum_groups(dv, v)
         if _takes_cuda_flash(q, v):
@@ -157,7 +157,7 @@ def backward(
         if _takes_cuda_efficient(q, v):
             no_seed = torch.empty((), dtype=torch.int64, device=q.device)
             dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-                grad, q, _repeat(k, q), _repeat(v, q), None, out, lse, no_seed, no_seed, 0.0,
+                grad, q, repeat_heads(k, q), repeat_heads(v, q), None, out, lse, no_seed, no_seed, 0.0,
                 [True, True, True, False], causal, scale=scores.scale,
             )  # fmt: skip
             return dq, _sum_groups(dk, k), _sum_groups(dv, v)
@@ -165,7 +165,7 @@ def backward(
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for rows, columns in _tiles(scores):
         row, column = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        values, keys = (_repeat(x[:, :, column], q).to(wide) for x in (v, k))
+        values, keys = (repeat_heads(x[:, :, column], q).to(wide) for x in (v, k))
         own, row_grad = q[:, :, row].to(wide), grad[:, :, row].to(wide)
         weights = _tile(q, k, mask, scores, rows, columns).sub_(_finite(lse[:, :, row])[..., None]).exp_()
         dv[:, :, column] += _sum_groups(weights.mT @ row_grad, v)
@@ -198,7 +198,7 @@ def _positions(block: Block, rows: Span, columns: Span) -> tuple[Span, Span]:
 def _tile(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, rows: Span, columns: Span) -> Tensor:
     """Scores of a tile, -inf where nothing is seen."""
     wide = wide_dtype(q)
-    keys = _repeat(k[:, :, columns.start : columns.stop], q).to(wide)
+    keys = repeat_heads(k[:, :, columns.start : columns.stop], q).to(wide)
     tile = (q[:, :, rows.start : rows.stop].to(wide) @ keys.mT).mul_(scores.scale)
     if mask is not None:
         part = part_of(mask, rows, columns)
@@ -226,16 +226,8 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
-    """(B, Hkv, T, D) -> (B, Hq, T, D), for kernels that take no grouped heads."""
-    if x.shape[1] == q.shape[1]:
-        return x
-    batch, groups, length, size = x.shape
-    return x[:, :, None].expand(batch, groups, q.shape[1] // groups, length, size).reshape(batch, -1, length, size)
-
-
 def _sum_groups(grad: Tensor, x: Tensor) -> Tensor:
-    """The conjugate of ``_repeat``."""
+    """The conjugate of ``repeat_heads``."""
     return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
