@@ -129,13 +129,10 @@ def piece_of(whole: torch.Tensor, parameter: Parameter, name: str) -> torch.Tens
 
 def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: Stored | None, mesh: JobMesh) -> None:
     """Copy a whole tensor, or one stored as the parameter is, into a parameter or buffer. No communication."""
-    if isinstance(value, DTensor):
-        part = value._local_tensor
-    elif stored is not None and isinstance(parameter, DTensor):
-        part = stored.local_part(value, mesh) if value.shape == parameter.shape else value
-    else:
-        part = value
-    target = local_of(parameter)
+    part, target = local_of(value), local_of(parameter)
+    to_cut = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+    if to_cut and stored is not None and value.shape == parameter.shape:
+        part = stored.local_part(value, mesh)
     if part.shape != target.shape:
         raise InvalidInput(
             f"state dict: {name} has shape {tuple(value.shape)}, expected {tuple(parameter.shape)}.\n"
