@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import operator
 import subprocess
 import sys
 import tempfile
@@ -20,10 +21,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from autopar.checking import check
+from autopar.checking.ranks import Programs, RankTrace, run_ranks
 from autopar.cli import main as autopar
 from autopar.ir.collectives import COLLECTIVES, divide, identity, split
 from autopar.ir.graph import CapturedModel
@@ -100,8 +104,6 @@ def _shorter(node: fx.Node, plan: Plan) -> None:
 
 
 def _first(pair: fx.Node) -> fx.Node:
-    import operator
-
     return pair.graph.call_function(operator.getitem, (pair, 0))
 
 
@@ -143,22 +145,20 @@ def _altered(program: StageProgram, plan: Plan, alter: Callable[[fx.Node, Plan],
 
 def _command(fault: str, rank: int, arguments: Sequence[str]) -> None:
     """``autopar check`` in this process, with the program of ``rank`` altered."""
-    from autopar.checking import check
-
     alter = FAULTS[fault].alter
-    if alter is not None:
-        chosen, run_ranks = alter, check.run_ranks
 
-        def run(build, captured: CapturedModel, plan: Plan, programs, ranks):  # type: ignore[no-untyped-def]
-            def of(number: int) -> Sequence[StageProgram]:
-                made = programs(number)
-                return made if number != rank else (*made[:-1], _altered(made[-1], plan, chosen))
+    def run_altered(
+        build: Callable[[], nn.Module], captured: CapturedModel, plan: Plan, programs: Programs, ranks: Sequence[int]
+    ) -> list[RankTrace]:
+        def of(number: int) -> Sequence[StageProgram]:
+            made = programs(number)
+            return made if alter is None or number != rank else (*made[:-1], _altered(made[-1], plan, alter))
 
-            return run_ranks(build, captured, plan, of, ranks)
+        return run_ranks(build, captured, plan, of, ranks)
 
-        check.run_ranks = run  # type: ignore[assignment]
     sys.argv = ["autopar", "check", *arguments]
-    autopar()
+    with patch.object(check, "run_ranks", run_altered):
+        autopar()
 
 
 def searched(model: str, limits: str, folder: Path) -> Plan:
