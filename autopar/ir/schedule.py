@@ -139,8 +139,8 @@ def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
     return {"interleaved": (2, None), "zb-h1": (1, None)}.get(schedule, (1, 1))
 
 
-# Rounds of microbatches after which more of them change nothing but the length of a step.
-STEADY_ROUNDS = 4
+# Rounds of as many microbatches as ranks, after which more of them change nothing but the length of a step.
+STEADY_ROUNDS = 2
 
 
 @lru_cache(maxsize=256)
@@ -155,7 +155,9 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
 @lru_cache(maxsize=1024)
 def _live(shape: Pipelining) -> tuple[int, ...]:
     ranks, count = shape.num_ranks, shape.num_microbatches
-    if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and count % ranks == 0:
+    # Rounds through virtual stages in a loop are longer where ranks do not divide the microbatches.
+    alike = count % ranks == 0 or shape.virtual_stages == 1 or shape.schedule in _IN_A_V
+    if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and alike:
         return _live(replace(shape, num_microbatches=STEADY_ROUNDS * ranks))
     live, peak = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():

@@ -30,9 +30,13 @@ Job = tuple[Hashable, tuple[Any, ...]]
 
 @dataclass(slots=True)
 class Ahead:
-    """Solves jobs with ``solve``, here or in the helper. Without one it only solves what it is asked for."""
+    """Solves jobs with ``solve``, here or in the helper. Without one it only solves what it is asked for.
+
+    solve_ahead: how the helper solves, if it works out more than ``solve``.
+    """
 
     solve: Callable[..., Any]
+    solve_ahead: Callable[..., Any] | None = None
     _expected: list[tuple[Callable[[], Iterable[Job]], bool]] = field(default_factory=list)
     _answers: dict[Hashable, Any] = field(default_factory=dict)
     _asked: set[Hashable] = field(default_factory=set)
@@ -42,7 +46,7 @@ class Ahead:
     @contextmanager
     def help(self) -> Iterator[None]:
         """Have a helper meanwhile, if this process may be forked and there is a core for it."""
-        self._helper = _fork(self.solve) if can_fork() else None
+        self._helper = _fork(self.solve_ahead or self.solve) if can_fork() else None
         try:
             yield
         finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -19,6 +20,8 @@ from autopar.ir.rule import Assignment
 from autopar.search.pricing import ParameterPrice, Pricing
 from autopar.search.stages import LEVELS, BlockCost, Stage
 from autopar.search.workload import PRELUDE, Tensor, Transfer, Workload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +137,17 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     """
     load = pricing.workload
     assignments = spread(load, leaders)
-    own = [_Ops.of(pricing, assignments, kind) for kind in range(len(load.folding.kinds))]
     inputs = leaders[load.clusters.inputs.index]
-    moves = [_moved(pricing, transfer, assignments, inputs) for transfer in load.transfers]
+
+    # What does not depend on ZeRO comes up again with each of its levels.
+    def ops(kind: int) -> _Ops:
+        return _Ops.of(pricing, assignments, kind)
+
+    def move(number: int) -> tuple[OpTime, float]:
+        return _moved(pricing, load.transfers[number], assignments, inputs)
+
+    own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
+    moves = _known(pricing, leaders, "moves", load.clusters_of_transfers, move)
     prices, layouts, by_block = _parameters(pricing, assignments, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
@@ -152,6 +163,24 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number][0].forward_s for number in load.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
+
+
+def _known(
+    pricing: Pricing,
+    leaders: tuple[Assignment, ...],
+    what: str,
+    clusters: Sequence[tuple[int, ...]],
+    make: Callable[[int], T],
+) -> list[T]:
+    """``make`` of every number, worked out once for equal assignments of the clusters that it depends on."""
+    known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
+    found = []
+    for number, own in enumerate(clusters):
+        key = (number, pricing.num_microbatches, *(leaders[index] for index in own))
+        if key not in known:
+            known[key] = make(number)
+        found.append(known[key])
+    return found
 
 
 def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:

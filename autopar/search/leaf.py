@@ -136,8 +136,8 @@ class Solved(NamedTuple):
     priced: Priced | None
 
 
-def job(configuration: Configuration, weights: Weights) -> Job:
-    """An inner problem. The key holds everything that the answer depends on."""
+def job(configuration: Configuration, weights: Weights, record_s: float = float("inf")) -> Job:
+    """An inner problem. The key holds everything that the answer depends on. record_s: of the best plan so far."""
     # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
     key = (
         configuration.mesh,
@@ -150,7 +150,13 @@ def job(configuration: Configuration, weights: Weights) -> Job:
         configuration.constraints,
         weights,
     )
-    return key, (configuration, weights)
+    return key, (configuration, weights, record_s)
+
+
+def _passes(shape: Pipelining) -> float:
+    """Steps in passes of one microbatch through all stages, if those are alike."""
+    of_sum, of_max = time_weights(shape)
+    return of_sum + of_max / shape.num_stages
 
 
 @dataclass(slots=True)
@@ -181,7 +187,7 @@ class Solver:
         self.ops = OpPrices(self.load, self.cluster, self.balanced)
         self.floor = Floor.of(self.ops)
         self.choices = Choices(self.load)
-        self.ahead = Ahead(self._solve)
+        self.ahead = Ahead(self._solve, self._solve_ahead)
 
     @property
     def least_state_bytes(self) -> float:
@@ -239,16 +245,20 @@ class Solver:
             )
         return found
 
-    def _solve(self, configuration: Configuration, weights: Weights) -> Solved:
+    def _solve(self, configuration: Configuration, weights: Weights, record_s: float) -> Solved:
         pricing = self.pricing(configuration)
         built = build(pricing, self.rules(configuration), weights)
         solution = solve(built.instance)
         leaders = built.assignments(solution.selection)
-        # At a price on memory most answers serve as bounds alone.
-        priced = None
-        if not weights.state:
-            priced = evaluate(pricing, leaders, shared_once=configuration.num_stages == 1)
-        return Solved(leaders, solution.objective, solution.num_columns, priced)
+        return Solved(leaders, solution.objective, solution.num_columns, None)
+
+    def _solve_ahead(self, configuration: Configuration, weights: Weights, record_s: float) -> Solved:
+        """The same, priced where that is likely to be asked for: at a price on memory most answers are bounds alone."""
+        solved = self._solve(configuration, weights, record_s)
+        if weights.state or self._least_s(configuration, solved.objective) >= record_s:
+            return solved
+        priced = evaluate(self.pricing(configuration), solved.leaders, shared_once=configuration.num_stages == 1)
+        return solved._replace(priced=priced)
 
     def rules(self, configuration: Configuration) -> Rules:
         data_axes = configuration.data_axes if configuration.zero else ()
@@ -263,31 +273,44 @@ class Solver:
             )
         return self._rules[key]
 
-    def complete(self, configuration: Configuration, inner: Inner, record_s: float = float("inf")) -> Candidate | None:
+    def complete(
+        self, configuration: Configuration, inner: Inner, record_s: float = float("inf"), *, once: bool = False
+    ) -> Candidate | None:
         """Cut the stages for an answer to the inner problem and predict, under the best schedule; None if nothing fits.
 
-        A plan that cannot be as fast as ``record_s`` seconds is not looked for beyond the plainest schedule.
+        Schedules are tried in the order of what they would take with stages alike, as long as that is less than what
+        was found and than ``record_s`` seconds; at least one is. once: the first that fits will do.
         """
         best: Candidate | None = None
-        for shape in self.shapes(configuration):
-            if best is not None and (
-                shape.schedule == "naive" or self._balanced_s(shape, inner) >= min(record_s, best.step_time_s)
-            ):
-                continue
+        timed = [
+            (self._balanced_s(shape, inner), number, shape) for number, shape in enumerate(self.shapes(configuration))
+        ]
+        for tried, (balanced_s, _, shape) in enumerate(sorted(timed, key=lambda one: one[:2])):
+            if (tried and balanced_s >= record_s) or (best is not None and (once or balanced_s >= best.step_time_s)):
+                break
             own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
             found = self._complete(own, inner, record_s)
             if found is not None and (best is None or found.step_time_s < best.step_time_s):
                 best = found
         return best
 
-    def likely_s(self, configuration: Configuration, inner: Inner) -> float:
-        """Seconds of a step under the best schedule, if all ranks had the same to do and memory were no matter."""
+    def likely_s(self, configuration: Configuration, inner: Inner, record_s: float = float("inf")) -> float:
+        """Seconds of a step under the best schedule, if all ranks had the same to do and memory were no matter.
+
+        Less where the objective alone says that it is no less than ``record_s``.
+        """
+        least = self._least_s(configuration, inner.objective)
+        if least >= record_s:
+            return least
         return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
 
+    def _least_s(self, configuration: Configuration, objective: float) -> float:
+        """The same at least, by the value of the inner problem: what it takes gradients' sums for is the least."""
+        once = objective / configuration.num_microbatches
+        return min((once * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
+
     def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
-        of_sum, of_max = time_weights(shape)
-        once = sum(min(block.time_s) for block in inner.costs(shape.num_ranks))
-        return once * (of_sum + of_max / shape.num_stages)
+        return sum(min(block.time_s) for block in inner.costs(shape.num_ranks)) * _passes(shape)
 
     def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
         """The schedules that a configuration leaves open."""

@@ -24,9 +24,9 @@ their own (``overlap``).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, product, zip_longest
+from itertools import count
 from math import inf
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ from autopar.search.bounds import Bounds
 from autopar.search.build import Weights
 from autopar.search.constraints import Constraints, NoOption
 from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver, job
+from autopar.search.outcome import Outcome
+from autopar.search.seeds import Seeds
 from autopar.search.space import Space
 
 # Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
@@ -50,9 +52,11 @@ MAX_FINAL = 4
 # Work (see ``leaf.Solver``) after which the search settles for what it has; 3 to 7 s on one core.
 MAX_WORK = 250_000
 
-# Part of it that the baselines may take, and that they and their neighbours may.
-BASELINE_SHARE = 0.5
-SEED_SHARE = 0.7
+# Share of the seconds of the first leaf on a mesh that the best one there is likely to take at least.
+SPREAD = 0.93
+
+# The same of the best baseline with as many stages, whose axes have one role each.
+BASELINE_SPREAD = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,6 @@ class _Pace:
     """A configuration whose ZeRO is still open."""
 
     root: Configuration
-
-
-class Outcome(NamedTuple):
-    """Of trying a leaf. step_time_s: of its best plan, None if it was passed over. least_s: seconds that it takes at
-    least, proved or likely; inf if nothing fits."""
-
-    step_time_s: float | None
-    least_s: float
 
 
 class Progress(NamedTuple):
@@ -103,6 +99,7 @@ class Outer:
     refusal: NoOption | None = None
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     baselines: dict[str, tuple[Configuration, Outcome]] = field(default_factory=dict)
+    _slower: dict[Hashable, float] = field(default_factory=dict)
     _good: list[Candidate] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
@@ -150,7 +147,7 @@ class Outer:
         def next_leaves() -> Iterator[Job]:
             for _, _, lower, item in heapq.nsmallest(3, heap):
                 if isinstance(item, Configuration) and not self.good_enough(lower):
-                    yield job(item, Weights(sync=HIDDEN))
+                    yield job(item, Weights(sync=HIDDEN), self.record_s)
 
         with self.solver.ahead.expecting(next_leaves):
             while heap:
@@ -158,9 +155,12 @@ class Outer:
                 if self.good_enough(heap[0][0]) or spent >= self.max_work:
                     break
                 hope, _, lower, item = heapq.heappop(heap)
+                outlook = self.outlook(item if isinstance(item, Configuration) else item.root)
                 if self.good_enough(lower):
                     self.num_skipped += 1
                     self.unproved = min(self.unproved, lower)
+                elif heap and outlook > max(hope, heap[0][0]):
+                    heapq.heappush(heap, (outlook, next(self._order), lower, item))
                 elif isinstance(item, Configuration):
                     self.expand(item)
                     self.bound = max(self.bound, min(self.unproved, min((one[2] for one in heap), default=inf)))
@@ -174,59 +174,43 @@ class Outer:
             self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
 
+    @property
+    def record_s(self) -> float:
+        """Of the best plan so far."""
+        return inf if self.best is None else self.best.step_time_s
+
+    def outlook(self, configuration: Configuration) -> float:
+        """Seconds of a step that a leaf is likely to take: the bound of its pace, and how far from their bounds the
+        baselines with as many stages and the leaves on its mesh are that were tried."""
+        stages, mesh = configuration.num_stages, configuration.mesh
+        slower = max(BASELINE_SPREAD * self._slower.get(stages, 1.0), SPREAD * self._slower.get((stages, mesh), 1.0))
+        return self.bounds.hope(stages, configuration.num_microbatches) * max(1.0, slower)
+
+    def _learn(self, alike: Hashable, configuration: Configuration, seconds: float) -> None:
+        """How far the best of leaves that are ``alike`` is from the bound of its pace."""
+        slower = seconds / self.bounds.hope(configuration.num_stages, configuration.num_microbatches)
+        self._slower[alike] = min(slower, self._slower.get(alike, inf))
+
     def good_enough(self, lower: float) -> bool:
         return self.best is not None and lower >= self.best.step_time_s * (1 - TOLERANCE)
 
     def seed(self) -> None:
-        """A good plan to begin with: baselines at their leanest, then the neighbours of the best few.
+        Seeds(self).run()
 
-        Pipeline degrees take turns, each with its most promising baseline next.
-        """
-        tried: set[Configuration] = set()
-        found: list[tuple[float, int, Configuration]] = []
+    def note(self, configuration: Configuration, outcome: Outcome) -> None:
+        """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""
+        self._say()
+        name = self.space.name_of(configuration)
+        if name not in self.baselines or outcome.least_s < self.baselines[name][1].least_s:
+            self.baselines[name] = configuration, outcome
+        if outcome.step_time_s is not None:
+            self._learn(configuration.num_stages, configuration, outcome.step_time_s)
 
-        def attempt(configuration: Configuration, share: float) -> None:
-            if configuration in tried or (self.solver.work >= self.max_work * share and self.best is not None):
-                return
-            tried.add(configuration)
-            outcome = self.try_baseline(configuration)
-            self._say()
-            if outcome.step_time_s is not None:
-                found.append((outcome.step_time_s, len(tried), configuration))
-            name = self.space.name_of(configuration)
-            if name not in self.baselines or outcome.least_s < self.baselines[name][1].least_s:
-                self.baselines[name] = configuration, outcome
-
-        turns: dict[int, list[Configuration]] = {}
-        whole: list[Configuration] = []
-        for root in sorted(self.space.baselines(), key=lambda c: self.bounds.hope(c.num_stages, c.num_microbatches)):
-            turns.setdefault(root.num_stages, []).extend(self.space.with_zero(root)[-1:])
-            whole += self.space.whole(root)
-        leanest = [c for turn in zip_longest(*turns.values()) for c in turn if c is not None]
-
-        def next_baselines() -> Iterator[Job]:
-            return (job(c, Weights(sync=HIDDEN)) for c in leanest if c not in tried and self.known_of(c) is None)
-
-        with self.solver.ahead.expecting(next_baselines, sure=True):
-            for configuration in leanest:
-                attempt(configuration, BASELINE_SHARE)
-        for configuration in whole:
-            attempt(configuration, SEED_SHARE)
-        few = [configuration for _, _, configuration in sorted(found)[:4]]
-        # All of them at other levels of ZeRO first: what is leanest is often not what is fast.
-        for reach, best in product((0, 1), few):
-            options = self.space.microbatches(best.mesh, best.constraints)
-            near = options.index(best.num_microbatches)
-            for num in options[max(0, near - reach) : near + reach + 1]:
-                for root in self.space.roots(best.num_stages, best.mesh, num, best.constraints):
-                    for configuration in self.space.with_zero(root):
-                        attempt(configuration, SEED_SHARE)
-
-    def try_baseline(self, configuration: Configuration) -> Outcome:
-        """Try a leaf, unless what is known of it says that it is not worth while."""
+    def try_baseline(self, configuration: Configuration, *, once: bool = False) -> Outcome:
+        """Try a leaf, unless what is known of it says that it is not worth while. once: see ``expand``."""
         known = self.known_of(configuration)
         if known is None:
-            return self.expand(configuration)
+            return self.expand(configuration, once=once)
         self.num_skipped += 1
         return known
 
@@ -241,25 +225,29 @@ class Outer:
         self.refusal = error
         self.num_skipped += 1
 
-    def expand(self, configuration: Configuration) -> Outcome:
-        """Try a leaf: first with memory for free, then at rising prices."""
+    def expand(self, configuration: Configuration, *, once: bool = False) -> Outcome:
+        """Try a leaf: first with memory for free, then, unless ``once``, at rising prices."""
         try:
-            return self._expand(configuration)
+            return self._expand(configuration, once)
         except NoOption as error:
             self.refuse(error)
             return Outcome(None, inf)
 
-    def _expand(self, configuration: Configuration) -> Outcome:
+    def _expand(self, configuration: Configuration, once: bool) -> Outcome:
         solver = self.solver
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
         lower = self.bounds.pipelined(inner.objective, configuration)
-        likely = 0.0 if self.best is None else solver.likely_s(configuration, inner)
+        likely = 0.0 if self.best is None else solver.likely_s(configuration, inner, self.record_s)
+        self._learn((configuration.num_stages, configuration.mesh), configuration, max(lower, likely))
         if self.best is not None and (self.good_enough(lower) or likely >= self.best.step_time_s):
             # Memory and stages that are not alike only make it slower than is likely. That is no proof.
             self.num_skipped += 1
             self.unproved = min(self.unproved, lower)
             return Outcome(None, max(lower, likely))
-        first = self.consider(configuration, inner)
+        first = self.consider(configuration, inner, once=once)
+        if once:
+            self.unproved = min(self.unproved, lower)
+            return Outcome(None, max(lower, likely)) if first is None else Outcome(first.step_time_s, first.step_time_s)
         if first is not None and first.step_time_s > lower * (1 + TOLERANCE):
             exposed = solver.inner(configuration, Weights(sync=1.0))
             if exposed.leaders != inner.leaders:
@@ -333,10 +321,9 @@ class Outer:
         state = sum(block.states.total for block in leanest.priced.blocks)
         return state > configuration.num_stages * self.solver.budget_bytes
 
-    def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
-        """Complete an answer; keep it if it is the best so far."""
-        record_s = inf if self.best is None else self.best.step_time_s
-        found = self.solver.complete(configuration, inner, record_s)
+    def consider(self, configuration: Configuration, inner: Inner, *, once: bool = False) -> Candidate | None:
+        """Complete an answer; keep it if it is the best so far. once: under the first schedule that it fits with."""
+        found = self.solver.complete(configuration, inner, self.record_s, once=once)
         if found is None:
             self.closest.append((configuration, inner))
             return None

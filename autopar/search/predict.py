@@ -140,12 +140,11 @@ def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> 
     total = MemoryParts()
     if len(stages) == 1:
         return total
-    for group in pricing.workload.parameters:
-        for name, used in zip(group.names, group.blocks, strict=True):
-            copies = len({block for block in used for s in stages if s.first <= block <= s.last})
-            if sum(any(s.first <= block <= s.last for block in used) for s in stages) > 1:
-                price = priced.parameters[name]
-                total += pricing.state(price, whole=True) + -copies * pricing.state(price)
+    for name, used in pricing.workload.shared_parameters.items():
+        copies = len({block for block in used for s in stages if s.first <= block <= s.last})
+        if sum(any(s.first <= block <= s.last for block in used) for s in stages) > 1:
+            price = priced.parameters[name]
+            total += pricing.state(price, whole=True) + -copies * pricing.state(price)
     return total
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -136,6 +137,7 @@ class MeshPrices:
     """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
 
     options: of each cluster, in its inner problems so far. shapes: flows of those. stored: their parameters.
+    evaluated: what ``evaluate`` knows of answers, by what it is.
     """
 
     fabric: Fabric
@@ -143,6 +145,7 @@ class MeshPrices:
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
     stored: dict[tuple[int, ...], ParameterShape] = field(default_factory=dict)
+    evaluated: dict[str, dict[Any, Any]] = field(default_factory=dict)
     links: LinkPrices = field(init=False)
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)

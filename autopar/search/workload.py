@@ -166,6 +166,21 @@ class Workload:
         return self.clusters.of.get(node, self.clusters.inputs)
 
     @cached_property
+    def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Clusters of the ops of each kind of block."""
+        blocks = (self.folding.blocks[index] for index in first_instances(self.folding))
+        nodes = ([node for node in block.nodes if node in self.repeats] for block in blocks)
+        return tuple(tuple(sorted({self.cluster_of(node).index for node in own})) for own in nodes)
+
+    @cached_property
+    def clusters_of_transfers(self) -> tuple[tuple[int, ...], ...]:
+        """The cluster that each of ``transfers`` comes from, and those of its uses."""
+        return tuple(
+            tuple(self.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses)))
+            for transfer in self.transfers
+        )
+
+    @cached_property
     def num_blocks(self) -> int:
         return len(self.folding.blocks)
 
@@ -298,6 +313,14 @@ class Workload:
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def shared_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters that several blocks use, and which."""
+        named = (
+            (name, used) for group in self.parameters for name, used in zip(group.names, group.blocks, strict=True)
+        )
+        return {name: used for name, used in named if len(set(used)) > 1}
 
     @cached_property
     def activations(self) -> tuple[BlockActivations, ...]:

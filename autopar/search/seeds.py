@@ -1,0 +1,119 @@
+"""Good plans to begin with: every baseline at a glance, the best few in earnest, then what is near those.
+
+A baseline has its axes' roles given, so one inner problem says what it is likely to take, and what it takes where it
+fits with memory for free. Which level of ZeRO comes first matters, as level 3 gathers parameters in every microbatch: a
+baseline begins with the lowest that leaves room for activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product, zip_longest
+from math import inf
+from typing import TYPE_CHECKING
+
+from autopar.ir.mesh import Mesh
+from autopar.search.ahead import Job
+from autopar.search.build import Weights
+from autopar.search.leaf import HIDDEN, Configuration, job
+from autopar.search.outcome import Outcome
+
+if TYPE_CHECKING:
+    from autopar.search.outer import Outer
+
+# Part of the work of a search that baselines may take at a glance, and all seeds together.
+GLANCE_SHARE = 0.5
+SEED_SHARE = 0.7
+
+# Part of a rank's memory that the state of the model may take where a lower level of ZeRO is preferred.
+STATE_SHARE = 0.5
+
+# Baselines that are tried in earnest, and those of them whose neighbours are.
+EARNEST = 8
+BEST = 4
+
+
+@dataclass(slots=True)
+class Seeds:
+    """outcomes: of all that was tried."""
+
+    outer: Outer
+    outcomes: dict[Configuration, Outcome] = field(default_factory=dict)
+
+    def run(self) -> None:
+        first = list(self.in_turns())
+        self.glance_at(first)
+        if self.outer.best is None:
+            # Only size matters: those with the least memory, one pipeline degree after the other.
+            for configuration in self.in_turns(leanest=True):
+                self.attempt(configuration, SEED_SHARE)
+        for configuration in self.best(EARNEST):
+            self.attempt(configuration, SEED_SHARE, again=True)
+        for configuration in self.near(self.best(BEST)):
+            self.attempt(configuration, SEED_SHARE)
+
+    def in_turns(self, *, leanest: bool = False) -> Iterator[Configuration]:
+        """Baselines. Pipeline degrees take turns, and among those with one degree the meshes, each with its most
+        promising number of microbatches next. leanest: at the level of ZeRO with the least memory."""
+        space, bounds = self.outer.space, self.outer.bounds
+        found: dict[int, dict[Mesh, list[Configuration]]] = {}
+        whole: list[Configuration] = []
+        for root in sorted(space.baselines(), key=lambda c: bounds.hope(c.num_stages, c.num_microbatches)):
+            levels = space.with_zero(root)
+            own = found.setdefault(root.num_stages, {}).setdefault(root.mesh, [])
+            own += levels[-1:] if leanest else self.roomy(levels)
+            whole += [] if leanest else space.whole(root)
+        degrees = ([*_turns(meshes.values())] for meshes in found.values())
+        yield from _turns(degrees)
+        yield from whole
+
+    def roomy(self, levels: list[Configuration]) -> list[Configuration]:
+        """The lowest level of ZeRO that leaves room for activations, or the highest."""
+        solver = self.outer.solver
+        most = STATE_SHARE * solver.budget_bytes
+        return next(([one] for one in levels if solver.least_state_of(one) <= most), levels[-1:])
+
+    def glance_at(self, configurations: list[Configuration]) -> None:
+        outer = self.outer
+
+        def coming() -> Iterator[Job]:
+            left = (c for c in configurations if c not in self.outcomes and outer.known_of(c) is None)
+            return (job(c, Weights(sync=HIDDEN), outer.record_s) for c in left)
+
+        with outer.solver.ahead.expecting(coming, sure=True):
+            for configuration in configurations:
+                self.attempt(configuration, GLANCE_SHARE, once=True)
+
+    def attempt(self, configuration: Configuration, share: float, *, once: bool = False, again: bool = False) -> None:
+        """Try a leaf, unless the work for it is spent or it is known not to be worth while. once: with memory for free.
+
+        again: though it was glanced at.
+        """
+        outer = self.outer
+        spent = outer.solver.work >= outer.max_work * share and outer.best is not None
+        if spent or (configuration in self.outcomes and not again):
+            return
+        outcome = self.outcomes[configuration] = outer.try_baseline(configuration, once=once)
+        outer.note(configuration, outcome)
+
+    def best(self, number: int) -> list[Configuration]:
+        """The most promising of those that were tried."""
+        open_ones = [c for c, outcome in self.outcomes.items() if outcome.least_s < inf]
+        return sorted(open_ones, key=lambda c: self.outcomes[c].least_s)[:number]
+
+    def near(self, few: list[Configuration]) -> Iterator[Configuration]:
+        """The same at other levels of ZeRO, all of them first; then with fewer or more microbatches."""
+        space = self.outer.space
+        for reach, best in product((0, 1), few):
+            options = space.microbatches(best.mesh, best.constraints)
+            place = options.index(best.num_microbatches)
+            for num in options[max(0, place - reach) : place + reach + 1]:
+                for root in space.roots(best.num_stages, best.mesh, num, best.constraints):
+                    yield from space.with_zero(root)
+
+
+def _turns(rows: Iterable[Sequence[Configuration]]) -> Iterator[Configuration]:
+    """The first of every row, the second of every row, and so on."""
+    for turn in zip_longest(*rows):
+        yield from (configuration for configuration in turn if configuration is not None)
