@@ -182,8 +182,8 @@ class Outer:
     def outlook(self, configuration: Configuration) -> float:
         """Seconds of a step that a leaf is likely to take: the bound of its pace, and how far from their bounds the
         baselines with as many stages and the leaves on its mesh are that were tried."""
-        stages, mesh = configuration.num_stages, configuration.mesh
-        slower = max(BASELINE_SPREAD * self._slower.get(stages, 1.0), SPREAD * self._slower.get((stages, mesh), 1.0))
+        stages, sizes = configuration.num_stages, configuration.mesh.sizes
+        slower = max(BASELINE_SPREAD * self._slower.get(stages, 1.0), SPREAD * self._slower.get((stages, sizes), 1.0))
         return self.bounds.hope(stages, configuration.num_microbatches) * max(1.0, slower)
 
     def _learn(self, alike: Hashable, configuration: Configuration, seconds: float) -> None:
@@ -238,7 +238,7 @@ class Outer:
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
         lower = self.bounds.pipelined(inner.objective, configuration)
         likely = 0.0 if self.best is None else solver.likely_s(configuration, inner, self.record_s)
-        self._learn((configuration.num_stages, configuration.mesh), configuration, max(lower, likely))
+        self._learn((configuration.num_stages, configuration.mesh.sizes), configuration, max(lower, likely))
         if self.best is not None and (self.good_enough(lower) or likely >= self.best.step_time_s):
             # Memory and stages that are not alike only make it slower than is likely. That is no proof.
             self.num_skipped += 1
