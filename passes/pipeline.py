@@ -1,4 +1,4 @@
-"""The pass manager: runs passes in order, verifies after each, and can report what each one did."""
+"""The pass manager: runs passes in order, verifies what comes out, and can report what each one did."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.ir.building import remove_dead
+from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
 from autopar.passes.verify import Memo, verify
 
@@ -53,11 +54,33 @@ def run_passes(
 ) -> CapturedModel:
     """Apply passes to a copy of a captured model.
 
-    check: verify before the first and after every pass. report: called after each pass.
+    check: verify the result; where that fails, or a pass does, they run again with a check after each, so that the
+    AssertionError names the first that left the graph in disorder. report: called after each pass.
     """
+    try:
+        done = _run(captured, passes, report=report)
+        if check:
+            verify(done, after=passes[-1].name if passes else "capture")
+    except AutoparError:
+        raise
+    except Exception:
+        if check:
+            _run(captured, passes, memo=Memo())
+        raise
+    done.graph_module.recompile()
+    return done
+
+
+def _run(
+    captured: CapturedModel,
+    passes: Sequence[Pass],
+    *,
+    memo: Memo | None = None,
+    report: Callable[[PassReport], None] | None = None,
+) -> CapturedModel:
+    """memo: verify before the first and after every pass, with it."""
     captured = copy_captured(captured)
-    memo = Memo()
-    if check:
+    if memo is not None:
         verify(captured, memo=memo)
     for step in passes:
         before = _counts(captured) if report is not None else Counter()
@@ -66,7 +89,7 @@ def run_passes(
         remove_dead(captured.graph)
         captured = with_updates(captured)
         seconds = time.perf_counter() - start
-        if check:
+        if memo is not None:
             verify(captured, after=step.name, memo=memo)
         if report is not None:
             after = _counts(captured)
@@ -79,7 +102,6 @@ def run_passes(
                     added=dict(after - before),
                 )
             )
-    captured.graph_module.recompile()
     return captured
 
 

@@ -1,4 +1,4 @@
-"""Checks that a captured model is well formed, after capture and after every pass.
+"""Checks that a captured model is well formed, after the passes and, to find the one at fault, after each.
 
 Each op is run again on the fake values of its operands: the result must have the shapes and dtypes that its
 ``meta["val"]`` claims. Ops that look alike (80 equal layers) are run once, and those that no pass has touched since the

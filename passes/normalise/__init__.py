@@ -54,5 +54,5 @@ def normal_form() -> tuple[Pass, ...]:
 def normalise(
     captured: CapturedModel, *, check: bool = True, report: Callable[[PassReport], None] | None = None
 ) -> CapturedModel:
-    """A captured model in normal form. check: verify after every pass. report: called after each."""
+    """A captured model in normal form. check: verify it. report: called after each."""
     return run_passes(captured, normal_form(), check=check, report=report)

@@ -64,6 +64,21 @@ def test_a_pass_that_changes_a_dtype_is_caught(captured: CapturedModel) -> None:
     assert "test_pipeline.py" in str(caught.value)
 
 
+def test_the_first_pass_at_fault_is_named(captured: CapturedModel) -> None:
+    @dataclass(frozen=True)
+    class Stumble(Pass):
+        name: ClassVar[str] = "stumble"
+
+        def apply(self, captured: CapturedModel) -> CapturedModel:
+            assert aten.relu.default in {node.target for node in captured.graph.nodes}, "what it builds on is gone"
+            return captured
+
+    with pytest.raises(AssertionError, match="after replace: "):
+        run_passes(captured, [Stumble(), Replace(aten.logical_not.default), Stumble()])
+    with pytest.raises(AssertionError, match="what it builds on"):
+        run_passes(captured, [Replace(aten.tanh.default), Stumble()])
+
+
 def test_an_operand_that_changes_is_seen(captured: CapturedModel) -> None:
     memo = Memo()
     verify(captured, memo=memo)
