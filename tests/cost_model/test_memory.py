@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory, workspace_bytes
+from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 
 N = 1000
 
@@ -81,8 +81,3 @@ def test_parts_add_scale_and_print_whole_bytes() -> None:
         "transient": 0,
         "workspace": 1,
     }
-
-
-def test_workspace_grows_with_activations() -> None:
-    assert workspace_bytes(0) == 0
-    assert workspace_bytes(1e9) == pytest.approx(5e7)
