@@ -5,7 +5,7 @@
 A memory limit is met by a price on bytes that the outer search raises until the plan fits, so the problem with a limit
 is the problem without one, with other costs. For every mesh this builds and solves it without a price and at each price
 that the search tries, and prints the seconds of the slowest. --untightened also solves the linear program over all
-options as they come, without elimination or dominance, to optimality, and compares the costs. Takes no GPU.
+options as they come, without elimination, messages or dominance, to optimality, and compares the costs. Takes no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inner problem solved exactly: by elimination where its tables are small, else with HiGHS.
+"""The inner problem solved exactly: by elimination and message passing where they get by, else with HiGHS.
 
 Variables:  x[u,o]    1 if unit u takes option o
             y[f,s,q]  1 if flow f, produced in state s, is converted into state q; continuous, it ends up integral
@@ -16,8 +16,8 @@ that need q. With one user (needed) and (leaves) hold with equality: the flow is
 called for if the relaxation is fractional. Where producer and user are one unit, pairs that no option makes
 together are left out.
 
-If the tables are not small at once, ``dominance.reduce`` removes options that cannot be needed; what is left is often a
-handful.
+If the tables are not small at once, ``messages.prune`` removes options that no best selection has, and mostly leaves
+one for each unit; otherwise ``dominance.reduce`` removes some that are not needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import numpy as np
 
 from autopar.search.dominance import reduce
 from autopar.search.elimination import eliminate
-from autopar.search.instance import Floats, Flow, Instance, Ints, value
+from autopar.search.instance import Floats, Flow, Instance, Ints, absorb, restrict, value
+from autopar.search.messages import prune
 
 _INTEGRAL = 1e-6
 
@@ -53,12 +54,20 @@ def solve(instance: Instance) -> Solution:
     selection = eliminate(instance, _EASY_ENTRIES)
     if selection is not None:
         return Solution(selection=selection, objective=value(instance, selection), num_columns=0, branched=False)
-    reduced, kept = reduce(instance)
-    options: Sequence[int] | None = eliminate(reduced)
+    left = absorb(instance)
+    kept = prune(left)
     columns, branched = 0, False
+    options: Sequence[int] | None = [0] * len(kept)
+    if any(len(keep) > 1 for keep in kept):
+        left = absorb(restrict(left, kept))
+        options = eliminate(left)
     if options is None:
-        columns = sum(reduced.num_options) + sum(flow.cost.size for flow in reduced.flows)
-        options, branched = solve_program(reduced)
+        left, again = reduce(left)
+        kept = [keep[more] for keep, more in zip(kept, again, strict=True)]
+        options = eliminate(left)
+    if options is None:
+        columns = sum(left.num_options) + sum(flow.cost.size for flow in left.flows)
+        options, branched = solve_program(left)
     selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
     return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
 
