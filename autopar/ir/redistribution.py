@@ -70,12 +70,13 @@ def redistribute(source: Layout, value: Layout, grad: Layout) -> tuple[Step, ...
     ``grad`` to ``dual(source)``. The first step acts on the produced tensor.
     """
     current: list[Placement] = list(source)
-    dims = {p.dim for p in (*source, *value) if isinstance(p, Shard)}
+    shards = [p.dim if isinstance(p, Shard) else None for p in source]
+    goals = [p.dim if isinstance(p, Shard) else None for p in value]
     leaving: dict[int, list[int]] = {}
     entering: dict[int, list[int]] = {}
-    for dim in dims:
-        before = [a for a, p in enumerate(source) if p == Shard(dim)]
-        after = [a for a, p in enumerate(value) if p == Shard(dim)]
+    for dim in {dim for dim in (*shards, *goals) if dim is not None}:
+        before = [axis for axis, held in enumerate(shards) if held == dim]
+        after = [axis for axis, goal in enumerate(goals) if goal == dim]
         kept = 0
         while kept < min(len(before), len(after)) and before[kept] == after[kept]:
             kept += 1
@@ -85,10 +86,8 @@ def redistribute(source: Layout, value: Layout, grad: Layout) -> tuple[Step, ...
 
     def can_enter(axis: int) -> int | None:
         """The dimension that ``axis`` may start to shard now, if any."""
-        goal = value[axis]
-        if isinstance(goal, Shard) and not leaving[goal.dim] and entering[goal.dim][:1] == [axis]:
-            return goal.dim
-        return None
+        goal = goals[axis]
+        return goal if goal is not None and not leaving[goal] and entering[goal][:1] == [axis] else None
 
     def enter(axis: int, dim: int) -> None:
         entering[dim].remove(axis)
@@ -98,11 +97,13 @@ def redistribute(source: Layout, value: Layout, grad: Layout) -> tuple[Step, ...
         """One step that does not make the tensor larger, if there is one."""
         for axis, placement in enumerate(current):
             dim = can_enter(axis)
-            if placement.is_partial() and dim is not None:
+            if dim is None:
+                continue
+            if placement.is_partial():
                 steps.append(Step(axis, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, None, dim))
-            elif placement.is_replicate() and dim is not None:
+            elif placement.is_replicate():
                 steps.append(Step(axis, Collective.SPLIT, Collective.ALL_GATHER, None, dim))
-            elif isinstance(placement, Shard) and dim is not None and leaving[placement.dim][-1:] == [axis]:
+            elif isinstance(placement, Shard) and leaving[placement.dim][-1:] == [axis]:
                 leaving[placement.dim].pop()
                 steps.append(Step(axis, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, placement.dim, dim))
             else:
