@@ -44,29 +44,31 @@ def eliminate(instance: Instance, max_entries: int = MAX_ENTRIES) -> tuple[int, 
         if prod(counts[unit] for unit in units) > max_entries:
             return None
         tables.append(_Table(units, _costs(flow, units, counts)))
-    left = set(range(len(counts)))
+    around = {unit: {unit} for unit in range(len(counts))}
+    for table in tables:
+        for unit in table.units:
+            around[unit].update(table.units)
+    sizes = {unit: prod(counts[other] for other in others) for unit, others in around.items()}
     decided: list[tuple[int, tuple[int, ...], Ints]] = []
-    while left:
-        around = {unit: {unit} for unit in left}
-        for table in tables:
-            for unit in table.units:
-                around[unit].update(table.units)
-        sizes = {unit: prod(counts[other] for other in others) for unit, others in around.items()}
-        unit = min(left, key=lambda u: (sizes[u], u))
-        if sizes[unit] > max_entries:
+    while sizes:
+        unit = min(sizes, key=lambda u: (sizes[u], u))
+        if sizes.pop(unit) > max_entries:
             return None
         units = tuple(sorted(around[unit]))
-        mine = [table for table in tables if unit in table.units]
         total = _Table((unit,), instance.costs[unit]).over(units)
-        for table in mine:
-            total = total + table.over(units)
+        for table in tables:
+            if unit in table.units:
+                total = total + table.over(units)
         axis = units.index(unit)
         rest = (*units[:axis], *units[axis + 1 :])
         decided.append((unit, rest, total.argmin(axis=axis)))
         tables = [table for table in tables if unit not in table.units]
         if rest:
             tables.append(_Table(rest, total.min(axis=axis)))
-        left.remove(unit)
+        for other in rest:
+            around[other] |= around[unit]
+            around[other].remove(unit)
+            sizes[other] = prod(counts[near] for near in around[other])
     chosen: dict[int, int] = {}
     for unit, rest, best in reversed(decided):
         chosen[unit] = int(best[tuple(chosen[other] for other in rest)])

@@ -34,8 +34,9 @@ HIDDEN = OVERLAP_SLOWDOWN
 # A plan whose estimate is this many times as long as the record is not simulated.
 _HOPELESS = 1.1
 
-# Building an inner problem counts as solving this many variables, and so does cutting and simulating stages.
-_FIXED_WORK = 1000
+# Work: a variable of an integer program counts as 1; each cluster and flow of an inner problem as so many, wherever it
+# goes; and so many for cutting and simulating stages.
+_TERM_WORK = 12
 _CUT_WORK = 1500
 
 
@@ -127,12 +128,12 @@ class Inner:
 class Solved(NamedTuple):
     """An answer as processes hand it on.
 
-    num_columns: variables of the program that it took. priced: block by block, where that will be asked for.
+    work: see ``Solver``. priced: block by block, where that will be asked for.
     """
 
     leaders: tuple[Assignment, ...]
     objective: float
-    num_columns: int
+    work: int
     priced: Priced | None
 
 
@@ -163,8 +164,8 @@ def _passes(shape: Pipelining) -> float:
 class Solver:
     """Answers for configurations of one workload on one cluster, each worked out once.
 
-    balanced: the sequence is folded where ranks share causal attention. work: variables of the inner problems so far,
-    a measure of time that is the same on every machine.
+    balanced: the sequence is folded where ranks share causal attention. work: a measure of time that is the same on
+    every machine.
     """
 
     load: Workload
@@ -235,7 +236,7 @@ class Solver:
         if found is None:
             self.num_solved += 1
             solved: Solved = self.ahead.answer(key, arguments)
-            self.work += _FIXED_WORK + solved.num_columns
+            self.work += solved.work
             found = self._inner[key] = Inner(
                 pricing=self.pricing(configuration),
                 leaders=solved.leaders,
@@ -250,7 +251,8 @@ class Solver:
         built = build(pricing, self.rules(configuration), weights)
         solution = solve(built.instance)
         leaders = built.assignments(solution.selection)
-        return Solved(leaders, solution.objective, solution.num_columns, None)
+        terms = len(built.instance.costs) + len(built.instance.flows)
+        return Solved(leaders, solution.objective, _TERM_WORK * terms + solution.num_columns, None)
 
     def _solve_ahead(self, configuration: Configuration, weights: Weights, record_s: float) -> Solved:
         """The same, priced where that is likely to be asked for: at a price on memory most answers are bounds alone."""

@@ -14,11 +14,11 @@ schedule takes less than its busiest rank, which has M (sum t_i) / P to do at le
 through all stages and back, and M sum t_i is at least T. ``floor`` divides every op perfectly; ``again`` is what has to
 run again in backward for the memory there is. The last line is Lagrangian duality (``Outer.dearer``).
 
-Paces are tried in the order of their bounds with the bubble that is likely. It stops when the best plan is as good as
-every bound left, when none left is likely to be better, or when it has worked enough; ``bound`` is what is proved in
-any case. At each leaf the price of memory is swept; a leaf that fits for free without rematerialisation is done.
-Of the plans within TOLERANCE of the best, the one is taken that is fastest with compute and communication on streams of
-their own (``overlap``).
+``seeds`` gives a first plan. Paces are tried in the order of what their leaves are likely to take (``Outer.outlook``).
+It stops when the best plan is as good as every bound left, when none left is likely to be better, or when it has worked
+for long and found nothing better; ``bound`` is what is proved in any case. At each leaf the price of memory is swept; a
+leaf that fits for free without rematerialisation is done. Of the plans within TOLERANCE of the best, the one is taken
+that is fastest with compute and communication on streams of their own (``overlap``).
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ TOLERANCE = 0.005
 # Plans that are run stream by stream before one is taken.
 MAX_FINAL = 4
 
-# Work (see ``leaf.Solver``) after which the search settles for what it has; 3 to 7 s on one core.
-MAX_WORK = 250_000
+# Work (see ``leaf.Solver``) after which the search settles for what it has, 4 to 10 s on one core, and that it may do
+# after the seeds, or after a plan that was better, without another one.
+MAX_WORK = 400_000
+PATIENCE = 60_000
 
 # Share of the seconds of the first leaf on a mesh that the best one there is likely to take at least.
 SPREAD = 0.93
@@ -100,6 +102,7 @@ class Outer:
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     baselines: dict[str, tuple[Configuration, Outcome]] = field(default_factory=dict)
     _slower: dict[Hashable, float] = field(default_factory=dict)
+    _better_at: int = 0
     _good: list[Candidate] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
@@ -143,6 +146,7 @@ class Outer:
                 heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
         # The bounds of the baselines are no better than those of the leaves that contain them.
         self.unproved = inf
+        self._better_at = self.solver.work
 
         def next_leaves() -> Iterator[Job]:
             for _, _, lower, item in heapq.nsmallest(3, heap):
@@ -151,8 +155,7 @@ class Outer:
 
         with self.solver.ahead.expecting(next_leaves):
             while heap:
-                spent = self.solver.work / (1 if self.best is not None else 3)
-                if self.good_enough(heap[0][0]) or spent >= self.max_work:
+                if self.good_enough(heap[0][0]) or self._settled():
                     break
                 hope, _, lower, item = heapq.heappop(heap)
                 outlook = self.outlook(item if isinstance(item, Configuration) else item.root)
@@ -173,6 +176,12 @@ class Outer:
             left = min((lower for _, _, lower, _ in heap), default=inf)
             self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
+
+    def _settled(self) -> bool:
+        """Whether it has worked enough."""
+        if self.best is None:
+            return self.solver.work >= 3 * self.max_work
+        return self.solver.work >= min(self.max_work, self._better_at + PATIENCE)
 
     @property
     def record_s(self) -> float:
@@ -328,6 +337,8 @@ class Outer:
             self.closest.append((configuration, inner))
             return None
         if self.best is None or found.step_time_s < self.best.step_time_s:
+            if not self.good_enough(found.step_time_s):
+                self._better_at = self.solver.work
             self.best = found
         if not found.hopeless:
             self._good.append(found)
