@@ -32,7 +32,7 @@ ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
-VIRTUAL_STAGES = (1, 2, 4)
+MAX_VIRTUAL_STAGES = 4
 
 
 class NoOption(InfeasiblePlan):
@@ -174,7 +174,7 @@ class Constraints:
         it is pinned, as 1F1B takes the same time in less memory.
         """
         names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
-        sizes = VIRTUAL_STAGES if self.virtual_stages is None else (self.virtual_stages,)
+        sizes = range(1, MAX_VIRTUAL_STAGES + 1) if self.virtual_stages is None else (self.virtual_stages,)
         found = []
         for name in names if self.schedule is None else (self.schedule,):
             for size in sizes:

@@ -34,6 +34,13 @@ HIDDEN = OVERLAP_SLOWDOWN
 # A plan whose estimate is this many times as long as the record is not simulated.
 _HOPELESS = 1.1
 
+# How often the stages of a leaf are cut, how much of a rank's memory a plan fills that is not cut again, how much one
+# shall that is, and how much more is tried at once.
+_CUTS = 3
+_FILLED = 0.985
+_FILLED_AGAIN = 0.997
+_ROOM_TO_TRY = 1.1
+
 # Work: a variable of an integer program counts as 1; each cluster and flow of an inner problem as so many, wherever it
 # goes; and so many for cutting and simulating stages.
 _TERM_WORK = 12
@@ -291,7 +298,7 @@ class Solver:
             if (tried and balanced_s >= record_s) or (best is not None and (once or balanced_s >= best.step_time_s)):
                 break
             own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
-            found = self._complete(own, inner, record_s)
+            found = self._complete(own, inner, record_s, 1 if once else _CUTS)
             if found is not None and (best is None or found.step_time_s < best.step_time_s):
                 best = found
         return best
@@ -324,16 +331,41 @@ class Solver:
             remat="none" not in self.levels,
         )
 
-    def _complete(self, configuration: Configuration, inner: Inner, record_s: float) -> Candidate | None:
-        """The same under the schedule of ``configuration``."""
-        self.work += _CUT_WORK
-        found = self.cuts(configuration, inner, self.budget_bytes)
+    def _complete(self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int) -> Candidate | None:
+        """The same under the schedule of ``configuration``.
+
+        Cuts count the memory of a stage in one sum, the prediction moment by moment. So where a plan leaves room, or
+        takes too much, stages are cut again with as much more or less to fill.
+        """
+        room, best = self.budget_bytes, None
+        for _ in range(num_cuts):
+            candidate = self._cut(configuration, inner, room, record_s)
+            if candidate is None:
+                if best is not None or room > self.budget_bytes:
+                    break
+                room *= _ROOM_TO_TRY
+                continue
+            if candidate.hopeless:
+                return best or candidate
+            filled = candidate.predicted.peak_bytes / self.budget_bytes
+            if filled <= 1:
+                faster = best is None or candidate.step_time_s < best.step_time_s
+                best = candidate if faster else best
+                if not faster or filled >= _FILLED or not candidate.is_rematerialised:
+                    break
+            room *= min(_ROOM_TO_TRY, _FILLED_AGAIN / filled)
+        return best
+
+    def _cut(self, configuration: Configuration, inner: Inner, room: float, record_s: float) -> Candidate | None:
+        """A plan whose stages take ``room`` bytes at most, as ``cut`` counts them."""
+        found = self.cuts(configuration, inner, room)
+        self.work += _CUT_WORK if found is not None else _CUT_WORK // 3
         if found is None:
             return None
         stages = found.stages
         if configuration.offload:
             stages = tuple(replace(stage, offload=True) for stage in stages)
-        candidate = Candidate(
+        return Candidate(
             configuration=configuration,
             pricing=inner.pricing,
             leaders=inner.leaders,
@@ -342,10 +374,6 @@ class Solver:
             estimate_s=found.time_s,
             hopeless=found.time_s > record_s * _HOPELESS,
         )
-        # The cuts give each virtual stage its part of the memory, but know nothing of what a split backward keeps.
-        shape = configuration.pipelining
-        unsure = (shape.splits_backward or shape.virtual_stages > 1) and not candidate.hopeless
-        return None if unsure and candidate.predicted.peak_bytes > self.budget_bytes else candidate
 
     def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
         """The best stage cuts under a memory budget; None if nothing fits."""
@@ -357,6 +385,16 @@ class Solver:
             budget_bytes / shape.virtual_stages,
             ("none",) if shape.splits_backward else self.levels,
         )
+
+    def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
+        """How many microbatches it would take that what one stage keeps fits, at every level."""
+        costs = self.inner(configuration, Weights(sync=HIDDEN)).costs(1)
+        room = self.budget_bytes - sum(block.static_bytes for block in costs)
+        if room <= 0:
+            return ()
+        levels = [level for level, name in enumerate(LEVELS) if name in self.levels]
+        kept = [sum(block.saved_bytes[level] for block in costs) for level in levels]
+        return tuple(configuration.num_microbatches * num_bytes / room for num_bytes in kept)
 
     def memory_weights(self, configuration: Configuration, price: float) -> Weights:
         """Weights with memory at ``price`` seconds a byte: of state, and of as many microbatches as a rank keeps."""

@@ -29,9 +29,9 @@ SEED_SHARE = 0.7
 # Part of a rank's memory that the state of the model may take where a lower level of ZeRO is preferred.
 STATE_SHARE = 0.5
 
-# Baselines that are tried in earnest, and those of them whose neighbours are.
-EARNEST = 8
+# Baselines that are tried in earnest: the best that fit as they are, whose neighbours are tried too, and some others.
 BEST = 4
+EARNEST = 8
 
 
 @dataclass(slots=True)
@@ -48,9 +48,12 @@ class Seeds:
             # Only size matters: those with the least memory, one pipeline degree after the other.
             for configuration in self.in_turns(leanest=True):
                 self.attempt(configuration, SEED_SHARE)
-        for configuration in self.best(EARNEST):
+        for configuration in list(self.smaller()):
+            self.attempt(configuration, SEED_SHARE, once=True)
+        # Those that fit as they are, and those that may with less to keep.
+        for configuration in (*self.best(BEST, fitting=True), *self.best(EARNEST, fitting=False)):
             self.attempt(configuration, SEED_SHARE, again=True)
-        for configuration in self.near(self.best(BEST)):
+        for configuration in self.near(self.best(BEST, fitting=True)):
             self.attempt(configuration, SEED_SHARE)
 
     def in_turns(self, *, leanest: bool = False) -> Iterator[Configuration]:
@@ -97,10 +100,30 @@ class Seeds:
         outcome = self.outcomes[configuration] = outer.try_baseline(configuration, once=once)
         outer.note(configuration, outcome)
 
-    def best(self, number: int) -> list[Configuration]:
-        """The most promising of those that were tried."""
-        open_ones = [c for c, outcome in self.outcomes.items() if outcome.least_s < inf]
-        return sorted(open_ones, key=lambda c: self.outcomes[c].least_s)[:number]
+    def best(self, number: int, *, fitting: bool) -> list[Configuration]:
+        """The most promising of those that were tried. fitting: of those with a plan, or of those without."""
+        found = [
+            (outcome.least_s, place, configuration)
+            for place, (configuration, outcome) in enumerate(self.outcomes.items())
+            if outcome.least_s < inf and (outcome.step_time_s is not None) is fitting
+        ]
+        return [configuration for _, _, configuration in sorted(found, key=lambda one: one[:2])[:number]]
+
+    def smaller(self) -> Iterator[Configuration]:
+        """Of baselines without a pipeline that did not fit, those with as many microbatches that they may, at some
+        level of rematerialisation."""
+        outer, seen = self.outer, set[Mesh]()
+        for tried, outcome in list(self.outcomes.items()):
+            crowded = outcome.step_time_s is None and outcome.least_s < outer.record_s
+            if tried.num_stages > 1 or not crowded or tried.mesh in seen:
+                continue
+            seen.add(tried.mesh)
+            options = outer.space.microbatches(tried.mesh, tried.constraints)
+            for needed in outer.solver.microbatches_to_fit(tried):
+                # Some memory is needed beside what is kept.
+                for num in [num for num in options if num >= needed][:2]:
+                    for root in outer.space.roots(1, tried.mesh, num, tried.constraints):
+                        yield from self.roomy(outer.space.with_zero(root))
 
     def near(self, few: list[Configuration]) -> Iterator[Configuration]:
         """The same at other levels of ZeRO, all of them first; then with fewer or more microbatches."""
