@@ -58,8 +58,8 @@ def simulate(
     backward_s: of a whole backward; split_s: of its parts, to the inputs and to the weights, where the schedule
     splits it (half each if not given). p2p_forward_s[i]: to send a microbatch from stage i to i + 1;
     p2p_backward_s[i]: its gradient back (as forward if not given). Stages of one rank send nothing to each other.
-    Sends overlap with the sender's next action; the receiver waits for them. Raises InvalidPlan if there is no such
-    schedule.
+    Sends overlap with the sender's next action; what a rank sends to another goes one after the other, and the
+    receiver waits for it. Raises InvalidPlan if there is no such schedule.
     """
     assert len(forward_s) == len(backward_s) == shape.num_stages, "seconds of every stage"
     half = [seconds / 2 for seconds in backward_s]
@@ -67,7 +67,8 @@ def simulate(
     seconds = {"F": forward_s, "B": backward_s, "I": inputs_s, "W": weights_s}
     sends = _per_link(p2p_forward_s, shape)
     returns = sends if p2p_backward_s is None else _per_link(p2p_backward_s, shape)
-    events = run_actions(shape.orders(), shape.num_stages, lambda kind: seconds[kind], sends, returns)
+    ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+    events = run_actions(shape.orders(), ranks, lambda kind: seconds[kind], sends, returns)
     return Timeline(
         events=events,
         step_time_s=max((rank[-1].end_s for rank in events if rank), default=0.0),
@@ -83,25 +84,41 @@ def _per_link(seconds: Sequence[float] | float, shape: Pipelining) -> tuple[floa
 
 def run_actions(
     orders: Sequence[Order],
-    num_stages: int,
+    ranks: Sequence[int],
     seconds: Callable[[Kind], Sequence[float]],
     p2p_forward_s: Sequence[float],
     p2p_backward_s: Sequence[float],
 ) -> tuple[tuple[Event, ...], ...]:
     """Execute each rank's actions in its order as early as what they wait for allows.
 
-    seconds: kind -> of each stage. O(actions). Raises InvalidPlan, showing where every rank stands, if the orders
-    deadlock.
+    ranks: of each stage. seconds: kind -> of each stage. O(actions). Raises InvalidPlan, showing where every rank
+    stands, if the orders deadlock.
     """
     events: list[list[Event]] = [[] for _ in orders]
     forward_s, backward_s, inputs_s, weights_s = (seconds(kind) for kind in ("F", "B", "I", "W"))
-    # (stage, microbatch) -> when its output, or the gradient of its input, is there.
+    # (stage, microbatch) -> when its output, or the gradient of its input, is there; (backward, stage, microbatch) ->
+    # when it is where it is needed next.
     outputs: dict[tuple[int, int], float] = {}
     gradients: dict[tuple[int, int], float] = {}
+    sent: dict[tuple[bool, int, int], float] = {}
+    # (sender, receiver) -> when it has sent all that it was given.
+    links: dict[tuple[int, int], float] = {}
     sleeping: dict[tuple[bool, int, int], int] = {}
     free = [0.0] * len(orders)
     awake = list(range(len(orders)))
-    last = num_stages - 1
+    last = len(ranks) - 1
+
+    def send(backward: bool, stage: int, microbatch: int, end_s: float) -> None:
+        """What ``stage`` has made goes to the next one, or to the one before."""
+        other = stage - 1 if backward else stage + 1
+        if 0 <= other <= last:
+            link = ranks[stage], ranks[other]
+            taken = p2p_backward_s[other] if backward else p2p_forward_s[stage]
+            arrival = end_s
+            if taken:
+                arrival = links[link] = max(end_s, links.get(link, 0.0)) + taken
+            sent[backward, stage, microbatch] = arrival
+
     while awake:
         rank = awake.pop()
         order, ran, now = orders[rank], events[rank], free[rank]
@@ -111,13 +128,14 @@ def run_actions(
             ready = now
             if kind == "F":
                 if stage:
-                    sent = outputs.get((stage - 1, microbatch))
-                    if sent is None:
+                    arrived = sent.get((False, stage - 1, microbatch))
+                    if arrived is None:
                         sleeping[False, stage - 1, microbatch] = rank
                         break
-                    ready = sent + p2p_forward_s[stage - 1]
+                    ready = arrived
                 end = max(now, ready) + forward_s[stage]
                 outputs[stage, microbatch] = end
+                send(False, stage, microbatch, end)
                 woken = sleeping.pop((False, stage, microbatch), None)
             elif kind == "W":
                 if (stage, microbatch) not in gradients:
@@ -130,13 +148,14 @@ def run_actions(
                     break
                 ready = own
                 if stage != last:
-                    sent = gradients.get((stage + 1, microbatch))
-                    if sent is None:
+                    arrived = sent.get((True, stage + 1, microbatch))
+                    if arrived is None:
                         sleeping[True, stage + 1, microbatch] = rank
                         break
-                    ready = max(ready, sent + p2p_backward_s[stage])
+                    ready = max(ready, arrived)
                 end = max(now, ready) + (backward_s[stage] if kind == "B" else inputs_s[stage])
                 gradients[stage, microbatch] = end
+                send(True, stage, microbatch, end)
                 woken = sleeping.pop((True, stage, microbatch), None)
             ran.append(Event(action, max(now, ready), end))
             now = end

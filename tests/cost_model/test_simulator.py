@@ -94,6 +94,24 @@ def test_every_schedule_runs_without_deadlock(
             assert len(above) == 1 and start >= ends[above[0]] + sends * p2p_s - 1e-9
 
 
+def test_what_a_rank_sends_to_another_goes_one_after_the_other() -> None:
+    """Three forwards of 1 s whose results take 4 s to send: the link is never idle, and then come the gradients."""
+    timeline = simulate(Pipelining("gpipe", 2, 3), [1.0, 1.0], [1.0, 1.0], p2p_forward_s=4.0, p2p_backward_s=0.0)
+    assert [event.start_s for event in timeline.events[1]] == [5.0, 9.0, 13.0, 14.0, 15.0, 16.0]
+    assert timeline.step_time_s == 18.0
+
+
+def test_virtual_stages_share_the_links_between_their_ranks() -> None:
+    """Both directions carry forwards and gradients there, but no direction waits for the other."""
+    shape = Pipelining("interleaved", 2, 2, 2)
+    timeline = simulate(shape, [1.0] * 4, [1.0] * 4, p2p_forward_s=10.0)
+    ends = {event.action: event.end_s for events in timeline.events for event in events}
+    starts = {event.action: event.start_s for events in timeline.events for event in events}
+    # Rank 0 sends the second microbatch of stage 0 while rank 1 sends the first of stage 1 back to it.
+    assert starts[Action(2, "F", 0)] == ends[Action(1, "F", 0)] + 10.0 == 22.0
+    assert starts[Action(1, "F", 1)] == 21.0
+
+
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 4), st.floats(0.1, 5))
 def test_a_slower_stage_never_makes_a_step_faster(num_stages: int, count: int, which: int, more: float) -> None:
     forward_s, backward_s = [1.0] * num_stages, [2.0] * num_stages
@@ -106,4 +124,4 @@ def test_a_slower_stage_never_makes_a_step_faster(num_stages: int, count: int, w
 def test_deadlock_shows_where_every_rank_stands() -> None:
     orders = [(Action(0, "B", 0), Action(0, "F", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     with pytest.raises(InvalidPlan, match="deadlocks:\n  rank 0: >0B0< 0F0\n  rank 1: >1F0< 1B0"):
-        run_actions(orders, 2, lambda kind: [1.0, 1.0], [0.0], [0.0])
+        run_actions(orders, [0, 1], lambda kind: [1.0, 1.0], [0.0], [0.0])
