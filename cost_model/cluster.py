@@ -69,12 +69,22 @@ class Cluster:
         return _group(self.gpus_per_node, max(1, self.num_gpus // mesh.size), mesh, positions)
 
     def stage_link(self, mesh: Mesh, num_stages: int) -> Link:
-        """The slowest link between neighbouring pipeline stages: rank r of stage i to rank r of stage i + 1."""
+        """The slowest link between neighbouring pipeline stages."""
+        links = [self.send_link(mesh, stage, stage + 1) for stage in range(num_stages - 1)]
+        return min(links, key=lambda link: link.ring_bandwidth(2), default=self.intra_node)
+
+    def send_link(self, mesh: Mesh, sender: int, receiver: int) -> Link:
+        """The slowest link from rank r of one stage to rank r of another, all r at once."""
         nodes = self.gpus_per_node
-        for rank in range((num_stages - 1) * mesh.size):
-            if rank // nodes != (rank + mesh.size) // nodes:
-                return self.inter_node
-        return self.intra_node
+        pairs = [(sender * mesh.size + rank, receiver * mesh.size + rank) for rank in range(mesh.size)]
+        leaving = Counter(source // nodes for source, target in pairs if source // nodes != target // nodes)
+        return self.inter_node.among(max(leaving.values()), nodes) if leaving else self.intra_node
+
+    def group_over_stages(self, mesh: Mesh, holders: Sequence[int]) -> Group:
+        """The ranks at one place in each of the stages ``holders``; if those differ, on most nodes."""
+        nodes = [Counter((stage * mesh.size + r) // self.gpus_per_node for stage in holders) for r in range(mesh.size)]
+        worst = max(nodes, key=lambda count: (len(count), -min(count.values())))
+        return Group(size=len(holders), num_nodes=len(worst), ranks_per_node=min(worst.values()), stride=mesh.size)
 
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with another device memory, nothing of it reserved."""

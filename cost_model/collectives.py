@@ -15,8 +15,9 @@ B200) agrees. In an all-to-all each rank has one NIC for what leaves its node.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log2, prod
 
@@ -41,13 +42,15 @@ def volume_bytes(collective: Collective, payload_bytes: float, size: int) -> flo
     return 2 * share if collective is Collective.ALL_REDUCE else share
 
 
-def collective_time(collective: Collective, payload_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of one collective. ``payload_bytes`` as in the table above."""
+def collective_time(
+    collective: Collective, payload_bytes: float, group: Group, cluster: Cluster, kind: str | None = None
+) -> float:
+    """Seconds of one collective. ``payload_bytes`` as in the table above. kind: its name in the link, if another."""
     moved = volume_bytes(collective, payload_bytes, group.size)
     if moved == 0.0:
         return 0.0
     intra, inter = cluster.intra_node, cluster.inter_node
-    relative = (inter if group.spans_nodes else intra).relative(collective.value)
+    relative = (inter if group.spans_nodes else intra).relative(kind or collective.value)
     if collective is Collective.ALL_TO_ALL and group.spans_nodes:
         outside = (group.size - group.ranks_per_node) / group.size * payload_bytes
         inside = (moved - outside) / intra.ring_bandwidth(group.ranks_per_node)
@@ -92,6 +95,14 @@ def point_to_point_time(payload_bytes: float, link: Link) -> float:
     return link.base_latency_s + link.hop_latency_s + link.relative("send") * payload_bytes / link.ring_bandwidth(2)
 
 
+def time_over_stages(payload_bytes: float, mesh: Mesh, holders: Sequence[int], cluster: Cluster) -> float:
+    """Seconds to sum ``payload_bytes`` of each rank over the pipeline stages ``holders``, while other stages wait."""
+    group, per_node = cluster.group_over_stages(mesh, holders), cluster.gpus_per_node
+    busy = Counter((stage * mesh.size + rank) // per_node for stage in holders for rank in range(mesh.size))
+    shared = cluster.inter_node.among(max(busy.values()), per_node)
+    return collective_time(Collective.ALL_REDUCE, payload_bytes, group, replace(cluster, inter_node=shared))
+
+
 @dataclass(frozen=True)
 class Fabric:
     """The links of one stage mesh on one cluster: what communication along its axes costs."""
@@ -107,9 +118,18 @@ class Fabric:
     def group(self, axes: int | Sequence[int]) -> Group:
         return self.groups[axes] if isinstance(axes, int) else self.cluster.group(self.mesh, axes)
 
-    def time(self, collective: Collective, payload_bytes: float, axes: int | Sequence[int]) -> float:
+    def time(
+        self, collective: Collective, payload_bytes: float, axes: int | Sequence[int], kind: str | None = None
+    ) -> float:
         """Seconds of one collective over one axis, or over several jointly."""
-        return collective_time(collective, payload_bytes, self.group(axes), self.cluster)
+        return collective_time(collective, payload_bytes, self.group(axes), self.cluster, kind)
+
+    def overlap(self, axes: int | Sequence[int], zero: int) -> float:
+        """Share of the synchronisation of gradients that can run beside compute. FSDP needs streams for that."""
+        cluster = self.cluster
+        if zero:
+            return float(cluster.device.has_streams)
+        return (cluster.inter_node if self.group(axes).spans_nodes else cluster.intra_node).overlap
 
     def rate(self, collective: Collective, axis: int) -> tuple[float, float]:
         """Seconds of a collective along an axis: fixed, and for each byte of its payload."""

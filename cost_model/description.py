@@ -25,7 +25,7 @@ from autopar.cost_model.hardware import GB, Link, MatmulRate
 from autopar.ir.errors import InvalidCluster
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
@@ -37,7 +37,9 @@ class LinkDescription(_Model):
     """Figures of a link that replace the catalogue's.
 
     bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
-    ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce.
+    ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce; FSDP's are zero_gather and
+    zero_scatter. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap: share of an
+    all-reduce that can run beside compute.
     """
 
     bandwidth_gb_s: PositiveFloat | None = None
@@ -45,6 +47,8 @@ class LinkDescription(_Model):
     base_latency_us: Annotated[float, Field(ge=0)] | None = None
     latency_us: Annotated[float, Field(ge=0)] | None = None
     relative_time: dict[Kind, PositiveFloat] = {}
+    alone_gb_s: PositiveFloat | None = None
+    overlap: Annotated[float, Field(ge=0, le=1)] | None = None
 
     def applied_to(self, link: Link) -> Link:
         if self.bandwidth_gb_s is not None:
@@ -58,6 +62,10 @@ class LinkDescription(_Model):
             link = replace(link, hop_latency_s=self.latency_us * 1e-6)
         if self.relative_time:
             link = replace(link, relative_time=tuple(self.relative_time.items()))
+        if self.alone_gb_s is not None:
+            link = replace(link, alone=self.alone_gb_s * GB)
+        if self.overlap is not None:
+            link = replace(link, overlap=self.overlap)
         return link
 
 

@@ -6,7 +6,7 @@ training is assumed to achieve. ``catalogue`` holds the figures with their sourc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.matmul import Tiling
 from autopar.ir.errors import InvalidCluster
@@ -16,6 +16,9 @@ GB = 1e9
 
 # Bytes of one floating point number in compute.
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# Collectives that FSDP issues, and what they are as fast as if nothing else is known.
+_ALIKE = {"zero_gather": "all_gather", "zero_scatter": "reduce_scatter"}
 
 # What a precision is costed as where a device lacks it.
 _SIXTEEN_BIT = {"bf16": "fp16", "fp16": "bf16"}
@@ -64,6 +67,7 @@ class Device:
     memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
     of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
     kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
+    has_streams: whether what is issued on another stream runs beside compute; FSDP gathers and scatters so.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Device:
     kernel_launch_s: float
     tiling: Tiling
     host: Host
+    has_streams: bool = True
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -116,7 +121,9 @@ class Link:
     a switch), else None.
     switch_reduce: all-reduce bytes/s of a switch that reduces in the network (NVLink SHARP), used by groups of
     at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
-    that are not named take as long.
+    that are not named take as long. alone: achieved bytes/s of one device while no other of its node uses the link;
+    None if that is as with all of them. overlap: share of an all-reduce that can run beside compute; the rest needs the
+    device itself, as where its cores copy what is sent.
     """
 
     name: str
@@ -127,10 +134,20 @@ class Link:
     peer_bandwidth: float | None = None
     switch_reduce: float | None = None
     relative_time: tuple[tuple[str, float], ...] = ()
+    alone: float | None = None
+    overlap: float = 1.0
+
+    def among(self, num_senders: int, per_node: int) -> Link:
+        """The link while ``num_senders`` of the ``per_node`` devices of a node use it, as all of them do otherwise."""
+        if self.alone is None or num_senders >= per_node:
+            return self
+        share = self.bandwidth * per_node / num_senders
+        return replace(self, bandwidth=max(self.bandwidth, min(self.alone / self.efficiency, share)))
 
     def relative(self, kind: str) -> float:
         """Seconds a byte of a collective, or of a "send", of those of a ring all-reduce."""
-        return dict(self.relative_time).get(kind, 1.0)
+        known = dict(self.relative_time)
+        return known.get(kind, known.get(_ALIKE.get(kind, kind), 1.0))
 
     def ring_bandwidth(self, size: int) -> float:
         """Achieved bytes/s per device in a group of ``size`` devices."""

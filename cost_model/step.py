@@ -83,8 +83,8 @@ def sync_time(
     gradient, copy = _MASTER * numel / count, ITEMSIZE[precision] * numel / count
     if zero == 0:
         return SyncTime(step_s=count * fabric.time(Collective.ALL_REDUCE, gradient, axes))
-    scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes)
-    gather = count * fabric.time(Collective.ALL_GATHER, copy, axes)
+    scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes, "zero_scatter")
+    gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")
     if zero == 1:
         return SyncTime(step_s=scatter + gather, first_s=gather)
     if zero == 2:

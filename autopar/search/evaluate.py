@@ -30,7 +30,8 @@ class BlockPrice:
 
     compute, communication: of one microbatch, forward and backward. recomputed_s: forward seconds run again in
     the backward, at each of LEVELS.
-    sync: gradient and ZeRO communication, not yet overlapped. optimiser_s: once a step.
+    sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: that which cannot.
+    optimiser_s: once a step.
     weights_s: of the backward of a microbatch, what a schedule may leave for later; twice_s: what it then does twice,
     and the bytes that it keeps until then.
     states: bytes held inside a step, lasting_bytes of them gradients that are there from the step before. resting,
@@ -48,6 +49,7 @@ class BlockPrice:
     twice_s: float
     later_bytes: float
     sync: SyncTime
+    waited: SyncTime
     optimiser_s: float
     states: MemoryParts
     lasting_bytes: float
@@ -87,7 +89,15 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
         window = blocks[start : start + prefetch]
         forward += exposed_time(sum(b.sync.forward_s for b in window), sum(b.compute.forward_s for b in window))
         backward += exposed_time(sum(b.sync.backward_s for b in window), sum(b.compute.backward_s for b in window))
+        forward += sum(b.waited.forward_s for b in window)
+        backward += sum(b.waited.backward_s for b in window)
     return forward, backward
+
+
+def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
+    """Seconds that the sums of gradients add to a step, as far as the last backward does not hide them."""
+    hidden = exposed_time(sum(b.sync.step_s for b in blocks), sum(b.compute.backward_s for b in blocks))
+    return hidden + sum(b.waited.step_s for b in blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +121,7 @@ class Priced:
             if known_cost is not None:
                 costs.append(known_cost)
                 continue
-            once = exposed_time(block.sync.step_s, block.compute.backward_s) + block.optimiser_s
+            once = exposed_step_sync([block]) + block.optimiser_s
             send = 0.0
             if link is not None and number > 0:
                 send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
@@ -286,6 +296,7 @@ class _Ops:
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
         gathered, unsharded, scattered = pricing.zero_bytes(held)
+        sync, waited = pricing.bucket_sync(held)
         kept_s = self.contraction_s + communication.forward_s - again
         return BlockPrice(
             compute=self.compute + micro,
@@ -294,7 +305,8 @@ class _Ops:
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
-            sync=pricing.bucket_sync(held),
+            sync=sync,
+            waited=waited,
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
             states=states,
             lasting_bytes=sum(pricing.lasting_bytes(p) for p in held),

@@ -13,7 +13,7 @@ sequence and expert axes, is waited for where it stands, so it counts as part of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_model.streams import COMPUTE, Span, Streams
@@ -31,6 +31,7 @@ class StepCosts:
 
     sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
     launch_s: of the optimiser's kernel. kept_bytes: of one microbatch, from a stage's forward to its backward.
+    shared_s: ranks of the pipeline whose stages share parameters -> seconds to sum their gradients.
     """
 
     blocks: Sequence[BlockPrice]
@@ -42,6 +43,7 @@ class StepCosts:
     prelude_s: float
     launch_s: float
     kept_bytes: Sequence[float]
+    shared_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     def blocks_of(self, stage: int) -> range:
         return range(self.stages[stage].first, self.stages[stage].last + 1)
@@ -61,6 +63,8 @@ class _Step:
     streams: Streams = field(default_factory=Streams)
     # (stage, microbatch, backward): the task that brings a stage its input, or the gradient of its output.
     arrivals: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+    # Rank -> the task after which all its own sums of gradients are done.
+    summed: dict[int, int] = field(default_factory=dict)
 
     def arrival(self, stage: int, microbatch: int, backward: bool) -> int:
         key = stage, microbatch, backward
@@ -83,7 +87,18 @@ class _Step:
             self._action(rank, action, passed, reductions, first=first, last=kind in "BW" and not left[stage])
         mine = [b for stage in left for b in self.costs.blocks_of(stage)]
         seconds = sum(self.costs.blocks[b].optimiser_s for b in mine) + self.costs.launch_s
+        sharing = {holders: seconds for holders, seconds in self.costs.shared_s.items() if rank in holders}
+        if sharing:
+            self.streams.add(rank, REDUCE, "own gradients", 0.0, (*passed[-1:], *reductions), self._summed(rank))
+        for holders, shared in sharing.items():
+            others = [self._summed(other) for other in holders]
+            reductions.append(self.streams.add(rank, REDUCE, "shared gradients", shared, others))
         self.streams.add(rank, COMPUTE, "optimiser", seconds, reductions)
+
+    def _summed(self, rank: int) -> int:
+        if rank not in self.summed:
+            self.summed[rank] = self.streams.reserve()
+        return self.summed[rank]
 
     def _action(
         self, rank: int, action: Action, passed: list[int], reductions: list[int], *, first: bool, last: bool
@@ -127,15 +142,16 @@ class _Step:
     def _of_block(self, number: int, action: Action, *, first: bool, last: bool) -> tuple[float, float, float]:
         """Seconds of compute, of what it waits for, and of what follows it, of one block in one action."""
         block, (stage, kind, _) = self.costs.blocks[number], action
-        sync = block.sync
+        sync, waited = block.sync, block.waited
         if kind == "F":
             start = self.costs.prelude_s if number == self.costs.stages[stage].first else 0.0
+            start += waited.forward_s + (waited.first_s if first else 0.0)
             return block.forward_s + start, sync.forward_s + (sync.first_s if first else 0.0), 0.0
         whole = block.backward_s(self.costs.stages[stage].level(number))
-        after = sync.backward_s - sync.regather_s + (sync.step_s - sync.first_s if last else 0.0)
+        after, stays = (s.backward_s - s.regather_s + (s.step_s - s.first_s if last else 0.0) for s in (sync, waited))
         if kind == "B":
-            return whole, sync.regather_s, after
+            return whole + waited.regather_s + stays, sync.regather_s, after
         # The first stage sends no gradient: its whole backward can wait.
         if kind == "I":
-            return (whole - block.weights_s if stage else 0.0), sync.regather_s, 0.0
-        return (block.weights_s + block.twice_s if stage else whole), 0.0, after
+            return (whole - block.weights_s if stage else 0.0) + waited.regather_s, sync.regather_s, 0.0
+        return (block.weights_s + block.twice_s if stage else whole) + stays, 0.0, after

@@ -9,20 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from autopar.cost_model.collectives import point_to_point_time
+from autopar.cost_model.collectives import point_to_point_time, time_over_stages
 from autopar.cost_model.memory import MemoryParts
 from autopar.cost_model.redistributions import redistribution
 from autopar.cost_model.simulator import Timeline, simulate
-from autopar.cost_model.step import exposed_time
 from autopar.cost_model.streams import Span
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
-from autopar.search.evaluate import Priced, exposed_sync, layout_of, spread
+from autopar.search.evaluate import Priced, exposed_step_sync, exposed_sync, layout_of, spread
 from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
-from autopar.search.pricing import Pricing
+from autopar.search.pricing import MASTER, Pricing
 from autopar.search.stages import Stage
 from autopar.search.workload import Tensor, Workload
 
@@ -84,18 +83,28 @@ def predict(
         inputs.append(whole - later if number else 0.0)
         weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
     held = [[stages[number] for number in shape.stages_of(rank)] for rank in range(shape.num_ranks)]
-    tails, sync = [], []
+    optimiser, sync = [], []
     for own in held:
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        once = exposed_time(sum(b.sync.step_s for b in mine), sum(b.compute.backward_s for b in mine))
-        sync.append(once)
-        tails.append(once + sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
-    sends: list[float] = []
-    if len(stages) > 1:
-        link = cluster.stage_link(pricing.mesh, shape.num_ranks)
-        sends = [point_to_point_time(blocks[stage.first].send_bytes or 0.0, link) for stage in stages[1:]]
+        sync.append(exposed_step_sync(mine))
+        optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
+    sends = [
+        point_to_point_time(
+            blocks[stage.first].send_bytes or 0.0,
+            cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1)),
+        )
+        for number, stage in enumerate(stages[1:])
+    ]
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
-    ends = [(events[-1].end_s if events else 0.0) + tail for events, tail in zip(timeline.events, tails, strict=True)]
+    summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
+    shared = sums_over_stages(pricing, priced, stages, shape)
+    for holders, seconds in shared.items():
+        end = max(summed[rank] for rank in holders) + seconds
+        for rank in holders:
+            summed[rank] = end
+            sync[rank] += seconds
+    tails = list(map(sum, zip(sync, optimiser, strict=True)))
+    ends = list(map(sum, zip(summed, optimiser, strict=True)))
     busy = timeline.busy_s
     fullest = max(range(len(ends)), key=lambda rank: busy[rank] + tails[rank])
     return Predicted(
@@ -127,12 +136,31 @@ def predict(
             stages=stages,
             shape=shape,
             sends=sends,
+            shared_s=shared,
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
             kept_bytes=[kept_of(priced, stages, number) for number in range(len(stages))],
         ),
     )
+
+
+def sums_over_stages(
+    pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining
+) -> dict[tuple[int, ...], float]:
+    """Ranks of the pipeline -> seconds to sum the gradients of the parameters that stages of all of them use."""
+    found: dict[tuple[int, ...], float] = {}
+    if len(stages) == 1:
+        return found
+    for name, used in pricing.workload.shared_parameters.items():
+        own = {shape.rank_of(n) for n, s in enumerate(stages) if any(s.first <= block <= s.last for block in used)}
+        price = priced.parameters[name]
+        if len(own) > 1 and price.requires_grad:
+            holders = tuple(sorted(own))
+            payload = MASTER * price.numel / (price.shards if price.zero_axes else 1)
+            seconds = time_over_stages(payload, pricing.mesh, holders, pricing.ops.cluster)
+            found[holders] = found.get(holders, 0.0) + seconds
+    return found
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

@@ -34,7 +34,7 @@ from autopar.search.workload import Tensor, Workload
 # Bytes at which affine costs are sampled.
 _SAMPLE = 1e6
 
-_MASTER = 4  # bytes of a stored parameter and of its gradient
+MASTER = 4  # bytes of a stored parameter and of its gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,23 +347,31 @@ class Pricing:
             total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
         return total
 
-    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> SyncTime:
-        """Communication of the parameters of one block, in one bucket for each set of axes."""
+    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
+        """Communication of the parameters of one block, in one bucket for each set of axes: what can run beside
+        compute, and what cannot."""
         sharded = by_level(prices)
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
                 share = price.numel / (price.shards if price.zero_axes else 1)
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
-        total = SyncTime()
+        beside = waited = SyncTime()
         precision, fabric = self.workload.precision, self.moves.fabric
+
+        def add(found: SyncTime, axes: tuple[int, ...], zero: int) -> None:
+            nonlocal beside, waited
+            share = fabric.overlap(axes, zero)
+            beside, waited = beside + share * found, waited + (1.0 - share) * found
+
         for (zero, reshard, axes), numel in sharded.items():
-            total += sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
+            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
             if self.offload:
-                total += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
+                found += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
+            add(found, axes, zero)
         for axes, numel in summed.items():
-            total += sync_time(fabric, numel, axes, precision=precision)
-        return total
+            add(sync_time(fabric, numel, axes, precision=precision), axes, 0)
+        return beside, waited
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
@@ -401,14 +409,14 @@ class Pricing:
 
     def lasting_bytes(self, price: ParameterPrice) -> float:
         """Of its gradient, if it is summed in a bucket, which stays from step to step."""
-        size = _MASTER * price.numel
+        size = MASTER * price.numel
         return size if price.sync_axes and not price.zero_axes and size < ALONE_BYTES else 0.0
 
     def resting(self, price: ParameterPrice) -> MemoryParts:
         """What is there of it after the last backward, with its gradient."""
         if self.offload and price.zero_axes:
             return MemoryParts()
-        share = _MASTER * price.numel / (price.shards if price.zero else 1)
+        share = MASTER * price.numel / (price.shards if price.zero else 1)
         if not price.requires_grad:
             return MemoryParts(parameters=share)
         return MemoryParts(parameters=share, gradients=share, optimizer=2 * share)

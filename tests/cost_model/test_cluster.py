@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -43,6 +44,29 @@ def test_stage_links() -> None:
     assert cluster.stage_link(Mesh.of(tp=4), 4) is cluster.inter_node
     assert cluster.stage_link(Mesh.of(tp=8), 2) is cluster.inter_node
     assert cluster.stage_link(Mesh.of(tp=8), 1) is cluster.intra_node
+
+
+def test_sends_between_stages() -> None:
+    """Two ranks a node: of a pipeline of four only the middle send leaves a node, and has the link for itself."""
+    cluster = make_cluster("h100-sxm", 4, 2)
+    inter = replace(cluster.inter_node, bandwidth=10.0, efficiency=0.5, alone=8.0)
+    cluster = replace(cluster, inter_node=inter)
+    one, two = Mesh.of(tp=1), Mesh.of(tp=2)
+    assert cluster.send_link(one, 0, 1) is cluster.intra_node
+    assert cluster.send_link(one, 1, 2).ring_bandwidth(2) == 8.0
+    assert cluster.send_link(one, 3, 0).ring_bandwidth(2) == 8.0
+    assert cluster.send_link(two, 0, 1) is inter
+    # Two links' worth at most, whatever one device could reach.
+    assert replace(inter, alone=80.0).among(1, 2).ring_bandwidth(2) == 10.0
+    assert replace(inter, alone=None).among(1, 2).ring_bandwidth(2) == 5.0
+
+
+def test_groups_over_stages() -> None:
+    cluster = make_cluster("h100-sxm", 16, 8)
+    first_and_last = cluster.group_over_stages(Mesh.of(tp=4), (0, 3))
+    assert (first_and_last.size, first_and_last.num_nodes, first_and_last.ranks_per_node) == (2, 2, 1)
+    neighbours = cluster.group_over_stages(Mesh.of(tp=4), (0, 1))
+    assert (neighbours.size, neighbours.num_nodes, neighbours.ranks_per_node) == (2, 1, 2)
 
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3)

@@ -81,6 +81,21 @@ def test_zero_leaves_whole_what_two_stages_of_a_rank_share(tied: CapturedModel, 
     assert sizes["zb-v"].optimizer - sizes["zb-h1"].optimizer > 0
 
 
+def test_stages_that_share_a_parameter_sum_its_gradient_last(tied: CapturedModel, load: Workload) -> None:
+    """Embedding and head on a slow network: the sum waits for both stages, in the closed form and stream by stream."""
+    cluster = make_cluster("h100-sxm", 2, 1)
+    slow = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=1e6, alone=None))
+    size = 4 * next(p.numel for p in tied.parameters.values() if "embed" in p.name)
+    found = estimate_captured(tied, slow, replace(PIPELINE, pp=2), workload=load).predicted
+    (holders,) = found.costs.shared_s
+    assert holders == (0, 1)
+    assert found.costs.shared_s[holders] == pytest.approx(size / slow.inter_node.ring_bandwidth(2), rel=0.01)
+    before = max(events[-1].end_s for events in found.timeline.events)
+    assert found.step_time_s > before + found.costs.shared_s[holders]
+    last = [span for span in found.spans if span.name == "shared gradients"]
+    assert len(last) == 2 and min(s.start_s for s in last) >= max(s.end_s for s in found.spans if "B" in s.name)
+
+
 def test_an_estimate_is_of_1f1b(tied: CapturedModel, load: Workload) -> None:
     cluster = make_cluster("a100-80gb", 2, 2)
     assert estimate_captured(tied, cluster, PIPELINE, workload=load).plan.schedule == "1f1b"
