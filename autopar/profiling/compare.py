@@ -8,8 +8,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_time, point_to_point_time
 from autopar.cost_model.hardware import ITEMSIZE, Device
 from autopar.cost_model.matmul import fraction_of_rate
-from autopar.ir.redistribution import Collective
-from autopar.profiling.samples import Communicated, Product, Samples
+from autopar.profiling.samples import COLLECTIVES, Communicated, Product, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,8 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
     for traffic in samples.traffic:
         add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))
     for one in samples.communicated:
-        add(f"{one.kind}, {one.group}", "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))
+        name = f"{one.kind}, {one.group}" + (", others idle" if one.alone else "")
+        add(name, "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))
     return [Series(name, unit, tuple(points)) for (name, unit), points in found.items()]
 
 
@@ -67,5 +67,7 @@ def _product_s(product: Product, device: Device) -> float:
 def _communicated_s(one: Communicated, cluster: Cluster) -> float:
     if one.kind == "send":
         link = cluster.inter_node if one.group.spans_nodes else cluster.intra_node
+        if one.alone:
+            link = link.among(1, cluster.gpus_per_node)
         return point_to_point_time(one.payload_bytes, link)
-    return collective_time(Collective(one.kind), one.payload_bytes, one.group, cluster)
+    return collective_time(COLLECTIVES[one.kind], one.payload_bytes, one.group, cluster, one.kind)

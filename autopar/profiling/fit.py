@@ -6,7 +6,10 @@ Times are fitted in proportion: an error of 10 % counts alike whether it is of a
     collective   base + rounds * hop + factor(kind) * bytes each rank sends / bandwidth      for each kind of link
 
 ``efficiency`` is the median over the products, for the depth at which half the rate is reached that leaves the least
-error. The terms of a link are the non-negative ones of least squared relative error; ``factor`` is 1 for an all-reduce.
+error. The terms of a link are the non-negative ones of least absolute relative error, so that a few messages that a
+busy machine delayed do not count; ``factor`` is 1 for an all-reduce. A link that one device of a node has for itself is
+faster by the ratio of the sends. What of an all-reduce can overlap with compute is what the two at once save, as
+``step.exposed_time`` counts it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import latency_rounds, volume_bytes
 from autopar.cost_model.hardware import GB, Device
 from autopar.cost_model.matmul import fraction_of_rate
-from autopar.ir.redistribution import Collective
-from autopar.profiling.samples import KINDS, Communicated, Product, Samples
+from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,6 +66,9 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
         own_links = [one for one in samples.communicated if one.group.spans_nodes is outside]
         if own_links:
             found[name] = link_figures(own_links)
+            beside = [one for one in samples.overlapped if one.group.spans_nodes is outside]
+            if beside:
+                found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
     return found
 
 
@@ -100,10 +106,12 @@ def _endless_rates(products: list[Product], device: Device) -> Floats:
 
 def link_figures(samples: list[Communicated]) -> dict[str, Any]:
     """The section of one kind of link."""
+    alone = [one for one in samples if one.alone]
+    samples = [one for one in samples if not one.alone]
     kinds = [kind for kind in KINDS if any(one.kind == kind for one in samples)]
     rows = np.array([_terms(one, kinds) for one in samples])
     seconds = np.array([one.seconds for one in samples])
-    solved = _non_negative(rows / seconds[:, None])
+    solved = _least_absolute(rows / seconds[:, None])
     base, hop, *per_byte = (float(value) for value in solved)
     # Where a kind's bytes were never seen to cost anything, its largest message says at most how much.
     for number, kind in enumerate(kinds):
@@ -111,18 +119,32 @@ def link_figures(samples: list[Communicated]) -> dict[str, Any]:
             own = [(one.seconds / _sent(one), _sent(one)) for one in samples if one.kind == kind]
             per_byte[number] = max(own, key=lambda pair: pair[1])[0]
     unit = per_byte[0]
-    return {
+    figures: dict[str, Any] = {
         "bandwidth_gb_s": _rounded(1 / unit / GB),
         "efficiency": 1.0,
         "base_latency_us": _rounded(base * 1e6),
         "latency_us": _rounded(hop * 1e6),
         "relative_time": {kind: _rounded(value / unit) for kind, value in zip(kinds, per_byte, strict=True)},
     }
+    if alone:
+        # Their latency is that of the others.
+        spent = [max(one.seconds - base - hop, one.seconds / 10) / one.payload_bytes for one in alone]
+        large = spent[len(spent) // 2 :]
+        faster = per_byte[kinds.index("send")] / median(large)
+        if faster > 1.1:
+            figures["alone_gb_s"] = _rounded(faster / unit / GB)
+    return figures
+
+
+def overlap_of(one: Overlapped) -> float:
+    """Share of an all-reduce that runs beside compute, which is slower for it by ``OVERLAP_SLOWDOWN``."""
+    saved = one.communication_s + one.compute_s - one.both_s
+    return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - OVERLAP_SLOWDOWN)))
 
 
 def _terms(one: Communicated, kinds: Sequence[str]) -> list[float]:
     """What base, hop and seconds a byte of each kind are multiplied by."""
-    rounds = 1.0 if one.kind == "send" else latency_rounds(Collective(one.kind), one.group)
+    rounds = 1.0 if one.kind == "send" else latency_rounds(COLLECTIVES[one.kind], one.group)
     return [1.0, rounds, *(_sent(one) if kind == one.kind else 0.0 for kind in kinds)]
 
 
@@ -134,18 +156,28 @@ def _sent(one: Communicated) -> float:
     if one.kind == "all_to_all" and one.group.spans_nodes:
         return (size - one.group.ranks_per_node) / size * one.payload_bytes
     shared = one.group.ranks_per_node if one.group.spans_nodes else 1
-    return volume_bytes(Collective(one.kind), one.payload_bytes, size) / shared
+    return volume_bytes(COLLECTIVES[one.kind], one.payload_bytes, size) / shared
 
 
-def _non_negative(rows: Floats) -> Floats:
-    """x >= 0 of least |rows x - 1|^2, by trying which of the first two are zero; the rest are positive anyhow."""
+def _least_absolute(rows: Floats) -> Floats:
+    """x >= 0 of least sum |rows x - 1|, by squares that are weighted with the errors before."""
+    weights = np.ones(len(rows))
+    for _ in range(20):
+        found = _non_negative(rows, weights)
+        weights = 1 / np.maximum(np.abs(rows @ found - 1), 0.02)
+    return found
+
+
+def _non_negative(rows: Floats, weights: Floats) -> Floats:
+    """x >= 0 of least weighted |rows x - 1|^2, by trying which of the first two are zero; the rest never are."""
+    root = np.sqrt(weights)
     best, found = np.inf, np.zeros(rows.shape[1])
     others = tuple(range(2, rows.shape[1]))
     for number in range(3):
         for kept in combinations((0, 1), number):
             columns = [*kept, *others]
-            part = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0].clip(min=0.0)
-            error = float(((rows[:, columns] @ part - 1) ** 2).sum())
+            part = np.linalg.lstsq(root[:, None] * rows[:, columns], root, rcond=None)[0].clip(min=0.0)
+            error = float((weights * (rows[:, columns] @ part - 1) ** 2).sum())
             if error < best:
                 best, found = error, np.zeros(rows.shape[1])
                 found[columns] = part

@@ -1,25 +1,35 @@
-"""Every collective by size on every mesh axis that the machine can have, as models here issue them.
+"""Every collective by size on every mesh axis that the machine can have, as models here and FSDP issue them.
 
-All groups of an axis communicate at once, as in training: ranks that share a network card share it here too.
+All groups of an axis communicate at once, as in training: ranks that share a network card share it here too. Sends
+between nodes are also measured with one rank of each node sending, as between pipeline stages of one rank. Last comes
+an all-reduce beside compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster import Cluster, Group
 from autopar.ir.communicate import concatenate_ranks, exchange_pieces, sum_and_scatter, sum_ranks
 from autopar.ir.mesh import Mesh
 from autopar.profiling.clock import Clock
-from autopar.profiling.samples import KINDS, Communicated, Samples
+from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples
 
-# Payloads in bytes, up to the one that takes so many times the seconds of a measurement.
+# Payloads in bytes, up to the one that takes so many times the seconds of a measurement. On a CPU what is larger than
+# any bucket or block is bound by the page faults of new memory.
 _SIZES = tuple(1 << power for power in range(12, 33, 2))
+_LARGEST_ON_CPU = 1 << 24
 _LONGEST = 10
+
+# Rows, columns and depth of the product that an all-reduce runs beside, and what that takes of the product's seconds.
+_GPU_PRODUCT, _CPU_PRODUCT = 4096, 256
+_BESIDE = 0.6
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:
@@ -29,14 +39,52 @@ def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Ca
         device_mesh = init_device_mesh(clock.device.type, tuple(sizes), mesh_dim_names=mesh.names)
         group = device_mesh.get_group(mesh.names[axis])
         found = cluster.group(mesh, axis)
-        for kind in KINDS:
+        single = found.spans_nodes and found.ranks_per_node == 1 and found.size < cluster.num_gpus
+        for kind, alone in [*((kind, False) for kind in KINDS), *([("send", True)] if single else [])]:
             for payload in _SIZES:
+                if clock.device.type == "cpu" and payload > _LARGEST_ON_CPU:
+                    break
                 progress(f"{kind} over {found}, {payload >> 10:,} KiB")
                 run = _call(kind, payload, group, clock.device)
+                if alone and dist.get_rank() % cluster.gpus_per_node:
+                    run = _nothing
                 seconds = clock.time(run)
-                samples.communicated.append(Communicated(kind, found, payload, seconds))
+                samples.communicated.append(Communicated(kind, found, payload, seconds, alone))
                 if seconds * 4 > _LONGEST * clock.seconds:
                     break
+        samples.overlapped.append(_beside_compute(samples, clock, found, group, progress))
+
+
+def _nothing() -> None:
+    """What a rank does that only waits for the others."""
+
+
+def _beside_compute(
+    samples: Samples, clock: Clock, found: Group, group: dist.ProcessGroup, progress: Callable[[str], object]
+) -> Overlapped:
+    """An all-reduce that takes about as long as a measurement, beside products that take a little longer."""
+    progress(f"all_reduce over {found} beside matrix products")
+    sums = [one for one in samples.communicated if one.kind == "all_reduce" and one.group == found]
+    likely = min(sums, key=lambda one: abs(one.seconds - clock.seconds))
+    x = torch.ones(likely.payload_bytes // 4, device=clock.device)
+    size = _GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT
+    a = torch.randn(size, size, device=clock.device)
+
+    def sum_all() -> dist.Work:
+        return cast(dist.Work, dist.all_reduce(x, group=group, async_op=True))
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    def both(count: int) -> None:
+        work = sum_all()
+        compute(count)
+        work.wait()
+
+    communication_s = clock.time(lambda: sum_all().wait())
+    count = max(1, round(communication_s / _BESIDE / clock.time(partial(compute, 1))))
+    return Overlapped(found, communication_s, clock.time(partial(compute, count)), clock.time(partial(both, count)))
 
 
 def axes_of(cluster: Cluster) -> Iterator[tuple[Mesh, int]]:
@@ -64,6 +112,11 @@ def _call(kind: str, payload: int, group: dist.ProcessGroup, device: torch.devic
         return lambda: sum_and_scatter(whole, 0, name)
     if kind == "all_to_all":
         return lambda: exchange_pieces(whole, 0, 0, name)
+    if kind == "zero_gather":
+        own = whole[0].clone()
+        return lambda: dist.all_gather_into_tensor(torch.empty_like(whole).view(-1), own, group)
+    if kind == "zero_scatter":
+        return lambda: dist.reduce_scatter_tensor(torch.empty_like(whole[0]), whole.view(-1), group=group)
     return _sends(whole.view(-1), group)
 
 

@@ -7,9 +7,14 @@ from typing import get_args
 
 from autopar.cost_model.cluster import Group
 from autopar.cost_model.description import Kind
+from autopar.ir.redistribution import Collective
 
-# Kinds of communication that are measured: four collectives, and a send between neighbours.
+# Kinds of communication that are measured: four collectives, a send between neighbours, and what FSDP issues.
 KINDS: tuple[Kind, ...] = get_args(Kind)
+COLLECTIVES = {kind.value: kind for kind in Collective if kind.communicates} | {
+    "zero_gather": Collective.ALL_GATHER,
+    "zero_scatter": Collective.REDUCE_SCATTER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,26 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Communicated:
-    """One collective, or one send, while all groups alike do the same. payload_bytes: as in ``collectives.py``."""
+    """One collective, or one send, while all groups alike do the same. payload_bytes: as in ``collectives.py``.
+
+    alone: of sends, whether one rank of each node sends and the others wait.
+    """
 
     kind: str
     group: Group
     payload_bytes: int
     seconds: float
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """An all-reduce over ``group``, compute, and both at once: seconds."""
+
+    group: Group
+    communication_s: float
+    compute_s: float
+    both_s: float
 
 
 @dataclass(slots=True)
@@ -62,4 +81,5 @@ class Samples:
     attention: list[AttentionRun] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
     communicated: list[Communicated] = field(default_factory=list)
+    overlapped: list[Overlapped] = field(default_factory=list)
     launch_s: float = 0.0

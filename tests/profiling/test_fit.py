@@ -11,15 +11,32 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_time, point_to_point_time
 from autopar.cost_model.description import cluster_from_dict
 from autopar.cost_model.matmul import fraction_of_rate
-from autopar.ir.redistribution import Collective
+from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.ir.mesh import Mesh
 from autopar.profiling.compare import compare
 from autopar.profiling.fit import description_of
 from autopar.profiling.links import axes_of
-from autopar.profiling.samples import KINDS, AttentionRun, Communicated, Product, Samples, Traffic
+from autopar.profiling.samples import (
+    COLLECTIVES,
+    KINDS,
+    AttentionRun,
+    Communicated,
+    Overlapped,
+    Product,
+    Samples,
+    Traffic,
+)
 
 SHAPES = [(n, n, n) for n in (512, 1024, 4096, 8192)] + [(8192, 4096, 64), (8192, 4096, 256), (256, 4096, 4096)]
 SIZES = [1 << power for power in range(12, 31, 2)]
-RELATIVE = {"all_gather": 1.5, "reduce_scatter": 1.25, "all_to_all": 2.0, "send": 0.5}
+RELATIVE = {
+    "all_gather": 1.5,
+    "reduce_scatter": 1.25,
+    "all_to_all": 2.0,
+    "send": 0.5,
+    "zero_gather": 1.2,
+    "zero_scatter": 2.5,
+}
 
 
 def true_cluster() -> Cluster:
@@ -53,7 +70,7 @@ def samples_of(cluster: Cluster) -> Samples:
                 seconds = (
                     point_to_point_time(size, link)
                     if kind == "send"
-                    else collective_time(Collective(kind), size, group, cluster)
+                    else collective_time(COLLECTIVES[kind], size, group, cluster, kind)
                 )
                 found.communicated.append(Communicated(kind, group, size, seconds))
     return found
@@ -76,6 +93,35 @@ def test_what_made_the_times_is_found() -> None:
         assert dict(found.relative_time) == pytest.approx({"all_reduce": 1.0} | RELATIVE, rel=0.15)
     errors = [abs(point.error) for series in compare(samples, fitted) for point in series.points]
     assert sorted(errors)[len(errors) * 9 // 10] < 0.15
+
+
+def test_what_one_device_reaches_alone_and_what_overlaps() -> None:
+    truth = true_cluster()
+    alone = replace(truth.inter_node, alone=30e9)
+    samples = samples_of(truth)
+    group = truth.group(Mesh.of(stage=4, rank=8), 0)
+    for size in SIZES:
+        seconds = point_to_point_time(size, alone.among(1, 8))
+        samples.communicated.append(Communicated("send", group, size, seconds, alone=True))
+    samples.overlapped.append(Overlapped(group, 0.6, 1.0, 1.0 + 0.6 * OVERLAP_SLOWDOWN))
+    inside = truth.group(Mesh.of(stage=4, rank=8), 1)
+    samples.overlapped.append(Overlapped(inside, 0.6, 1.0, 1.7))
+    fitted = cluster_from_dict(description_of(samples, make_cluster("a100", 32), "a100-80gb"))
+    assert fitted.inter_node.alone == pytest.approx(30e9, rel=0.1)
+    assert fitted.intra_node.alone is None
+    assert fitted.inter_node.overlap == pytest.approx(1.0, rel=1e-3)
+    assert fitted.intra_node.overlap == 0.0
+
+
+def test_messages_that_were_delayed_do_not_count() -> None:
+    truth = true_cluster()
+    samples = samples_of(truth)
+    for number in range(0, len(samples.communicated), 5):
+        one = samples.communicated[number]
+        samples.communicated[number] = replace(one, seconds=4 * one.seconds)
+    fitted = cluster_from_dict(description_of(samples, make_cluster("a100", 32), "a100-80gb"))
+    assert fitted.inter_node.ring_bandwidth(8) == pytest.approx(truth.inter_node.ring_bandwidth(8), rel=0.05)
+    assert fitted.inter_node.relative("send") == pytest.approx(RELATIVE["send"], rel=0.05)
 
 
 def test_axes_inside_nodes_between_them_and_over_all() -> None:

@@ -39,7 +39,7 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     cluster = Cluster.from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
     assert set(dict(cluster.intra_node.relative_time)) == {
-        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter",
     }  # fmt: skip
     page = (tmp_path / "c.html").read_text()
     assert "matrix products, fp32" in page and "all_reduce, 2 ranks" in page
