@@ -22,7 +22,7 @@ from functools import cached_property
 from math import ceil, log2, prod
 
 from autopar.cost_model.cluster import Cluster, Group
-from autopar.cost_model.hardware import Link
+from autopar.cost_model.hardware import Device, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.redistribution import Collective
@@ -51,6 +51,7 @@ def collective_time(
         return 0.0
     intra, inter = cluster.intra_node, cluster.inter_node
     relative = (inter if group.spans_nodes else intra).relative(kind or collective.value)
+    collective = issued_as(kind or collective.value, collective, cluster.device)
     if collective is Collective.ALL_TO_ALL and group.spans_nodes:
         outside = (group.size - group.ranks_per_node) / group.size * payload_bytes
         inside = (moved - outside) / intra.ring_bandwidth(group.ranks_per_node)
@@ -58,6 +59,12 @@ def collective_time(
     else:
         busy = moved / _ring_bandwidth(collective, group, intra, inter)
     return _latency(collective, group, intra, inter) + relative * busy
+
+
+def issued_as(kind: str, collective: Collective, device: Device) -> Collective:
+    """The collective that moves the bytes of one of ``kind``, a ``collective``."""
+    exchanged = kind in (Collective.ALL_GATHER.value, Collective.REDUCE_SCATTER.value)
+    return Collective.ALL_TO_ALL if exchanged and device.exchanges else collective
 
 
 def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Link) -> float:

@@ -89,7 +89,8 @@ class ClusterDescription(_Model):
     """A cluster file. What it does not say is the catalogue's entry for ``gpu``.
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
-    large elementwise kernels. launch_us: floor of the time of a kernel. host_gb_s: achieved between host and device.
+    large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of an exponential or the
+    like, for each element. host_gb_s: achieved between host and device.
     """
 
     gpu: str
@@ -101,6 +102,7 @@ class ClusterDescription(_Model):
     half_depth: PositiveFloat | None = None
     memory_bandwidth_gb_s: PositiveFloat | None = None
     launch_us: Annotated[float, Field(ge=0)] | None = None
+    transcendental_ns: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
@@ -122,6 +124,8 @@ class ClusterDescription(_Model):
             device = replace(device, memory_bandwidth=self.memory_bandwidth_gb_s * GB, memory_efficiency=1.0)
         if self.launch_us is not None:
             device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
+        if self.transcendental_ns is not None:
+            device = replace(device, transcendental_s=self.transcendental_ns * 1e-9)
         if self.host_gb_s is not None:
             host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
             device = replace(device, host=host)

@@ -125,6 +125,7 @@ class GpuEntry:
     inter_node: LinkEntry
     host: HostEntry
     has_streams: bool = True
+    exchanges: bool = False
 
     def device(self, fitted: Fitted = FITTED) -> Device:
         return Device(
@@ -146,4 +147,5 @@ class GpuEntry:
             tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
             has_streams=self.has_streams,
+            exchanges=self.exchanges,
         )

@@ -68,6 +68,9 @@ class Device:
     of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
     kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
     has_streams: whether what is issued on another stream runs beside compute; FSDP gathers and scatters so.
+    transcendental_s: of an exponential, a hyperbolic tangent and the like, for each element; 0 where they take no
+    longer than reading and writing it.
+    exchanges: whether all-gathers and reduce-scatters of a model are all-to-alls, as in ``ir.communicate`` on CPUs.
     """
 
     name: str
@@ -80,6 +83,8 @@ class Device:
     tiling: Tiling
     host: Host
     has_streams: bool = True
+    exchanges: bool = False
+    transcendental_s: float = 0.0
 
     @property
     def precisions(self) -> tuple[str, ...]:

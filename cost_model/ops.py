@@ -1,6 +1,6 @@
 """Roofline of one op on one rank, forward and backward.
 
-    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth) + launch
+    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * transcendental) + launch
     backward = the same over what the gradient computation does
 
 What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own.
@@ -42,6 +42,25 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
 # backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
 _EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
+
+# Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand.
+_TRANSCENDENTAL = frozenset(
+    {
+        "cross_entropy",
+        "elu",
+        "erf",
+        "exp",
+        "gelu",
+        "log",
+        "log_softmax",
+        "mish",
+        "sigmoid",
+        "silu",
+        "softmax",
+        "softplus",
+        "tanh",
+    }
+)
 
 # A product and the gradients of its operands: which of rows, columns, depth and repeats of the product are theirs.
 _PRODUCT = (0, 1, 2, 3)
@@ -135,6 +154,7 @@ class OpCost:
     matrix: factors of rows, columns, depth and repeats of a plain matrix product, () for any other op; window: what its
     depth is multiplied by (the kernel of a convolution); gradients: the products that give those of its operands.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
+    elements: of the first operand, one byte for each, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is folded so that all ranks see alike much.
     """
@@ -159,6 +179,7 @@ class OpCost:
     batch_factor: str | None
     efficiency: float
     backward_launches: int
+    elements: _Tensor | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
     balanced: bool = False
@@ -234,6 +255,7 @@ class OpCost:
             batch_factor=batch_factor,
             efficiency=rate.attention_efficiency if attention else rate.efficiency,
             backward_launches=max(1, len(gradients)) if contracted else 1,
+            elements=_elements(node, rule, batch_factor),
             sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
             lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
             balanced=balanced,
@@ -256,13 +278,15 @@ class OpCost:
             shape = self._local_shape(degrees, num_microbatches)
             computing_back = sum(computing / self._fraction(shape, order) for order in self.gradients)
             computing /= self._fraction(shape, _PRODUCT)
-        forward = backward = 0.0
+        forward = backward = functions = 0.0
+        if self.elements is not None:
+            functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
         if not self.free:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
-            forward = max(computing, self.device.memory_seconds(moved)) + launch
+            forward = max(computing, self.device.memory_seconds(moved), functions) + launch
         if not self.free_backward:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
-            backward = max(computing_back, self.device.memory_seconds(moved))
+            backward = max(computing_back, self.device.memory_seconds(moved), functions)
             backward += launch * self.backward_launches
         return OpTime(forward, backward)
 
@@ -325,6 +349,13 @@ def _tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_f
     names = frozenset(f for dim in factors for f in dim)
     num_bytes = value.numel() * compute_itemsize(value.dtype, precision)
     return _Tensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
+
+
+def _elements(node: fx.Node, rule: FactorRule, batch_factor: str | None) -> _Tensor | None:
+    if op_name(node) not in _TRANSCENDENTAL:
+        return None
+    names = frozenset(f for dim in rule.operands[0] for f in dim)
+    return _Tensor(float(tensor_operands(node)[0].meta["val"].numel()), names, batch_factor in names)
 
 
 def _extra_passes(

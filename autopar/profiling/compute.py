@@ -1,8 +1,9 @@
-"""Matrix products by shape, attention, memory traffic and the floor of a kernel."""
+"""Matrix products of forward and backward by shape, attention, memory traffic, a GELU and the floor of a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,6 +34,10 @@ _CPU_PRODUCTS = (
 )
 
 
+# Operands of a product that are used in turn.
+_CACHE_BYTES, _MOST_COPIES = 64 << 20, 16
+
+
 def measure_compute(
     samples: Samples, clock: Clock, precisions: tuple[str, ...], progress: Callable[[str], object]
 ) -> None:
@@ -43,10 +48,13 @@ def measure_compute(
         dtype = DTYPES[precision]
         for number, (rows, columns, depth) in enumerate(shapes):
             progress(f"matrix products in {precision}, {number + 1} of {len(shapes)}")
-            x = torch.randn(rows, depth, device=clock.device).to(dtype)
-            w = torch.randn(columns, depth, device=clock.device).to(dtype)
-            seconds = clock.time(partial(functional.linear, x, w))
-            samples.products.append(Product(precision, rows, columns, depth, seconds))
+            made = _Operands.of(rows, columns, depth, dtype, clock.device)
+            for run, shape in (
+                (made.forward, (rows, columns, depth)),
+                (made.to_inputs, (rows, depth, columns)),
+                (made.to_weights, (columns, depth, rows)),
+            ):
+                samples.products.append(Product(precision, *shape, clock.time(run)))
         progress(f"attention in {precision}")
         for length in (2048, 8192) if gpu else (256, 512):
             samples.attention.append(_attention(clock, precision, heads=16 if gpu else 4, length=length))
@@ -57,6 +65,50 @@ def measure_compute(
         seconds = clock.time(partial(torch.add, x, 1.0, out=out))
         samples.traffic.append(Traffic(2 * x.nbytes, seconds))
     samples.launch_s = _floor(clock)
+    samples.transcendental_s = _transcendental(clock)
+
+
+@dataclass(slots=True)
+class _Operands:
+    """Inputs, weights and gradients of a linear layer, so many of them that no cache has the next ones."""
+
+    several: list[tuple[Tensor, Tensor, Tensor]]
+    calls: int = 0
+
+    @classmethod
+    def of(cls, rows: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device) -> _Operands:
+        sizes = (rows, depth), (columns, depth), (rows, columns)
+        num_bytes = dtype.itemsize * sum(first * second for first, second in sizes)
+        count = max(1, min(_MOST_COPIES, _CACHE_BYTES // num_bytes))
+        made = [[torch.randn(size, device=device).to(dtype) for size in sizes] for _ in range(count)]
+        return cls([(x, w, grad) for x, w, grad in made])
+
+    def _next(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls += 1
+        return self.several[self.calls % len(self.several)]
+
+    def forward(self) -> Tensor:
+        x, w, _ = self._next()
+        return functional.linear(x, w)
+
+    def to_inputs(self) -> Tensor:
+        _, w, grad = self._next()
+        return grad @ w
+
+    def to_weights(self) -> Tensor:
+        x, _, grad = self._next()
+        return grad.t() @ x
+
+
+def _transcendental(clock: Clock) -> float:
+    """Seconds of a GELU for each element, on average of forward and backward."""
+    x = torch.randn(1 << (24 if clock.device.type == "cuda" else 19), device=clock.device, requires_grad=True)
+    grad = torch.ones_like(x)
+
+    def run() -> None:
+        torch.autograd.grad(functional.gelu(x, approximate="tanh"), x, grad)
+
+    return clock.time(run) / (2 * x.numel())
 
 
 def _floor(clock: Clock, count: int = 100) -> float:

@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import latency_rounds, volume_bytes
+from autopar.cost_model.collectives import issued_as, latency_rounds, volume_bytes
 from autopar.cost_model.hardware import GB, Device
 from autopar.cost_model.matmul import fraction_of_rate
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.ir.redistribution import Collective
 from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples
 
 Floats = npt.NDArray[np.float64]
@@ -62,10 +63,13 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
         "memory_bandwidth_gb_s": _rounded(traffic / GB),
         "launch_us": _rounded(samples.launch_s * 1e6),
     }
+    # Forward and backward of float32 read and write ten bytes an element on average.
+    if samples.transcendental_s > 2 * 10 / traffic:
+        found["transcendental_ns"] = _rounded(samples.transcendental_s * 1e9)
     for name, outside in (("intra_node", False), ("inter_node", True)):
         own_links = [one for one in samples.communicated if one.group.spans_nodes is outside]
         if own_links:
-            found[name] = link_figures(own_links)
+            found[name] = link_figures(own_links, device)
             beside = [one for one in samples.overlapped if one.group.spans_nodes is outside]
             if beside:
                 found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
@@ -104,19 +108,19 @@ def _endless_rates(products: list[Product], device: Device) -> Floats:
     )
 
 
-def link_figures(samples: list[Communicated]) -> dict[str, Any]:
-    """The section of one kind of link."""
+def link_figures(samples: list[Communicated], device: Device) -> dict[str, Any]:
+    """The section of one kind of link. device: how it issues collectives."""
     alone = [one for one in samples if one.alone]
     samples = [one for one in samples if not one.alone]
     kinds = [kind for kind in KINDS if any(one.kind == kind for one in samples)]
-    rows = np.array([_terms(one, kinds) for one in samples])
+    rows = np.array([_terms(one, kinds, device) for one in samples])
     seconds = np.array([one.seconds for one in samples])
     solved = _least_absolute(rows / seconds[:, None])
     base, hop, *per_byte = (float(value) for value in solved)
     # Where a kind's bytes were never seen to cost anything, its largest message says at most how much.
     for number, kind in enumerate(kinds):
         if per_byte[number] <= 0:
-            own = [(one.seconds / _sent(one), _sent(one)) for one in samples if one.kind == kind]
+            own = [(one.seconds / _sent(one, device), _sent(one, device)) for one in samples if one.kind == kind]
             per_byte[number] = max(own, key=lambda pair: pair[1])[0]
     unit = per_byte[0]
     figures: dict[str, Any] = {
@@ -142,18 +146,22 @@ def overlap_of(one: Overlapped) -> float:
     return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - OVERLAP_SLOWDOWN)))
 
 
-def _terms(one: Communicated, kinds: Sequence[str]) -> list[float]:
+def _terms(one: Communicated, kinds: Sequence[str], device: Device) -> list[float]:
     """What base, hop and seconds a byte of each kind are multiplied by."""
-    rounds = 1.0 if one.kind == "send" else latency_rounds(COLLECTIVES[one.kind], one.group)
-    return [1.0, rounds, *(_sent(one) if kind == one.kind else 0.0 for kind in kinds)]
+    rounds = 1.0 if one.kind == "send" else latency_rounds(_issued(one, device), one.group)
+    return [1.0, rounds, *(_sent(one, device) if kind == one.kind else 0.0 for kind in kinds)]
 
 
-def _sent(one: Communicated) -> float:
+def _issued(one: Communicated, device: Device) -> Collective:
+    return issued_as(one.kind, COLLECTIVES[one.kind], device)
+
+
+def _sent(one: Communicated, device: Device) -> float:
     """Bytes over the slowest link, of each rank that has its share of it."""
     if one.kind == "send":
         return float(one.payload_bytes)
     size = one.group.size
-    if one.kind == "all_to_all" and one.group.spans_nodes:
+    if _issued(one, device) is Collective.ALL_TO_ALL and one.group.spans_nodes:
         return (size - one.group.ranks_per_node) / size * one.payload_bytes
     shared = one.group.ranks_per_node if one.group.spans_nodes else 1
     return volume_bytes(COLLECTIVES[one.kind], one.payload_bytes, size) / shared

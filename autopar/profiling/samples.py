@@ -83,3 +83,4 @@ class Samples:
     communicated: list[Communicated] = field(default_factory=list)
     overlapped: list[Overlapped] = field(default_factory=list)
     launch_s: float = 0.0
+    transcendental_s: float = 0.0

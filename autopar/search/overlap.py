@@ -31,6 +31,7 @@ class StepCosts:
 
     sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
     launch_s: of the optimiser's kernel. kept_bytes: of one microbatch, from a stage's forward to its backward.
+    passing_s: of each stage's compute, spent on what it sends and receives in a pass.
     shared_s: ranks of the pipeline whose stages share parameters -> seconds to sum their gradients.
     """
 
@@ -43,7 +44,8 @@ class StepCosts:
     prelude_s: float
     launch_s: float
     kept_bytes: Sequence[float]
-    shared_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    passing_s: Sequence[float]
+    shared_s: Mapping[tuple[int, ...], float]
 
     def blocks_of(self, stage: int) -> range:
         return range(self.stages[stage].first, self.stages[stage].last + 1)
@@ -109,6 +111,9 @@ class _Step:
         inside = costs.blocks_of(stage)
         blocks = inside if kind == "F" else reversed(inside)
         alone = [(b, *self._of_block(b, action, first=first, last=last)) for b in blocks]
+        if kind != "W":
+            block, work, gather, reduce = alone[0]
+            alone[0] = block, work + costs.passing_s[stage], gather, reduce
         if not any(gather or reduce for _, _, gather, reduce in alone):
             # Nothing runs beside it, so it is one task.
             total = sum(work for _, work, _, _ in alone)

@@ -88,13 +88,23 @@ def predict(
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
         sync.append(exposed_step_sync(mine))
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
-    sends = [
-        point_to_point_time(
-            blocks[stage.first].send_bytes or 0.0,
-            cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1)),
-        )
-        for number, stage in enumerate(stages[1:])
+    links = [
+        cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
+        for number in range(len(stages) - 1)
     ]
+    sends = [
+        point_to_point_time(blocks[stage.first].send_bytes or 0.0, link)
+        for stage, link in zip(stages[1:], links, strict=True)
+    ]
+    passing = [0.0] * len(stages)
+    if not cluster.device.has_streams:
+        # The core that computes also sends and receives.
+        for number, link in enumerate(links):
+            if shape.rank_of(number) != shape.rank_of(number + 1):
+                for neighbour in (number, number + 1):
+                    passing[neighbour] += point_to_point_time(0.0, link)
+        for passes in (forward, backward, inputs):
+            passes[:] = [seconds + extra for seconds, extra in zip(passes, passing, strict=True)]
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
     summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
     shared = sums_over_stages(pricing, priced, stages, shape)
@@ -137,6 +147,7 @@ def predict(
             shape=shape,
             sends=sends,
             shared_s=shared,
+            passing_s=passing,
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,

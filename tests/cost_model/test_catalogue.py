@@ -25,7 +25,7 @@ def constants(value: object, path: str) -> list[tuple[str, Published | Assumed |
         return [found for f in fields(value) for found in constants(getattr(value, f.name), f"{path}.{f.name}")]
     if isinstance(value, tuple) and all(isinstance(part, Tile) for part in value):
         return []  # the entry says beside them what they rest on
-    assert value is None or isinstance(value, str), f"{path} is a bare number without a source: {value!r}"
+    assert value is None or isinstance(value, (str, bool)), f"{path} is a bare number without a source: {value!r}"
     return []
 
 
