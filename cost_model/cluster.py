@@ -75,10 +75,8 @@ class Cluster:
 
     def send_link(self, mesh: Mesh, sender: int, receiver: int) -> Link:
         """The slowest link from rank r of one stage to rank r of another, all r at once."""
-        nodes = self.gpus_per_node
-        pairs = [(sender * mesh.size + rank, receiver * mesh.size + rank) for rank in range(mesh.size)]
-        leaving = Counter(source // nodes for source, target in pairs if source // nodes != target // nodes)
-        return self.inter_node.among(max(leaving.values()), nodes) if leaving else self.intra_node
+        leaving = _most_leaving(self.gpus_per_node, mesh.size, sender, receiver)
+        return self.inter_node.among(leaving, self.gpus_per_node) if leaving else self.intra_node
 
     def group_over_stages(self, mesh: Mesh, holders: Sequence[int]) -> Group:
         """The ranks at one place in each of the stages ``holders``; if those differ, on most nodes."""
@@ -129,3 +127,12 @@ def _group(gpus_per_node: int, num_stages: int, mesh: Mesh, axes: tuple[int, ...
     assert worst is not None
     stride = min((strides[a] for a in axes if mesh.axes[a].size > 1), default=1)
     return Group(size=len(members), num_nodes=-worst[0], ranks_per_node=worst[1], stride=stride)
+
+
+@lru_cache(maxsize=1 << 14)
+def _most_leaving(gpus_per_node: int, size: int, sender: int, receiver: int) -> int:
+    """Ranks of one node, at most, whose stage is ``sender`` and whose partner in stage ``receiver`` is on another."""
+    # Whole nodes are alike.
+    ranks = range(min(size, 2 * gpus_per_node) if size % gpus_per_node == 0 else size)
+    nodes = [((sender * size + rank) // gpus_per_node, (receiver * size + rank) // gpus_per_node) for rank in ranks]
+    return max(Counter(source for source, target in nodes if source != target).values(), default=0)

@@ -61,15 +61,15 @@ class Seeds:
         promising number of microbatches next. leanest: at the level of ZeRO with the least memory."""
         space, bounds = self.outer.space, self.outer.bounds
         found: dict[int, dict[Mesh, list[Configuration]]] = {}
-        whole: list[Configuration] = []
+        plain: list[Configuration] = []
         for root in sorted(space.baselines(), key=lambda c: bounds.hope(c.num_stages, c.num_microbatches)):
             levels = space.with_zero(root)
             own = found.setdefault(root.num_stages, {}).setdefault(root.mesh, [])
             own += levels[-1:] if leanest else self.roomy(levels)
-            whole += [] if leanest else space.whole(root)
+            plain += [] if leanest else space.plain(root)
         degrees = ([*_turns(meshes.values())] for meshes in found.values())
         yield from _turns(degrees)
-        yield from whole
+        yield from plain
 
     def roomy(self, levels: list[Configuration]) -> list[Configuration]:
         """The lowest level of ZeRO that leaves room for activations, or the highest."""

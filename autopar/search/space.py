@@ -151,10 +151,13 @@ class Space:
             tuple(dict.fromkeys(min(options, key=lambda m: (abs(m - goal), m)) for goal in wanted)) if options else ()
         )
 
-    def whole(self, root: Configuration) -> list[Configuration]:
-        """A baseline without ZeRO, if data parallelism is all that it has."""
-        plain = root.num_stages == 1 and [role_of_axis(name) for name in root.mesh.names] == ["dp"]
-        return [replace(root, zero=0)] if plain and self.constraints.zero in (None, 0) and self.may_be_whole() else []
+    def plain(self, root: Configuration) -> list[Configuration]:
+        """A baseline whose ranks are all data parallel, at the level of ZeRO with the least memory (FSDP) and, on one
+        axis, without any (DDP)."""
+        if root.num_stages > 1 or any(role_of_axis(name) != "dp" for name in root.mesh.names):
+            return []
+        possible = len(root.mesh) == 1 and self.constraints.zero in (None, 0) and self.may_be_whole()
+        return [*self.with_zero(root)[-1:], *([replace(root, zero=0)] if possible else [])]
 
     def name_of(self, configuration: Configuration) -> str:
         """What people call a baseline."""
