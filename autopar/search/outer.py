@@ -210,7 +210,12 @@ class Outer:
         """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""
         self._say()
         name = self.space.name_of(configuration)
-        if name not in self.baselines or outcome.least_s < self.baselines[name][1].least_s:
+        known = self.baselines.get(name)
+        # One with a plan says more than one that was passed over.
+        if known is None or (outcome.step_time_s is None, outcome.least_s) < (
+            known[1].step_time_s is None,
+            known[1].least_s,
+        ):
             self.baselines[name] = configuration, outcome
         if outcome.step_time_s is not None:
             self._learn(configuration.num_stages, configuration, outcome.step_time_s)
