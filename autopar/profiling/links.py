@@ -1,9 +1,8 @@
 """Every collective by size on every mesh axis that the machine can have, as models here and FSDP issue them.
 
-All groups of an axis communicate at once, as in training: ranks that share a network card share it here too. And as in
-training they compute before they communicate; what that takes alone is subtracted. So ranks that come late, as where
-cores are shared, make the others wait here too. Sends between nodes are also measured with one rank of each node
-sending, as between pipeline stages of one rank. Last comes an all-reduce beside compute.
+All groups of an axis communicate at once, as in training: ranks that share a network card share it here too. Sends
+between nodes are also measured with one rank of each node sending, as between pipeline stages of one rank. Last comes
+an all-reduce beside compute.
 """
 
 from __future__ import annotations
@@ -28,25 +27,13 @@ _SIZES = tuple(1 << power for power in range(12, 33, 2))
 _LARGEST_ON_CPU = 1 << 24
 _LONGEST = 10
 
-# Rows, columns and depth of the products that are computed before communication, for so many seconds, and beside it,
-# where an all-reduce takes this part of theirs.
+# Rows, columns and depth of the product that an all-reduce runs beside, and what that takes of the product's seconds.
 _GPU_PRODUCT, _CPU_PRODUCT = 4096, 256
-_BEFORE_S = 5e-3
 _BESIDE = 0.6
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:
     """Adds to ``samples`` the times of every collective. cluster: says which ranks share a node."""
-    size = _GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT
-    a = torch.randn(size, size, device=clock.device)
-
-    def compute(count: int) -> None:
-        for _ in range(count):
-            torch.mm(a, a)
-
-    once_s = clock.time(partial(compute, 1))
-    before = partial(compute, max(1, round(_BEFORE_S / once_s)))
-    before_s = clock.time(before)
     for mesh, axis in axes_of(cluster):
         sizes = [a.size for a in mesh.axes]
         device_mesh = init_device_mesh(clock.device.type, tuple(sizes), mesh_dim_names=mesh.names)
@@ -61,39 +48,34 @@ def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Ca
                 run = _call(kind, payload, group, clock.device)
                 if alone and dist.get_rank() % cluster.gpus_per_node:
                     run = _nothing
-                both_s = clock.time(partial(_in_turn, before, run))
-                seconds = max(both_s - before_s, both_s / 100)
+                seconds = clock.time(run)
                 samples.communicated.append(Communicated(kind, found, payload, seconds, alone))
                 if seconds * 4 > _LONGEST * clock.seconds:
                     break
-        progress(f"all_reduce over {found} beside matrix products")
-        samples.overlapped.append(_beside(samples, clock, found, group, compute, once_s))
-
-
-def _in_turn(*calls: Callable[[], object]) -> None:
-    for call in calls:
-        call()
+        samples.overlapped.append(_beside_compute(samples, clock, found, group, progress))
 
 
 def _nothing() -> None:
     """What a rank does that only waits for the others."""
 
 
-def _beside(
-    samples: Samples,
-    clock: Clock,
-    found: Group,
-    group: dist.ProcessGroup,
-    compute: Callable[[int], object],
-    once_s: float,
+def _beside_compute(
+    samples: Samples, clock: Clock, found: Group, group: dist.ProcessGroup, progress: Callable[[str], object]
 ) -> Overlapped:
     """An all-reduce that takes about as long as a measurement, beside products that take a little longer."""
+    progress(f"all_reduce over {found} beside matrix products")
     sums = [one for one in samples.communicated if one.kind == "all_reduce" and one.group == found]
     likely = min(sums, key=lambda one: abs(one.seconds - clock.seconds))
     x = torch.ones(likely.payload_bytes // 4, device=clock.device)
+    size = _GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT
+    a = torch.randn(size, size, device=clock.device)
 
     def sum_all() -> dist.Work:
         return cast(dist.Work, dist.all_reduce(x, group=group, async_op=True))
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a)
 
     def both(count: int) -> None:
         work = sum_all()
@@ -101,7 +83,7 @@ def _beside(
         work.wait()
 
     communication_s = clock.time(lambda: sum_all().wait())
-    count = max(1, round(communication_s / _BESIDE / once_s))
+    count = max(1, round(communication_s / _BESIDE / clock.time(partial(compute, 1))))
     return Overlapped(found, communication_s, clock.time(partial(compute, count)), clock.time(partial(both, count)))
 
 
