@@ -64,6 +64,7 @@ def measure_compute(
         out = torch.empty_like(x)
         seconds = clock.time(partial(torch.add, x, 1.0, out=out))
         samples.traffic.append(Traffic(2 * x.nbytes, seconds))
+        samples.traffic.append(_normalised(clock, x.view(-1, 256)))
     samples.launch_s = _floor(clock)
     samples.transcendental_s = _transcendental(clock)
 
@@ -98,6 +99,19 @@ class _Operands:
     def to_weights(self) -> Tensor:
         x, _, grad = self._next()
         return grad.t() @ x
+
+
+def _normalised(clock: Clock, x: Tensor) -> Traffic:
+    """A layer norm of the rows of ``x``, which reads and writes five tensors of its size forward and backward."""
+    x = torch.randn_like(x).requires_grad_()
+    weight, bias = (torch.ones(x.shape[1], device=x.device, requires_grad=True) for _ in range(2))
+    grad = torch.ones_like(x)
+
+    def run() -> None:
+        out = functional.layer_norm(x, weight.shape, weight, bias)
+        torch.autograd.grad(out, (x, weight, bias), grad)
+
+    return Traffic(5 * x.nbytes, clock.time(run))
 
 
 def _transcendental(clock: Clock) -> float:

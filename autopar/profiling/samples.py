@@ -43,7 +43,7 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """An elementwise op on large tensors: bytes read and written."""
+    """An addition or a layer norm of large tensors: bytes read and written."""
 
     num_bytes: int
     seconds: float
