@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -227,7 +228,9 @@ def trained(rank: int, job: dict[str, Any]) -> dict[str, list[float]]:
         steps[name] = partial(step, parallel, optimizer, parallel.shard_batch(batch()))
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-1, job["rounds"]):
-        for name, run in steps.items():
+        # The same order on all ranks, another one each round.
+        for name in random.Random(number).sample(list(steps), len(steps)):
+            run = steps[name]
             with on_own_share(rank):
                 seconds = [run() for _ in range(job["untimed"] + 1)][-1]
             if number >= 0:
