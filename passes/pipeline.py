@@ -64,6 +64,7 @@ def run_passes(
     except AutoparError:
         raise
     except Exception:
+        # Whatever a pass makes of a graph that one before it broke: the first one is named, else the error stands.
         if check:
             _run(captured, passes, memo=Memo())
         raise
