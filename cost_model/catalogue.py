@@ -384,8 +384,7 @@ _ENTRIES = (
             memory_gb_s=Assumed(10, "the rank's own memory"),
             memory_efficiency=Assumed(0.8, "as the memory"),
         ),
-        has_streams=False,
-        exchanges=True,
+        is_cpu=True,
         tiling=TilingEntry(
             tiles=(Tile(16, 48, 1.0), Tile(4, 16, 0.6)),
             why_tiles="a guess, not measured: accumulators that fit into the vector registers of a core",

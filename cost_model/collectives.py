@@ -64,7 +64,7 @@ def collective_time(
 def issued_as(kind: str, collective: Collective, device: Device) -> Collective:
     """The collective that moves the bytes of one of ``kind``, a ``collective``."""
     exchanged = kind in (Collective.ALL_GATHER.value, Collective.REDUCE_SCATTER.value)
-    return Collective.ALL_TO_ALL if exchanged and device.exchanges else collective
+    return Collective.ALL_TO_ALL if exchanged and device.is_cpu else collective
 
 
 def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
@@ -135,7 +135,7 @@ class Fabric:
         """Share of the synchronisation of gradients that can run beside compute. FSDP needs streams for that."""
         cluster = self.cluster
         if zero:
-            return float(cluster.device.has_streams)
+            return float(not cluster.device.is_cpu)
         return (cluster.inter_node if self.group(axes).spans_nodes else cluster.intra_node).overlap
 
     def rate(self, collective: Collective, axis: int) -> tuple[float, float]:

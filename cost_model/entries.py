@@ -124,8 +124,7 @@ class GpuEntry:
     intra_node: LinkEntry
     inter_node: LinkEntry
     host: HostEntry
-    has_streams: bool = True
-    exchanges: bool = False
+    is_cpu: bool = False
 
     def device(self, fitted: Fitted = FITTED) -> Device:
         return Device(
@@ -146,6 +145,5 @@ class GpuEntry:
             kernel_launch_s=self.kernel_launch_us.by(fitted) * 1e-6,
             tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
-            has_streams=self.has_streams,
-            exchanges=self.exchanges,
+            is_cpu=self.is_cpu,
         )

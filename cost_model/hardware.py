@@ -67,10 +67,11 @@ class Device:
     memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
     of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
     kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
-    has_streams: whether what is issued on another stream runs beside compute; FSDP gathers and scatters so.
+    is_cpu: whether it is a core of the host. Nothing runs beside its compute; what a matrix product reads and writes
+    adds to its time and does not hide behind it; experts are computed one after the other; and all-gathers and
+    reduce-scatters of a model are all-to-alls, as in ``ir.communicate``.
     transcendental_s: of an exponential, a hyperbolic tangent and the like, for each element; 0 where they take no
     longer than reading and writing it.
-    exchanges: whether all-gathers and reduce-scatters of a model are all-to-alls, as in ``ir.communicate`` on CPUs.
     """
 
     name: str
@@ -82,8 +83,7 @@ class Device:
     kernel_launch_s: float
     tiling: Tiling
     host: Host
-    has_streams: bool = True
-    exchanges: bool = False
+    is_cpu: bool = False
     transcendental_s: float = 0.0
 
     @property

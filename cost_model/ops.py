@@ -1,9 +1,10 @@
 """Roofline of one op on one rank, forward and backward.
 
-    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * transcendental) + launch
+    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * transcendental) + launches
     backward = the same over what the gradient computation does
 
-What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own.
+What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own;
+on a core its bytes add to it. Experts are two products for each of them, of the rows that it gets on average.
 FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
 tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
 ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
@@ -31,6 +32,7 @@ from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_r
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
+from autopar.ir.rules.moe import EXPERTS
 from autopar.ir.sequence import Sight, folds_for, imbalance
 
 # Fused attention recomputes the scores in its backward: five products for the forward's two.
@@ -65,6 +67,11 @@ _TRANSCENDENTAL = frozenset(
 # A product and the gradients of its operands: which of rows, columns, depth and repeats of the product are theirs.
 _PRODUCT = (0, 1, 2, 3)
 _GRADIENTS = ((0, 2, 1, 3), (2, 1, 0, 3))
+
+# Kernels around the two products of experts, forward and backward; and those of a product of one expert where there is
+# no kernel for all of them: selecting rows and weight, transposing, the product, and backward both gradients.
+_AROUND_EXPERTS = (12, 12)
+_OF_AN_EXPERT = (4, 8)
 
 # Stands for all factors of an op: a tensor "over" it is divided wherever the work is.
 _WORK = "*"
@@ -147,12 +154,26 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Product:
+    """A matrix product of the whole batch, or one for each expert: factors of its rows, columns, depth and repeats.
+
+    rows: what the sizes of their factors are multiplied by. depth: likewise (the kernel of a convolution).
+    """
+
+    factors: tuple[frozenset[str], ...]
+    flops: float
+    rows: float = 1.0
+    depth: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class OpCost:
     """Everything about an op that its time depends on, so that each assignment takes microseconds.
 
     read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
-    matrix: factors of rows, columns, depth and repeats of a plain matrix product, () for any other op; window: what its
-    depth is multiplied by (the kernel of a convolution); gradients: the products that give those of its operands.
+    products: of matrices, () for an op that is none and no mixture of experts; gradients: for each of them the products
+    that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
+    backward, beside num_loops products that are computed expert by expert.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     elements: of the first operand, one byte for each, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
@@ -171,14 +192,15 @@ class OpCost:
     written: tuple[_Tensor, ...]
     backward_read: tuple[_Tensor, ...]
     backward_written: tuple[_Tensor, ...]
-    matrix: tuple[frozenset[str], ...]
-    window: float
+    products: tuple[_Product, ...]
     gradients: tuple[tuple[int, ...], ...]
+    joint: frozenset[str]
     is_contraction: bool
     sizes: dict[str, int]
     batch_factor: str | None
     efficiency: float
-    backward_launches: int
+    launches: tuple[int, int]
+    num_loops: int = 0
     elements: _Tensor | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
@@ -231,8 +253,10 @@ class OpCost:
             flops = 2.0 * prod(rule.sizes.values())
         rate = device.matmul_rate(precision)
         # A composite of several products (experts) has more operands, but still two products for each one.
-        products = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
-        matrix = _matrix(rule, contracted) if contracted and not attention else ()
+        ways = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
+        experts = op_name(node) == "moe"
+        products = _of_experts(rule) if experts else () if attention else _matrix(rule, contracted, flops)
+        launches = (1, max(1, len(gradients)) if contracted else 1)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
             name=op_name(node),
@@ -241,20 +265,21 @@ class OpCost:
             free=free,
             free_backward=not gradients or not flowing or (free and same_size),
             flops=flops,
-            backward_flops=flops * products if contracted else 2 * flops,
+            backward_flops=flops * ways if contracted else 2 * flops,
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),
             backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
             backward_written=tuple(gradients),
-            matrix=matrix,
-            window=flops / 2 / prod(rule.sizes[f] for group in matrix for f in group) if matrix else 1.0,
-            gradients=tuple(g for p, g in zip(contracted, _GRADIENTS, strict=False) if matrix and p in differentiable),
+            products=products,
+            gradients=_gradients(contracted, differentiable, experts=experts) if products else (),
+            joint=frozenset(rule.joint),
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
             efficiency=rate.attention_efficiency if attention else rate.efficiency,
-            backward_launches=max(1, len(gradients)) if contracted else 1,
+            launches=_AROUND_EXPERTS if experts else launches,
+            num_loops=len(products) if experts and (device.is_cpu or precision == "fp32") else 0,
             elements=_elements(node, rule, batch_factor),
             sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
             lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
@@ -263,31 +288,38 @@ class OpCost:
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
         """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
-        degrees = {_WORK: 1}
+        degrees, sent = {_WORK: 1}, 1
         work = num_microbatches if self.carries_batch else 1
         for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice in self.joint:
+                sent *= axis.size
             for factor in factors_of_choice(choice):
                 degrees[factor] = degrees.get(factor, 1) * axis.size
             if choice is not None and choice[0] != "+":
                 work *= axis.size
                 degrees[_WORK] *= axis.size
-        launch = self.device.kernel_launch_s
+        one_by_one = self.num_loops * self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
+        launch, launch_back = (
+            self.device.kernel_launch_s * (around + one_by_one * own)
+            for around, own in zip(self.launches, _OF_AN_EXPERT, strict=True)
+        )
         busy = self._largest_share(degrees) / work / (self.rate.peak_flops * self.efficiency)
         computing, computing_back = self.flops * busy, self.backward_flops * busy
-        if self.matrix:
-            shape = self._local_shape(degrees, num_microbatches)
-            computing_back = sum(computing / self._fraction(shape, order) for order in self.gradients)
-            computing /= self._fraction(shape, _PRODUCT)
+        if self.products:
+            computing = computing_back = 0.0
+            for product in self.products:
+                shape = self._local_shape(product, degrees, num_microbatches, sent)
+                computing += product.flops * busy / self._fraction(shape, _PRODUCT)
+                computing_back += sum(product.flops * busy / self._fraction(shape, order) for order in self.gradients)
         forward = backward = functions = 0.0
         if self.elements is not None:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
         if not self.free:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
-            forward = max(computing, self.device.memory_seconds(moved), functions) + launch
+            forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch
         if not self.free_backward:
             moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
-            backward = max(computing_back, self.device.memory_seconds(moved), functions)
-            backward += launch * self.backward_launches
+            backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back
         return OpTime(forward, backward)
 
     def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
@@ -306,18 +338,24 @@ class OpCost:
         folds = folds_for(self.lengths, count, balanced=self.balanced)
         return imbalance(self.sight, self.lengths, folds, count)
 
-    def _local_shape(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, ...]:
-        """Rows, columns, depth and repeats of the product on one rank."""
+    def _together(self, computing: float, moving: float, functions: float) -> float:
+        if self.products and self.device.is_cpu:
+            return computing + moving
+        return max(computing, moving, functions)
+
+    def _local_shape(
+        self, product: _Product, degrees: dict[str, int], num_microbatches: int, sent: int
+    ) -> tuple[float, ...]:
+        """Rows, columns, depth and repeats of the product on one rank. sent: ranks that send rows to each other."""
         shape = []
-        for factors in self.matrix:
+        for factors in product.factors:
             size = 1.0
             for factor in factors:
                 size *= self.sizes[factor] / degrees.get(factor, 1)
                 if factor == self.batch_factor:
                     size /= num_microbatches
             shape.append(size)
-        shape[2] *= self.window
-        return tuple(shape)
+        return shape[0] * product.rows * sent, shape[1], shape[2] * product.depth, shape[3]
 
     def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...]) -> float:
         return fraction_of_rate(self.device.tiling, *(shape[number] for number in order))
@@ -393,8 +431,37 @@ def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:
     return {f for tensor in tensors for dim in tensor for f in dim}
 
 
-def _matrix(rule: FactorRule, contracted: list[int]) -> tuple[frozenset[str], ...]:
-    """Factors of rows, columns, depth and repeats of a product of two operands; () for any other op."""
+def _gradients(contracted: list[int], differentiable: list[int], *, experts: bool) -> tuple[tuple[int, ...], ...]:
+    """Orders of the products that give the gradients of the operands of a product."""
+    if experts:  # tokens come first, the matrices after them
+        found = (contracted[0] in differentiable, not set(contracted[1:]).isdisjoint(differentiable))
+    else:
+        found = (contracted[0] in differentiable, contracted[1] in differentiable)
+    return tuple(order for order, wanted in zip(_GRADIENTS, found, strict=True) if wanted)
+
+
+def _of_experts(rule: FactorRule) -> tuple[_Product, ...]:
+    """The product of each expert on the way in and the one on the way out; () without experts."""
+    if not rule.sizes.get(EXPERTS):
+        return ()
+    up, down = rule.operands[3:5]
+    (experts, wide, hidden), inner = map(frozenset, up), frozenset(down[2])
+
+    def size(factors: AbstractSet[str]) -> int:
+        return prod(rule.sizes[f] for f in factors)
+
+    tokens = frozenset(_factors_of((rule.results[0][:-1],)))
+    flops_of_row = 2 * size(hidden) * (size(wide) + size(inner))
+    rows = rule.flops / flops_of_row / size(tokens) / size(experts)
+    share = size(wide) / (size(wide) + size(inner))
+    return (
+        _Product((tokens, wide, hidden, experts), share * rule.flops, rows=rows),
+        _Product((tokens, hidden, inner, experts), (1 - share) * rule.flops, rows=rows),
+    )
+
+
+def _matrix(rule: FactorRule, contracted: list[int], flops: float) -> tuple[_Product, ...]:
+    """The product of two operands; () for any other op."""
     if len(contracted) != 2:
         return ()
     left, right = (_factors_of((rule.operands[position],)) for position in contracted)
@@ -402,4 +469,6 @@ def _matrix(rule: FactorRule, contracted: list[int]) -> tuple[frozenset[str], ..
     rows, columns = result - right, right & result - left  # what an op computes anew, as a convolution, is in rows
     if not left & rows or not columns:
         return ()
-    return tuple(map(frozenset, (rows, columns, (left & right) - result, left & right & result)))
+    factors = tuple(map(frozenset, (rows, columns, (left & right) - result, left & right & result)))
+    window = flops / 2 / prod(rule.sizes[f] for group in factors for f in group)
+    return (_Product(factors, flops, depth=window),)

@@ -25,9 +25,11 @@ from torch import nn
 
 from autopar.ir.parameters import ALONE_BYTES, local_of, placed_like
 
-# Bytes of a bucket, as in DistributedDataParallel: the first is small so that communication starts early.
+# Bytes of a bucket: at most as in DistributedDataParallel. The first is small so that communication starts early, and
+# none is so large that there would be fewer of them.
 FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
+MOST_BUCKET_BYTES = 25 << 20
+LEAST_BUCKETS = 8
 
 
 @dataclass(slots=True)
@@ -219,6 +221,10 @@ class GradientReducer:
 
 def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
     """Buckets over gradients in the order of ``slots``, listed in the order in which they complete."""
+    slots = list(slots)
+    totals: dict[tuple[Any, ...], int] = {}
+    for slot in slots:
+        totals[_key(slot)] = totals.get(_key(slot), 0) + _nbytes(slot)
     open_buckets: dict[tuple[Any, ...], list[_Slot]] = {}
     opened: set[tuple[Any, ...]] = set()
     buckets: list[_Bucket] = []
@@ -230,22 +236,30 @@ def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:
         opened.add(key)
 
     for slot in slots:
-        assert slot.group is not None and slot.parameter.grad is not None
-        gradient = local_of(slot.parameter.grad)
-        if gradient.nbytes >= ALONE_BYTES:
+        assert slot.group is not None
+        if _nbytes(slot) >= ALONE_BYTES:
             bucket = _Bucket(slot.group, [slot])
             slot.bucket = bucket
             buckets.append(bucket)
             continue
-        key = (slot.group.group_name, gradient.dtype, gradient.device, slot.stage)
+        key = _key(slot)
         members = open_buckets.setdefault(key, [])
         members.append(slot)
-        limit = BUCKET_BYTES if key in opened else FIRST_BUCKET_BYTES
+        limit = FIRST_BUCKET_BYTES
+        if key in opened:
+            limit = max(limit, min(MOST_BUCKET_BYTES, totals[key] // LEAST_BUCKETS))
         if sum(_nbytes(member) for member in members) >= limit:
             close(key)
     for key in list(open_buckets):
         close(key)
     return buckets
+
+
+def _key(slot: _Slot) -> tuple[Any, ...]:
+    """What gradients of one bucket have in common."""
+    assert slot.group is not None and slot.parameter.grad is not None
+    gradient = local_of(slot.parameter.grad)
+    return slot.group.group_name, gradient.dtype, gradient.device, slot.stage
 
 
 def _flat_bucket(group: dist.ProcessGroup, slots: list[_Slot]) -> _Bucket:

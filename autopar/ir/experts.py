@@ -146,11 +146,26 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
         x, weight, ends = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight)
-        for expert, rows in _spans(ends):
-            grad_x[rows] = grad[rows] @ weight[expert]
-            torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])
+        spans = _spans(ends)
+        grad_x = torch.empty_like(x) if _is_wanted(ctx, 0) else None
+        grad_weight = torch.empty_like(weight) if _is_wanted(ctx, 1) else None
+        if grad_x is not None:
+            for expert, rows in spans:
+                torch.mm(grad[rows], weight[expert], out=grad_x[rows])
+        if grad_weight is not None:
+            for expert in set(range(len(weight))) - {expert for expert, _ in spans}:
+                grad_weight[expert].zero_()
+            for expert, rows in spans:
+                torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])
         return grad_x, grad_weight, None
+
+
+def _is_wanted(ctx: Any, position: int) -> bool:
+    """Whether this backward, which may be of inputs or of weights alone, needs the gradient of an operand."""
+    if not ctx.needs_input_grad[position]:
+        return False
+    node, _ = ctx.next_functions[position]
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def _spans(ends: Tensor) -> list[tuple[int, slice]]:
@@ -165,4 +180,5 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]:
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    return _GroupedLinear.apply(x, weight, ends)  # type: ignore[no-any-return, no-untyped-call]
+    # Views, as of a leaf autograd does not say whether its gradient is wanted.
+    return _GroupedLinear.apply(x.view_as(x), weight.view_as(weight), ends)  # type: ignore[no-any-return, no-untyped-call]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_time, point_to_point_time
-from autopar.cost_model.hardware import ITEMSIZE, Device
+from autopar.cost_model.hardware import Device
 from autopar.cost_model.matmul import fraction_of_rate
 from autopar.profiling.samples import COLLECTIVES, Communicated, Product, Samples
 
@@ -59,9 +59,9 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
 def _product_s(product: Product, device: Device) -> float:
     rate = device.matmul_rate(product.precision)
     reached = fraction_of_rate(device.tiling, product.rows, product.columns, product.depth)
-    numel = product.rows * product.depth + product.depth * product.columns + product.rows * product.columns
-    moved = device.memory_seconds(numel * ITEMSIZE[product.precision])
-    return max(product.flops / (rate.peak_flops * rate.efficiency * reached), moved) + device.kernel_launch_s
+    computing = product.flops / (rate.peak_flops * rate.efficiency * reached)
+    moving = device.memory_seconds(product.num_bytes)
+    return (computing + moving if device.is_cpu else max(computing, moving)) + device.kernel_launch_s
 
 
 def _communicated_s(one: Communicated, cluster: Cluster) -> float:

@@ -2,7 +2,7 @@
 
 Times are fitted in proportion: an error of 10 % counts alike whether it is of a microsecond or of a second.
 
-    product      FLOPs / (peak * efficiency * fraction_of_rate(shape)) + launch
+    product      FLOPs / (peak * efficiency * fraction_of_rate(shape)) + launch    (on a core + bytes / bandwidth)
     collective   base + rounds * hop + factor(kind) * bytes each rank sends / bandwidth      for each kind of link
 
 ``efficiency`` is the median over the products, for the depth at which half the rate is reached that leaves the least
@@ -39,8 +39,8 @@ _HALF_DEPTHS = tuple(float(8 * 2 ** (step / 2)) for step in range(15))
 
 def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, Any]:
     """The cluster file, as a mapping. cluster: the catalogue's, which serves where nothing was measured."""
-    device = replace(cluster.device, kernel_launch_s=samples.launch_s)
     traffic = median(run.num_bytes / run.seconds for run in samples.traffic)
+    device = replace(cluster.device, kernel_launch_s=samples.launch_s, memory_bandwidth=traffic, memory_efficiency=1.0)
     half_depth = best_half_depth(samples.products, device)
     tiling = replace(device.tiling, half_depth=half_depth)
     rates = {}
@@ -101,11 +101,16 @@ def _endless_rates(products: list[Product], device: Device) -> Floats:
     return np.array(
         [
             product.flops
-            / max(product.seconds - device.kernel_launch_s, product.seconds / 10)
+            / max(product.seconds - beside_product_s(product, device), product.seconds / 10)
             / fraction_of_rate(device.tiling, product.rows, product.columns, product.depth)
             for product in products
         ]
     )
+
+
+def beside_product_s(product: Product, device: Device) -> float:
+    """Seconds of a product that no rate of its FLOPs explains."""
+    return device.kernel_launch_s + (device.memory_seconds(product.num_bytes) if device.is_cpu else 0.0)
 
 
 def link_figures(samples: list[Communicated], device: Device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from autopar.cost_model.cluster import Group
 from autopar.cost_model.description import Kind
+from autopar.cost_model.hardware import ITEMSIZE
 from autopar.ir.redistribution import Collective
 
 # Kinds of communication that are measured: four collectives, a send between neighbours, and what FSDP issues.
@@ -30,6 +31,12 @@ class Product:
     @property
     def flops(self) -> float:
         return 2.0 * self.rows * self.columns * self.depth
+
+    @property
+    def num_bytes(self) -> float:
+        """Of both operands and the result."""
+        elements = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
+        return float(ITEMSIZE[self.precision] * elements)
 
 
 @dataclass(frozen=True, slots=True)

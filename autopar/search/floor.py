@@ -148,7 +148,7 @@ class Floor:
             passes.append(_forward(cost, repeats))
             on_path.append(1.0)
             if not cost.free_backward:
-                passes.append(_row(cost, cost.backward_flops, True, cost.backward_launches, repeats))
+                passes.append(_row(cost, cost.backward_flops, True, repeats))
                 on_path.append(1.0 - load.weights_share(node))
         return cls(
             passes=Work.of(passes),
@@ -182,10 +182,10 @@ class Floor:
 
 
 def _forward(cost: OpCost, repeats: int) -> tuple[float, ...]:
-    return (0.0,) * 5 if cost.free else _row(cost, cost.flops, False, 1, repeats)
+    return (0.0,) * 5 if cost.free else _row(cost, cost.flops, False, repeats)
 
 
-def _row(cost: OpCost, flops: float, backward: bool, launches: int, repeats: int) -> tuple[float, ...]:
+def _row(cost: OpCost, flops: float, backward: bool, repeats: int) -> tuple[float, ...]:
     tensors = (*cost.backward_read, *cost.backward_written) if backward else (*cost.read, *cost.written)
     seconds = cost.device.memory_seconds
     return (
@@ -193,5 +193,5 @@ def _row(cost: OpCost, flops: float, backward: bool, launches: int, repeats: int
         float(cost.carries_batch),
         repeats * seconds(sum(t.num_bytes for t in tensors if t.carries_batch)),
         repeats * seconds(sum(t.num_bytes for t in tensors if not t.carries_batch)),
-        repeats * launches * cost.device.kernel_launch_s,
+        repeats * cost.launches[backward] * cost.device.kernel_launch_s,
     )

@@ -97,7 +97,7 @@ def predict(
         for stage, link in zip(stages[1:], links, strict=True)
     ]
     passing = [0.0] * len(stages)
-    if not cluster.device.has_streams:
+    if cluster.device.is_cpu:
         # The core that computes also sends and receives.
         for number, link in enumerate(links):
             if shape.rank_of(number) != shape.rank_of(number + 1):

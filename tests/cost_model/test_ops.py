@@ -129,18 +129,57 @@ def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient
     assert seconds(node, needs_grad=frozenset()).backward_s == 0
 
 
-def test_no_op_is_far_below_the_rate_of_its_kind() -> None:
-    """Only plain products of two operands have a shape; a mixture of experts has two products inside."""
-    wide = seconds(OPS["linear"], precision="bf16")
-    assert wide.forward_s < 1e-4
-    x, index, weight = (16, 64, 256), (16, 64, 2), (16, 64, 2)
-    experts = call(ops.moe, x, index, weight, (8, 1024, 256), (8, 256, 512), activation="silu", gated=True, ints=(1,))
-    flops = rule_for(experts).flops
-    rate = 312e12 * A100.matmul_rate("bf16").efficiency
-    assert seconds(experts, precision="bf16").forward_s < 5 * flops / rate + 1e-4
+def mixture(tokens: int, num_experts: int) -> fx.Node:
+    """Two of the experts for each token."""
+    x, chosen, hidden, inner = (tokens, 1024), (tokens, 2), 1024, 2048
+    up, down = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    return call(ops.moe, x, chosen, chosen, up, down, activation="silu", gated=True, ints=(1,))
+
+
+def test_the_kernel_of_a_convolution_is_part_of_its_depth() -> None:
     kernel = OPS["convolution"]
-    cost = OpCost.of(kernel, rule_for(kernel), A100)
-    assert cost.window == 9.0
+    (product,) = OpCost.of(kernel, rule_for(kernel), A100).products
+    assert product.depth == 9.0
+
+
+def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
+    few, many = mixture(1 << 15, 8), mixture(1 << 15, 512)
+    cost = OpCost.of(few, rule_for(few), A100, precision="bf16")
+    assert [p.rows * (1 << 15) for p in cost.products] == pytest.approx([2 * (1 << 15) / 8] * 2)
+    assert sum(p.flops for p in cost.products) == rule_for(few).flops
+    rate = 312e12 * A100.matmul_rate("bf16").efficiency
+    ideal = rule_for(few).flops / rate
+    assert ideal < seconds(few, precision="bf16").forward_s < 1.5 * ideal
+    assert seconds(many, precision="bf16").forward_s > 1.1 * seconds(few, precision="bf16").forward_s, "128 rows each"
+
+
+def test_rows_that_travel_leave_experts_as_many() -> None:
+    node, mesh = mixture(1 << 12, 64), Mesh.of(ep=8)
+    rule = rule_for(node)
+    (exchange,) = rule.joint
+    cost = OpCost.of(node, rule, A100, precision="bf16", batch_factor=exchange.split("&")[0])
+    travelling, divided = cost.time((exchange,), mesh), cost.time((exchange.split("&")[0],), mesh)
+    assert travelling.forward_s < 0.8 * divided.forward_s, "an eighth of the tokens is 16 rows for each expert"
+
+
+def test_experts_without_a_kernel_for_all_of_them_take_launches_each() -> None:
+    node = mixture(64, 64)
+    single, grouped = (OpCost.of(node, rule_for(node), A100, precision=p) for p in ("fp32", "bf16"))
+    assert (single.num_loops, grouped.num_loops) == (2, 0)
+    whole, shared = single.time((None,), ONE), single.time(("experts",), Mesh.of(ep=8))
+    assert whole.forward_s - shared.forward_s > 2 * 4 * 56 * A100.kernel_launch_s
+
+
+def test_on_a_core_products_wait_for_memory() -> None:
+    cpu, node = make_cluster("cpu", 1).device, linear()
+    cost = OpCost.of(node, rule_for(node), cpu)
+    (product,) = cost.products
+    assert cost.time((None,), ONE).forward_s > sum(
+        (
+            product.flops / (cost.rate.peak_flops * cost.efficiency),
+            cpu.memory_seconds(4 * (8 * 512 * 1024 + 1024 * 4096 + 8 * 512 * 4096)),
+        )
+    )
 
 
 def test_bias_adds_no_product() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.ir.ops import moe
 from autopar.runtime.split_backward import backward_to_inputs
 
 
@@ -75,6 +77,29 @@ def test_the_graph_goes_with_the_second_part() -> None:
     weights.run()
     gc.collect()
     assert not any(ref() is not None for ref in saved)
+
+
+def test_experts_compute_each_gradient_in_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    w_up, w_down = torch.randn(3, 16, 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    x = torch.randn(12, 8, requires_grad=True)
+    index = torch.tensor([[0, 1], [1, 2]]).repeat(6, 1)
+    weight = torch.rand(12, 2)
+
+    def forward() -> Tensor:
+        return moe(x, index, weight, w_up, w_down, activation="silu", gated=False)
+
+    leaves = x, w_up, w_down
+    wanted = torch.autograd.grad(forward().square().sum(), leaves)
+    products: list[tuple[int, ...]] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(tuple(out.shape)) or mm(a, b, out=out))
+    output = forward()
+    weights = backward_to_inputs([output], [2 * output.detach()], [x])
+    assert len(products) == 6 and w_up.grad is w_down.grad is None
+    weights.run()
+    assert len(products) == 12, "none is computed twice"
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(wanted))
 
 
 def test_frozen_weights_and_inputs() -> None:
