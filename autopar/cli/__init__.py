@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 
 
 def main() -> None:
@@ -13,3 +15,20 @@ def main() -> None:
     from autopar.cli.app import run
 
     run()
+
+
+def command() -> None:
+    """The same as a process of its own. One that only planned ends at once: taking a model, its graph and torch apart
+    object by object takes a second and frees nothing that the end of the process does not."""
+    try:
+        main()
+    except SystemExit as stop:
+        if gc.isenabled() or not isinstance(stop.code, int | None):
+            raise
+        code = stop.code or 0
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not gc.isenabled():
+        os._exit(code)

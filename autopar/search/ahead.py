@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
@@ -42,11 +43,13 @@ class Ahead:
     _asked: set[Hashable] = field(default_factory=set)
     _running: Hashable | None = None
     _helper: Connection | None = None
+    _process: BaseProcess | None = None
 
     @contextmanager
     def help(self) -> Iterator[None]:
         """Have a helper meanwhile, if this process may be forked and there is a core for it."""
-        self._helper = _fork(self.solve_ahead or self.solve) if can_fork() else None
+        if can_fork():
+            self._helper, self._process = _fork(self.solve_ahead or self.solve)
         try:
             yield
         finally:
@@ -54,10 +57,12 @@ class Ahead:
             self._answers.clear()
 
     def _stop(self) -> None:
-        if self._helper is not None:
-            # The helper ends when it reads that nobody is there.
+        if self._helper is not None and self._process is not None:
             self._helper.close()
-        self._helper = self._running = None
+            # At once: whoever reads what this command prints waits for all that may print to it.
+            self._process.kill()
+            self._process.join()
+        self._helper = self._process = self._running = None
 
     @contextmanager
     def expecting(self, jobs: Callable[[], Iterable[Job]], *, sure: bool = False) -> Iterator[None]:
@@ -126,7 +131,7 @@ def can_fork() -> bool:
     return len(os.sched_getaffinity(0)) > 1 and not (dist.is_available() and dist.is_initialized())
 
 
-def _fork(solve: Callable[..., Any]) -> Connection:
+def _fork(solve: Callable[..., Any]) -> tuple[Connection, BaseProcess]:
     context = get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(solve, there, here), daemon=True)
@@ -135,7 +140,7 @@ def _fork(solve: Callable[..., Any]) -> Connection:
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()
-    return here
+    return here, process
 
 
 def _serve(solve: Callable[..., Any], jobs: Connection, other_end: Connection) -> None:
