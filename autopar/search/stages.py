@@ -37,6 +37,9 @@ from autopar.search.instance import Floats, Ints
 # (range, block) pairs that are looked at together.
 _CHUNK = 1 << 20
 
+# The first bound on the longest stage, of one as long as the mean or the longest block; and one that is none.
+_FIRST_BOUND, _NO_BOUND = 1.5, 2.0
+
 # From the one that keeps most; ``autopar.cost_model.activations`` says what each keeps.
 LEVELS = ("none", "selective", "alternate", "full")
 
@@ -143,45 +146,37 @@ def _cut(
     budget: float,
     levels: tuple[str, ...],
 ) -> Cuts | None:
-    n = len(blocks)
-    if len(live) > n:
+    if len(live) > len(blocks):
         return None
     ranges = _Ranges(blocks, levels)
-    times = {count: ranges.times(count, budget) for count in sorted(set(live), reverse=True)}
     sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
-    rows = [_Row.of(times[count], weights[0], sends) for count in live]
-    least = _least_longest(rows)
-    if not np.isfinite(least):
-        return None
+    fastest = float(ranges.fastest[-1])
 
     def objective(answer: _Answer) -> float:
         return answer.total + weights[1] * answer.longest
 
-    # Often the shortest longest stage costs nothing, and that is all.
-    best = _least_sum(rows, float(np.nextafter(least, np.inf)))
-    other = _least_sum(rows, float("inf"))
-    assert best is not None, "a cut with the shortest longest stage is there"
-    while other is not None and other.total + weights[1] * least < objective(best):
-        best = min(best, other, key=objective)
-        other = _least_sum(rows, other.longest)
+    # Stages longer than a bound are left out; if what is found might be beaten by cuts with one, the bound is raised.
+    bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
+    while True:
+        search = _Search(ranges, live, weights[0], sends, budget, bound)
+        least = search.least_longest()
+        if np.isfinite(least):
+            # Often the shortest longest stage costs nothing, and that is all.
+            best = search.least_sum(float(np.nextafter(least, np.inf)))
+            other = search.least_sum(bound)
+            assert best is not None, "a cut with the shortest longest stage is there"
+            while other is not None and other.total + weights[1] * least < objective(best):
+                best = min(best, other, key=objective)
+                other = search.least_sum(other.longest)
+            if bound >= fastest * _NO_BOUND or objective(best) <= weights[0] * fastest + weights[1] * bound:
+                break
+        elif bound >= fastest * _NO_BOUND:
+            return None
+        bound = 2 * bound if 2 * bound < fastest else np.inf
     stages = []
     for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
-        stages.append(ranges.stage(begin, end, count, budget))
+        stages.append(ranges.stage(begin, end, count, budget, bound))
     return Cuts(stages=tuple(stages), time_s=objective(best))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One stage: seconds of every range of blocks, and what it adds to the sum; inf where it cannot be a stage."""
-
-    times: Floats
-    costs: Floats
-
-    @classmethod
-    def of(cls, times: Floats, weight: float, sends: Floats) -> _Row:
-        possible = np.isfinite(times) & np.isfinite(sends)[:, None]
-        costs = weight * np.where(possible, times, 0.0) + np.where(np.isfinite(sends), sends, 0.0)[:, None]
-        return cls(np.where(possible, times, np.inf), np.where(possible, costs, np.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,30 +188,61 @@ class _Answer:
     bounds: list[int]
 
 
-def _least_longest(rows: Sequence[_Row]) -> float:
-    """The shortest that the longest stage can be."""
-    front = np.where(np.arange(len(rows[0].times)) == 0, 0.0, np.inf)
-    for row in rows:
-        front = np.maximum(front[:, None], row.times).min(axis=0)
-    return float(front[-1])
+class _Search:
+    """Cuts all of whose stages are shorter than ``bound`` seconds."""
 
+    def __init__(
+        self, ranges: _Ranges, live: Sequence[int], weight: float, sends: Floats, budget: float, bound: float
+    ) -> None:
+        self.ranges, self.weight, self.sends, self.bound = ranges, weight, sends, bound
+        times = {count: ranges.times(count, budget, bound) for count in sorted(set(live), reverse=True)}
+        self.times = [times[count] for count in live]
+        self.possible = np.isfinite(sends)
 
-def _least_sum(rows: Sequence[_Row], limit: float) -> _Answer | None:
-    """The least sum with every stage shorter than ``limit``."""
-    front = np.where(np.arange(len(rows[0].times)) == 0, 0.0, np.inf)
-    back = []
-    for row in rows:
-        grown = front[:, None] + np.where(row.times < limit, row.costs, np.inf)
-        back.append(grown.argmin(axis=0))
-        front = grown.min(axis=0)
-    if not np.isfinite(front[-1]):
-        return None
-    bounds = [len(front) - 1]
-    for begins in reversed(back):
-        bounds.append(int(begins[bounds[-1]]))
-    bounds.reverse()
-    longest = max(float(row.times[a, b]) for row, (a, b) in zip(rows, pairwise(bounds), strict=True))
-    return _Answer(float(front[-1]), longest, bounds)
+    def _windows(self, limit: float) -> list[slice] | None:
+        """Where the stages can begin, and end, if each is shorter than ``limit``; None if they cannot."""
+        reach, count = self.ranges.reach(limit), len(self.times)
+        high = [0]
+        for _ in range(count):
+            high.append(int(reach[high[-1]]))
+        if high[-1] < self.ranges.n:
+            return None
+        low = [self.ranges.n]
+        for number in reversed(range(count)):
+            low.append(max(number, int(np.searchsorted(reach, low[-1]))))
+        return [slice(begin, end + 1) for begin, end in zip(reversed(low), high, strict=True)]
+
+    def least_longest(self) -> float:
+        """The shortest that the longest stage can be; inf if there are no cuts."""
+        windows = self._windows(self.bound)
+        if windows is None:
+            return float("inf")
+        front = np.zeros(1)
+        for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
+            stage = np.where(self.possible[begin, None], times[begin, end], np.inf)
+            front = np.maximum(front[:, None], stage).min(axis=0)
+        return float(front[-1])
+
+    def least_sum(self, limit: float) -> _Answer | None:
+        """The least sum with every stage shorter than ``limit``."""
+        windows = self._windows(limit)
+        if windows is None:
+            return None
+        front, back = np.zeros(1), []
+        for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
+            stage = times[begin, end]
+            costs = np.where(stage < limit, self.weight * stage, np.inf) + self.sends[begin, None]
+            grown = front[:, None] + costs
+            back.append(grown.argmin(axis=0))
+            front = grown.min(axis=0)
+        if not np.isfinite(front[-1]):
+            return None
+        bounds = [self.ranges.n]
+        for begins, begin, end in zip(reversed(back), reversed(windows[:-1]), reversed(windows[1:]), strict=True):
+            bounds.append(begin.start + int(begins[bounds[-1] - end.start]))
+        bounds.reverse()
+        longest = max(float(times[a, b]) for times, (a, b) in zip(self.times, pairwise(bounds), strict=True))
+        return _Answer(float(front[-1]), longest, bounds)
 
 
 class _Ranges:
@@ -229,6 +255,7 @@ class _Ranges:
 
     def __init__(self, blocks: tuple[BlockCost, ...], levels: tuple[str, ...]) -> None:
         self.n = len(blocks)
+        self.fastest = _prefix([min(b.time_s) for b in blocks])
         self.blocks = blocks
         self.allowed = [level in levels for level in LEVELS]
         self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
@@ -239,7 +266,7 @@ class _Ranges:
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
         self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
-        self._found: dict[tuple[int, float], tuple[Floats, Ints, Ints, Ints]] = {}
+        self._found: dict[tuple[int, float, float], tuple[Floats, Ints, Ints, Ints]] = {}
         self._distinct()
 
     def _distinct(self) -> None:
@@ -261,13 +288,20 @@ class _Ranges:
         self.known = np.full((self.n + 1, self.n + 1), len(distinct), dtype=np.int64)
         self.known[begin, end] = number
 
-    def times(self, live: int, budget: float) -> Floats:
-        """[a, b]: least seconds of blocks a to b - 1 as one stage, inf where nothing fits."""
-        return self._solve(live, budget)[0]
+    def reach(self, bound: float) -> Ints:
+        """[a]: the end of the longest range from a on that may take less than ``bound`` seconds."""
+        if np.isinf(bound):
+            return np.full(self.n + 1, self.n)
+        ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
+        return np.asarray(ends, dtype=np.int64)
 
-    def stage(self, begin: int, end: int, live: int, budget: float) -> Stage:
+    def times(self, live: int, budget: float, bound: float) -> Floats:
+        """[a, b]: least seconds of blocks a to b - 1 as one stage, inf where nothing fits or where it is too long."""
+        return self._solve(live, budget, bound)[0]
+
+    def stage(self, begin: int, end: int, live: int, budget: float, bound: float) -> Stage:
         """The best use of levels for a range."""
-        _, full, partly, middle = self._solve(live, budget)
+        _, full, partly, middle = self._solve(live, budget, bound)
         level, count = LEVELS[middle[begin, end]], int(partly[begin, end])
         return Stage(
             first=begin,
@@ -277,29 +311,29 @@ class _Ranges:
             selective=count if level == "selective" else 0,
         )
 
-    def _solve(self, live: int, budget: float) -> tuple[Floats, Ints, Ints, Ints]:
-        if (live, budget) not in self._found:
-            self._found[live, budget] = self._solve_all(live, budget)
-        return self._found[live, budget]
+    def _solve(self, live: int, budget: float, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
+        key = live, budget, bound
+        if key not in self._found:
+            self._found[key] = self._solve_all(live, budget, bound)
+        return self._found[key]
 
-    def _solve_all(self, live: int, budget: float) -> tuple[Floats, Ints, Ints, Ints]:
+    def _solve_all(self, live: int, budget: float, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
         best = np.full(len(self.begins), np.inf)
         full, partly, middle = (np.zeros(len(self.begins), dtype=np.int64) for _ in range(3))
         begins, ends = self.begins, self.ends
         least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
-        for some in np.array_split(np.flatnonzero(least <= budget + 1e-6), 1 + len(begins) * self.n // _CHUNK):
+        wanted = np.flatnonzero((least <= budget + 1e-6) & (ends <= self.reach(bound)[begins]))
+        longest = int((ends - begins)[wanted].max(initial=0))
+        for some in np.array_split(wanted, 1 + len(wanted) * longest // _CHUNK):
             self._solve_some(some, live, budget, best, full, partly, middle)
-        n = self.n + 1
         tables = [np.append(found, 0)[self.known] for found in (full, partly, middle)]
-        times = np.append(best, np.inf)[self.known]
-        assert all(table.shape == (n, n) for table in (times, *tables))
-        return times, tables[0], tables[1], tables[2]
+        return np.append(best, np.inf)[self.known], tables[0], tables[1], tables[2]
 
     def _solve_some(
         self, some: Ints, live: int, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
     ) -> None:
         """Fill in the ranges ``some``."""
-        position = np.arange(self.n + 1)
+        length = int((self.ends - self.begins)[some].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
                 continue
@@ -318,12 +352,14 @@ class _Ranges:
             strongest = 3 if use_full else level
             fixed = self.static[end] - self.static[begin] + self.workspace[begin, end]
             room = budget - fixed - self.recomputed[strongest][begin, end]
-            m = np.broadcast_to(position, (len(some), self.n + 1)) if use_full else begin[:, None]
+            m = begin[:, None] + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
+            inside = m <= end[:, None]
+            m = np.minimum(m, end[:, None])
             candidates: list[Ints]
             if not self.allowed[0]:
                 # Every block is rematerialised: the middle part reaches to the end, or there is none.
                 if not level:
-                    m = end[:, None]
+                    m, inside = end[:, None], np.ones((len(some), 1), dtype=bool)
                 candidates = [np.broadcast_to(end[:, None], m.shape)]
             elif not level:
                 candidates = [m]
@@ -333,14 +369,14 @@ class _Ranges:
                 k = np.searchsorted(-extra_saved, -target, side="left")
                 candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
             else:
-                candidates = [np.broadcast_to(k, m.shape) for k in position[1:]]
+                candidates = [np.minimum(m + more, self.n) for more in range(1, length + 1)]
             for k in candidates:
                 seconds = self._seconds(begin[:, None], end[:, None], m, k, level)
                 slack = 1e-9 * np.abs(room[:, None]) + 1e-6
                 fits = (k <= end[:, None]) & (
                     self._saved(begin[:, None], end[:, None], m, k, live, level) <= room[:, None] + slack
                 )
-                fits &= (m > begin[:, None]) if use_full else (m == begin[:, None])
+                fits &= inside
                 fits &= (k > m) if level else (k == m)
                 seconds = np.where(fits, seconds, np.inf)
                 number = seconds.argmin(axis=1)
@@ -368,10 +404,9 @@ def _prefix(values: Sequence[float]) -> Floats:
 
 
 def _range_max(values: Sequence[float]) -> Floats:
-    """[a, b]: the largest of values[a:b]."""
+    """[a, b]: the largest of values[a:b], which are not negative."""
     n = len(values)
-    array = np.asarray(values, dtype=np.float64)
     largest = np.zeros((n + 1, n + 1))
-    for begin in range(n):
-        largest[begin, begin + 1 :] = np.maximum.accumulate(array[begin:])
+    after = np.triu(np.broadcast_to(np.asarray(values, dtype=np.float64), (n, n)))
+    largest[:n, 1:] = np.maximum.accumulate(after, axis=1)
     return largest
