@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
@@ -424,8 +424,9 @@ class Solver:
             found = 0.0
             for shape in shapes:
                 if shape.schedule != "naive":
-                    live = shape.live()
-                    kept = [min(live[s] for s in shape.stages_of(r)) / shape.virtual_stages for r in range(num_stages)]
-                    found = max(found, sum(max(1.0, most / number) for number in kept))
+                    kept = [inf] * num_stages
+                    for stage, live in enumerate(shape.live()):
+                        kept[shape.rank_of(stage)] = min(live, kept[shape.rank_of(stage)])
+                    found = max(found, sum(max(1.0, most * shape.virtual_stages / number) for number in kept))
             self._room[key] = most, self.budget_bytes * (found or num_stages * most)
         return self._room[key]

@@ -37,8 +37,8 @@ from autopar.search.instance import Floats, Ints
 # (range, block) pairs that are looked at together.
 _CHUNK = 1 << 20
 
-# The first bound on the longest stage, of one as long as the mean or the longest block; and one that is none.
-_FIRST_BOUND, _NO_BOUND = 1.5, 2.0
+# The first bound on the longest stage, of one as long as the mean or the longest block.
+_FIRST_BOUND = 1.5
 
 # From the one that keeps most; ``autopar.cost_model.activations`` says what each keeps.
 LEVELS = ("none", "selective", "alternate", "full")
@@ -149,30 +149,35 @@ def _cut(
     if len(live) > len(blocks):
         return None
     ranges = _Ranges(blocks, levels)
+    if not ranges.may_fit(live, budget):
+        return None
     sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
     fastest = float(ranges.fastest[-1])
 
     def objective(answer: _Answer) -> float:
         return answer.total + weights[1] * answer.longest
 
-    # Stages longer than a bound are left out; if what is found might be beaten by cuts with one, the bound is raised.
+    # Stages longer than a bound are left out. Where cuts with one might be better than those that
+    # are found, the bound is raised.
     bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
     while True:
         search = _Search(ranges, live, weights[0], sends, budget, bound)
         least = search.least_longest()
-        if np.isfinite(least):
-            # Often the shortest longest stage costs nothing, and that is all.
-            best = search.least_sum(float(np.nextafter(least, np.inf)))
-            other = search.least_sum(bound)
-            assert best is not None, "a cut with the shortest longest stage is there"
-            while other is not None and other.total + weights[1] * least < objective(best):
-                best = min(best, other, key=objective)
-                other = search.least_sum(other.longest)
-            if bound >= fastest * _NO_BOUND or objective(best) <= weights[0] * fastest + weights[1] * bound:
-                break
-        elif bound >= fastest * _NO_BOUND:
-            return None
-        bound = 2 * bound if 2 * bound < fastest else np.inf
+        best = search.least_sum(float(np.nextafter(least, np.inf))) if np.isfinite(least) else None
+        if best is None:
+            if np.isinf(bound):
+                return None
+            bound = np.inf
+            continue
+        # Often the shortest longest stage costs nothing, and that is all.
+        other = search.least_sum(bound)
+        while other is not None and other.total + weights[1] * least < objective(best):
+            best = min(best, other, key=objective)
+            other = search.least_sum(other.longest)
+        over = objective(best) - weights[0] * fastest
+        if np.isinf(bound) or over <= weights[1] * bound:
+            break
+        bound = over / weights[1] * (1 + 1e-9) if weights[1] else np.inf
     stages = []
     for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
         stages.append(ranges.stage(begin, end, count, budget, bound))
@@ -195,8 +200,7 @@ class _Search:
         self, ranges: _Ranges, live: Sequence[int], weight: float, sends: Floats, budget: float, bound: float
     ) -> None:
         self.ranges, self.weight, self.sends, self.bound = ranges, weight, sends, bound
-        times = {count: ranges.times(count, budget, bound) for count in sorted(set(live), reverse=True)}
-        self.times = [times[count] for count in live]
+        self.times = [ranges.solved(count, budget, bound).times for count in live]
         self.possible = np.isfinite(sends)
 
     def _windows(self, limit: float) -> list[slice] | None:
@@ -219,7 +223,7 @@ class _Search:
             return float("inf")
         front = np.zeros(1)
         for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
-            stage = np.where(self.possible[begin, None], times[begin, end], np.inf)
+            stage = np.where(self.possible[begin, None], times[self.ranges.known[begin, end]], np.inf)
             front = np.maximum(front[:, None], stage).min(axis=0)
         return float(front[-1])
 
@@ -230,7 +234,7 @@ class _Search:
             return None
         front, back = np.zeros(1), []
         for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
-            stage = times[begin, end]
+            stage = times[self.ranges.known[begin, end]]
             costs = np.where(stage < limit, self.weight * stage, np.inf) + self.sends[begin, None]
             grown = front[:, None] + costs
             back.append(grown.argmin(axis=0))
@@ -241,8 +245,19 @@ class _Search:
         for begins, begin, end in zip(reversed(back), reversed(windows[:-1]), reversed(windows[1:]), strict=True):
             bounds.append(begin.start + int(begins[bounds[-1] - end.start]))
         bounds.reverse()
-        longest = max(float(times[a, b]) for times, (a, b) in zip(self.times, pairwise(bounds), strict=True))
+        known = [self.ranges.known[a, b] for a, b in pairwise(bounds)]
+        longest = max(float(times[number]) for times, number in zip(self.times, known, strict=True))
         return _Answer(float(front[-1]), longest, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Of the ranges that differ: least seconds, inf where nothing fits or it is too long, and the levels for that."""
+
+    times: Floats
+    full: Ints
+    partly: Ints
+    middle: Ints
 
 
 class _Ranges:
@@ -266,7 +281,7 @@ class _Ranges:
         self.static = _prefix([b.static_bytes for b in blocks])
         self.workspace = _range_max([b.workspace_bytes for b in blocks])
         self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
-        self._found: dict[tuple[int, float, float], tuple[Floats, Ints, Ints, Ints]] = {}
+        self._found: dict[tuple[int, float, float], _Solved] = {}
         self._distinct()
 
     def _distinct(self) -> None:
@@ -295,39 +310,43 @@ class _Ranges:
         ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
         return np.asarray(ends, dtype=np.int64)
 
-    def times(self, live: int, budget: float, bound: float) -> Floats:
-        """[a, b]: least seconds of blocks a to b - 1 as one stage, inf where nothing fits or where it is too long."""
-        return self._solve(live, budget, bound)[0]
+    def may_fit(self, live: Sequence[int], budget: float) -> bool:
+        """Whether there are cuts if the strongest levels had no price beside the bytes that they keep."""
+        end = 0
+        for count in live:
+            held = count * self.least + self.static
+            end = int(np.searchsorted(held, held[end] + budget * (1 + 1e-9) + 1e-6, side="right")) - 1
+        return end >= self.n
 
     def stage(self, begin: int, end: int, live: int, budget: float, bound: float) -> Stage:
         """The best use of levels for a range."""
-        _, full, partly, middle = self._solve(live, budget, bound)
-        level, count = LEVELS[middle[begin, end]], int(partly[begin, end])
+        solved, number = self.solved(live, budget, bound), self.known[begin, end]
+        level, count = LEVELS[solved.middle[number]], int(solved.partly[number])
         return Stage(
             first=begin,
             last=end - 1,
-            full=int(full[begin, end]),
+            full=int(solved.full[number]),
             alternate=count if level == "alternate" else 0,
             selective=count if level == "selective" else 0,
         )
 
-    def _solve(self, live: int, budget: float, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
+    def solved(self, live: int, budget: float, bound: float) -> _Solved:
+        """The ranges that may take less than ``bound`` seconds, by number as in ``known``."""
         key = live, budget, bound
         if key not in self._found:
             self._found[key] = self._solve_all(live, budget, bound)
         return self._found[key]
 
-    def _solve_all(self, live: int, budget: float, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
-        best = np.full(len(self.begins), np.inf)
-        full, partly, middle = (np.zeros(len(self.begins), dtype=np.int64) for _ in range(3))
+    def _solve_all(self, live: int, budget: float, bound: float) -> _Solved:
         begins, ends = self.begins, self.ends
+        best = np.full(len(begins) + 1, np.inf)
+        full, partly, middle = (np.zeros(len(begins), dtype=np.int64) for _ in range(3))
         least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
         wanted = np.flatnonzero((least <= budget + 1e-6) & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted].max(initial=0))
         for some in np.array_split(wanted, 1 + len(wanted) * longest // _CHUNK):
             self._solve_some(some, live, budget, best, full, partly, middle)
-        tables = [np.append(found, 0)[self.known] for found in (full, partly, middle)]
-        return np.append(best, np.inf)[self.known], tables[0], tables[1], tables[2]
+        return _Solved(best, full, partly, middle)
 
     def _solve_some(
         self, some: Ints, live: int, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
@@ -404,9 +423,9 @@ def _prefix(values: Sequence[float]) -> Floats:
 
 
 def _range_max(values: Sequence[float]) -> Floats:
-    """[a, b]: the largest of values[a:b], which are not negative."""
+    """[a, b]: the largest of values[a:b]."""
     n = len(values)
     largest = np.zeros((n + 1, n + 1))
-    after = np.triu(np.broadcast_to(np.asarray(values, dtype=np.float64), (n, n)))
+    after = np.where(np.tri(n, k=-1), -np.inf, np.asarray(values, dtype=np.float64))
     largest[:n, 1:] = np.maximum.accumulate(after, axis=1)
     return largest
