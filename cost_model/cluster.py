@@ -1,4 +1,9 @@
-"""Clusters: equal devices on equal nodes, and which of them a mesh axis joins."""
+"""Clusters: equal devices on equal nodes, and which of them a mesh axis joins.
+
+Nodes may stand in pods whose switches pass on less than their NICs send. A ring that takes node after node leaves a
+pod as often as it enters it, once for each of its channels. A pod of g GPUs holds g / (k r) such rings of r ranks on
+each of k of its nodes, with r channels each, and lets g / o of its NICs' bandwidth out; so a ring gets min(1, k / o).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,16 @@ class Group:
     """Ranks that communicate with each other, seen from the topology.
 
     size: number of ranks. num_nodes: nodes they are on. ranks_per_node: on the node with the fewest of them.
-    stride: distance of neighbours in global rank order.
+    stride: distance of neighbours in global rank order. num_pods: pods they are on, if the cluster has any.
+    nodes_per_pod: nodes of theirs in the pod with the fewest.
     """
 
     size: int
     num_nodes: int
     ranks_per_node: int
     stride: int
+    num_pods: int = 1
+    nodes_per_pod: int = 1
 
     @property
     def spans_nodes(self) -> bool:
@@ -35,14 +43,29 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """Nodes behind common switches, numbered pod by pod.
+
+    num_nodes: of each pod. oversubscription: what all NICs of a pod send, over what can leave it.
+    """
+
+    num_nodes: int
+    oversubscription: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """``num_gpus`` equal devices, ``gpus_per_node`` on each node, ranks numbered node by node."""
+    """``num_gpus`` equal devices, ``gpus_per_node`` on each node, ranks numbered node by node.
+
+    pods: None if the network lets every node send to every other as fast as its NICs do.
+    """
 
     device: Device
     num_gpus: int
     gpus_per_node: int
     intra_node: Link
     inter_node: Link
+    pods: Pods | None = None
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or self.gpus_per_node < 1:
@@ -66,7 +89,7 @@ class Cluster:
         Of the several such groups, the one with the most nodes and the fewest ranks per node.
         """
         positions = (axes,) if isinstance(axes, int) else tuple(sorted(axes))
-        return _group(self.gpus_per_node, max(1, self.num_gpus // mesh.size), mesh, positions)
+        return _group(self.gpus_per_node, self._pod_nodes, max(1, self.num_gpus // mesh.size), mesh, positions)
 
     def stage_link(self, mesh: Mesh, num_stages: int) -> Link:
         """The slowest link between neighbouring pipeline stages."""
@@ -76,13 +99,29 @@ class Cluster:
     def send_link(self, mesh: Mesh, sender: int, receiver: int) -> Link:
         """The slowest link from rank r of one stage to rank r of another, all r at once."""
         leaving = _most_leaving(self.gpus_per_node, mesh.size, sender, receiver)
-        return self.inter_node.among(leaving, self.gpus_per_node) if leaving else self.intra_node
+        if not leaving:
+            return self.intra_node
+        link = self.inter_node.among(leaving, self.gpus_per_node)
+        if self.pods is None:
+            return link
+        in_pod = self.gpus_per_node * self.pods.num_nodes
+        share = _most_leaving(in_pod, mesh.size, sender, receiver) / in_pod
+        return link.slower(max(1.0, self.pods.oversubscription * share))
 
     def group_over_stages(self, mesh: Mesh, holders: Sequence[int]) -> Group:
         """The ranks at one place in each of the stages ``holders``; if those differ, on most nodes."""
         nodes = [Counter((stage * mesh.size + r) // self.gpus_per_node for stage in holders) for r in range(mesh.size)]
-        worst = max(nodes, key=lambda count: (len(count), -min(count.values())))
-        return Group(size=len(holders), num_nodes=len(worst), ranks_per_node=min(worst.values()), stride=mesh.size)
+        return _seen(max(nodes, key=lambda count: _badness(count, self._pod_nodes)), self._pod_nodes, mesh.size)
+
+    def share_between_pods(self, group: Group) -> float:
+        """Of the bandwidth of its NICs, what a ring of a group has where it goes from pod to pod."""
+        if self.pods is None or group.num_pods == 1:
+            return 1.0
+        return min(1.0, group.nodes_per_pod / self.pods.oversubscription)
+
+    @property
+    def _pod_nodes(self) -> int:
+        return self.num_nodes if self.pods is None else self.pods.num_nodes
 
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with another device memory, nothing of it reserved."""
@@ -103,8 +142,26 @@ class Cluster:
         return cluster_from_dict(data, source=source)
 
 
+def _badness(count: Counter[int], pod_nodes: int) -> tuple[int, int, int, int]:
+    """Orders ranks by where they are: on more nodes and with fewer on each, the same of pods. count: of each node."""
+    pods = Counter(node // pod_nodes for node in count)
+    return len(count), -min(count.values()), len(pods), -min(pods.values())
+
+
+def _seen(count: Counter[int], pod_nodes: int, stride: int) -> Group:
+    num_nodes, ranks_per_node, num_pods, nodes_per_pod = _badness(count, pod_nodes)
+    return Group(
+        size=count.total(),
+        num_nodes=num_nodes,
+        ranks_per_node=-ranks_per_node,
+        stride=stride,
+        num_pods=num_pods,
+        nodes_per_pod=-nodes_per_pod,
+    )
+
+
 @lru_cache(maxsize=4096)
-def _group(gpus_per_node: int, num_stages: int, mesh: Mesh, axes: tuple[int, ...]) -> Group:
+def _group(gpus_per_node: int, pod_nodes: int, num_stages: int, mesh: Mesh, axes: tuple[int, ...]) -> Group:
     """O(ranks of the job) at worst; one stage is enough where stages and nodes nest."""
     strides = [1] * len(mesh)
     for position in range(len(mesh) - 2, -1, -1):
@@ -116,17 +173,17 @@ def _group(gpus_per_node: int, num_stages: int, mesh: Mesh, axes: tuple[int, ...
         if a not in axes
     ]
     members = [sum(offsets) for offsets in product(*inside)]
-    nested = mesh.size % gpus_per_node == 0 or gpus_per_node % mesh.size == 0
-    worst: tuple[int, int] | None = None
+    nested = all(mesh.size % n == 0 or n % mesh.size == 0 for n in (gpus_per_node, gpus_per_node * pod_nodes))
+    worst: Counter[int] | None = None
     for stage in range(1 if nested else num_stages):
         for base in product(*outside):
             start = stage * mesh.size + sum(base)
             count = Counter((start + member) // gpus_per_node for member in members)
-            found = (-len(count), min(count.values()))
-            worst = found if worst is None or found < worst else worst
+            if worst is None or _badness(count, pod_nodes) > _badness(worst, pod_nodes):
+                worst = count
     assert worst is not None
     stride = min((strides[a] for a in axes if mesh.axes[a].size > 1), default=1)
-    return Group(size=len(members), num_nodes=-worst[0], ranks_per_node=worst[1], stride=stride)
+    return _seen(worst, pod_nodes, stride)
 
 
 @lru_cache(maxsize=1 << 14)

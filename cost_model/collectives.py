@@ -10,7 +10,8 @@ A collective on ``n`` ranks moves per rank, of a tensor of ``S`` bytes:
 Rings run at the speed of their slowest edge. Inside a node that is the device's link. Where a group crosses
 nodes, NCCL cuts the ring into one channel per NIC, so a group with ``r`` ranks on each node has ``r`` NICs and
 gets ``min(link, r * nic)``; the measured busbw of 4-node groups (192 of 200 GB/s on DGX A100, 382 of 400 on
-B200) agrees. In an all-to-all each rank has one NIC for what leaves its node.
+B200) agrees. In an all-to-all each rank has one NIC for what leaves its node. Between pods of nodes there may be less
+(``cluster.py``); of an all-to-all what leaves the pod of its rank shares what can leave a pod.
 """
 
 from __future__ import annotations
@@ -56,8 +57,12 @@ def collective_time(
         outside = (group.size - group.ranks_per_node) / group.size * payload_bytes
         inside = (moved - outside) / intra.ring_bandwidth(group.ranks_per_node)
         busy = max(inside, outside / inter.ring_bandwidth(2))
+        if cluster.pods is not None and group.num_pods > 1:
+            in_pod = group.ranks_per_node * group.nodes_per_pod
+            away = (group.size - in_pod) / group.size * payload_bytes
+            busy = max(busy, away * cluster.pods.oversubscription / inter.ring_bandwidth(2))
     else:
-        busy = moved / _ring_bandwidth(collective, group, intra, inter)
+        busy = moved / _ring_bandwidth(collective, group, cluster)
     return _latency(collective, group, intra, inter) + relative * busy
 
 
@@ -67,10 +72,11 @@ def issued_as(kind: str, collective: Collective, device: Device) -> Collective:
     return Collective.ALL_TO_ALL if exchanged and device.is_cpu else collective
 
 
-def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
+def _ring_bandwidth(collective: Collective, group: Group, cluster: Cluster) -> float:
     """Bus bandwidth of a group: bytes/s that each rank's share of the ring gets."""
+    intra = cluster.intra_node
     if group.spans_nodes:
-        network = inter.ring_bandwidth(2) * group.ranks_per_node
+        network = cluster.inter_node.ring_bandwidth(2) * group.ranks_per_node * cluster.share_between_pods(group)
         if group.ranks_per_node == 1:
             return network
         return min(intra.ring_bandwidth(group.ranks_per_node), network)
@@ -82,7 +88,7 @@ def _ring_bandwidth(collective: Collective, group: Group, intra: Link, inter: Li
 
 def _latency(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
     link = inter if group.spans_nodes else intra
-    latency = link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
+    latency = link.wait_s + link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
     if group.spans_nodes and collective is Collective.ALL_REDUCE:
         latency += 2 * (group.ranks_per_node - 1) * intra.hop_latency_s
     return latency
@@ -99,7 +105,8 @@ def latency_rounds(collective: Collective, group: Group) -> int:
 
 def point_to_point_time(payload_bytes: float, link: Link) -> float:
     """Seconds to send ``payload_bytes`` from one rank to one other."""
-    return link.base_latency_s + link.hop_latency_s + link.relative("send") * payload_bytes / link.ring_bandwidth(2)
+    latency = link.wait_s + link.base_latency_s + link.hop_latency_s
+    return latency + link.relative("send") * payload_bytes / link.ring_bandwidth(2)
 
 
 def time_over_stages(payload_bytes: float, mesh: Mesh, holders: Sequence[int], cluster: Cluster) -> float:

@@ -7,6 +7,17 @@ memory_gb: 80
 host_gb_s: 24.8
 inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
 
+Fewer NICs than GPUs, switches that pass on less than NICs send, and nodes of several kinds:
+
+nodes: [{gpu: a100-80gb, num_nodes: 16}, {gpu: h100-sxm, num_nodes: 16}]
+gpus_per_node: 8
+nics: {per_node: 4, bandwidth_gb_s: 25}
+pods: {num_nodes: 16, oversubscription: 4}
+
+Plans share work evenly, so ranks wait for the slowest kind of node: a cluster of several kinds is planned as one whose
+devices have the least of every figure. Rail switches, which join the NICs of equal number of many nodes, make one pod
+of those nodes: what goes to another NIC takes the links inside a node first.
+
 ``autopar profile`` measures a machine and writes such a file with every figure.
 """
 
@@ -20,8 +31,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster import Cluster, Pods
 from autopar.cost_model.hardware import GB, Link, MatmulRate
+from autopar.cost_model.mixed import slowest_of
 from autopar.ir.errors import InvalidCluster
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -39,7 +51,7 @@ class LinkDescription(_Model):
     bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
     ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce; FSDP's are zero_gather and
     zero_scatter. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap: share of an
-    all-reduce that can run beside compute.
+    all-reduce that can run beside compute. wait_us: for the slowest rank, at a collective between computations.
     """
 
     bandwidth_gb_s: PositiveFloat | None = None
@@ -49,6 +61,7 @@ class LinkDescription(_Model):
     relative_time: dict[Kind, PositiveFloat] = {}
     alone_gb_s: PositiveFloat | None = None
     overlap: Annotated[float, Field(ge=0, le=1)] | None = None
+    wait_us: Annotated[float, Field(ge=0)] | None = None
 
     def applied_to(self, link: Link) -> Link:
         if self.bandwidth_gb_s is not None:
@@ -66,6 +79,8 @@ class LinkDescription(_Model):
             link = replace(link, alone=self.alone_gb_s * GB)
         if self.overlap is not None:
             link = replace(link, overlap=self.overlap)
+        if self.wait_us is not None:
+            link = replace(link, wait_s=self.wait_us * 1e-6)
         return link
 
 
@@ -85,17 +100,41 @@ class RateDescription(_Model):
         )
 
 
+class NodesDescription(_Model):
+    """Nodes of one kind."""
+
+    gpu: str
+    num_nodes: PositiveInt
+
+
+class NicsDescription(_Model):
+    """Network cards of a node, and GB/s of each in one direction."""
+
+    per_node: PositiveInt
+    bandwidth_gb_s: PositiveFloat
+
+
+class PodsDescription(_Model):
+    """See ``cluster.Pods``."""
+
+    num_nodes: PositiveInt
+    oversubscription: Annotated[float, Field(ge=1)]
+
+
 class ClusterDescription(_Model):
-    """A cluster file. What it does not say is the catalogue's entry for ``gpu``.
+    """A cluster file. What it does not say is the catalogue's entry for ``gpu``, or for those of ``nodes``.
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
     large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of an exponential or the
     like, for each element. host_gb_s: achieved between host and device.
     """
 
-    gpu: str
-    num_gpus: PositiveInt
+    gpu: str | None = None
+    num_gpus: PositiveInt | None = None
+    nodes: list[NodesDescription] = []
     gpus_per_node: PositiveInt | None = None
+    nics: NicsDescription | None = None
+    pods: PodsDescription | None = None
     memory_gb: PositiveFloat | None = None
     matmul_efficiency: Fraction | None = None
     rates: dict[PrecisionName, RateDescription] = {}
@@ -107,8 +146,28 @@ class ClusterDescription(_Model):
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
 
+    @pydantic.model_validator(mode="after")
+    def _one_way_to_say_which(self) -> ClusterDescription:
+        if self.nodes and (self.gpu is not None or self.num_gpus is not None):
+            raise ValueError("nodes say which GPUs there are; leave gpu and num_gpus out")
+        if not self.nodes and (self.gpu is None or self.num_gpus is None):
+            raise ValueError("expected gpu and num_gpus, or nodes")
+        return self
+
+    def _catalogued(self) -> Cluster:
+        if self.gpu is not None and self.num_gpus is not None:
+            return make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
+        known = [make_cluster(kind.gpu, 1, self.gpus_per_node) for kind in self.nodes]
+        counts = {cluster.gpus_per_node for cluster in known}
+        if len(counts) > 1:
+            raise InvalidCluster(
+                f"nodes of {' and '.join(map(str, sorted(counts)))} GPUs; expected as many on each\n"
+                "  try: gpus_per_node, the fewest that a node has"
+            )
+        return slowest_of(known, sum(kind.num_nodes for kind in self.nodes))
+
     def cluster(self) -> Cluster:
-        base = make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
+        base = self._catalogued()
         device = base.device
         if self.memory_gb is not None:
             device = replace(device, memory_bytes=int(self.memory_gb * GB))
@@ -129,18 +188,25 @@ class ClusterDescription(_Model):
         if self.host_gb_s is not None:
             host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
             device = replace(device, host=host)
+        inter_node = base.inter_node
+        if self.nics is not None:
+            each = self.nics.bandwidth_gb_s * GB
+            shared = min(each, each * self.nics.per_node / base.gpus_per_node)
+            inter_node = replace(inter_node, bandwidth=shared, alone=each * inter_node.efficiency)
+        pods = None if self.pods is None else Pods(**self.pods.model_dump())
         return replace(
             base,
             device=device,
             intra_node=self.intra_node.applied_to(base.intra_node),
-            inter_node=self.inter_node.applied_to(base.inter_node),
+            inter_node=self.inter_node.applied_to(inter_node),
+            pods=pods,
         )
 
 
 def cluster_from_dict(data: object, *, source: str = "cluster") -> Cluster:
     """A cluster from a mapping. Raises InvalidCluster with the path of each bad field."""
     if not isinstance(data, dict):
-        raise InvalidCluster(f"{source}: expected a mapping with gpu and num_gpus, got {type(data).__name__}")
+        raise InvalidCluster(f"{source}: expected a mapping with gpu and num_gpus, or nodes, got {type(data).__name__}")
     try:
         description = ClusterDescription.model_validate(data)
     except pydantic.ValidationError as error:

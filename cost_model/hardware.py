@@ -128,7 +128,8 @@ class Link:
     at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
     that are not named take as long. alone: achieved bytes/s of one device while no other of its node uses the link;
     None if that is as with all of them. overlap: share of an all-reduce that can run beside compute; the rest needs the
-    device itself, as where its cores copy what is sent.
+    device itself, as where its cores copy what is sent. wait_s: for the slowest of the ranks, at each collective that
+    comes between computations.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Link:
     relative_time: tuple[tuple[str, float], ...] = ()
     alone: float | None = None
     overlap: float = 1.0
+    wait_s: float = 0.0
 
     def among(self, num_senders: int, per_node: int) -> Link:
         """The link while ``num_senders`` of the ``per_node`` devices of a node use it, as all of them do otherwise."""
@@ -148,6 +150,10 @@ class Link:
             return self
         share = self.bandwidth * per_node / num_senders
         return replace(self, bandwidth=max(self.bandwidth, min(self.alone / self.efficiency, share)))
+
+    def slower(self, factor: float) -> Link:
+        """The link with that fraction of its bandwidth."""
+        return self if factor == 1.0 else replace(self, bandwidth=self.bandwidth / factor)
 
     def relative(self, kind: str) -> float:
         """Seconds a byte of a collective, or of a "send", of those of a ring all-reduce."""

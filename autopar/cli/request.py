@@ -70,7 +70,7 @@ class Request:
                 return cluster_from_dict(described, source=source)
         flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
         described = {**described, **{name: value for name, value in flags.items() if value is not None}}
-        if "num_gpus" not in described:
+        if "num_gpus" not in described and "nodes" not in described:
             raise InvalidCluster("how many GPUs?\n  try: --gpus 8, or --cluster with a YAML file that says num_gpus")
         return cluster_from_dict(described, source=source)
 

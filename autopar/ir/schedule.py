@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+
 from autopar.ir.errors import InvalidPlan
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
@@ -159,6 +161,13 @@ def _live(shape: Pipelining) -> tuple[int, ...]:
     alike = count % ranks == 0 or shape.virtual_stages == 1 or shape.schedule in _IN_A_V
     if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and alike:
         return _live(replace(shape, num_microbatches=STEADY_ROUNDS * ranks))
+    shape.check()
+    if shape.schedule not in _IN_A_V:
+        return (
+            _live_in_a_loop(shape)
+            if splits_backward(shape.schedule) or shape.virtual_stages > 1
+            else tuple(_filling(shape, rank) for rank in range(ranks))
+        )
     live, peak = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
         for stage, kind, _ in order:
@@ -175,14 +184,19 @@ def _plain(shape: Pipelining, rank: int) -> Iterator[Action]:
 
     naive fills with one, gpipe with all; 1f1b with as many as there are stages from this one on.
     """
-    count = shape.num_microbatches
-    ahead = {"naive": 1, "gpipe": count, "1f1b": min(count, shape.num_ranks - rank)}[shape.schedule]
+    count, ahead = shape.num_microbatches, _filling(shape, rank)
     for microbatch in range(ahead):
         yield Action(rank, "F", microbatch)
     for microbatch in range(count):
         yield Action(rank, "B", microbatch)
         if ahead + microbatch < count:
             yield Action(rank, "F", ahead + microbatch)
+
+
+def _filling(shape: Pipelining, rank: int) -> int:
+    """Forwards before the first backward of ``_plain``."""
+    count = shape.num_microbatches
+    return {"naive": 1, "gpipe": count, "1f1b": min(count, shape.num_ranks - rank)}[shape.schedule]
 
 
 def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
@@ -193,8 +207,7 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
     Weight gradients of ZB-H1 lag ``rank`` backwards behind, which keeps as many microbatches alive on every rank.
     """
     ranks, count, virtual = shape.num_ranks, shape.num_microbatches, shape.virtual_stages
-    split = shape.splits_backward
-    a_round = count // max(1, count // ranks) if virtual > 1 else count
+    split, a_round = shape.splits_backward, _a_round(shape)
 
     def chunks(backward: bool) -> list[tuple[int, int]]:
         seen = [0] * virtual
@@ -208,7 +221,7 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
 
     forwards, backwards = chunks(False), chunks(True)
     total = len(forwards)
-    ahead = min((virtual - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
+    ahead = min(_looped_filling(shape, rank), total)
     for stage, microbatch in forwards[:ahead]:
         yield Action(stage, "F", microbatch)
     for step, (stage, microbatch) in enumerate(backwards):
@@ -220,6 +233,33 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
     if split:
         for stage, microbatch in backwards[max(0, total - rank) :]:
             yield Action(stage, "W", microbatch)
+
+
+def _a_round(shape: Pipelining) -> int:
+    """Microbatches that go through one chunk before the next chunk's turn."""
+    ranks, count = shape.num_ranks, shape.num_microbatches
+    return count // max(1, count // ranks) if shape.virtual_stages > 1 else count
+
+
+def _looped_filling(shape: Pipelining, rank: int) -> int:
+    """Forwards before the first backward of ``_looped``, if there are as many."""
+    each = 1 if shape.splits_backward else 2
+    return (shape.virtual_stages - 1) * _a_round(shape) + each * (shape.num_ranks - 1 - rank)
+
+
+def _live_in_a_loop(shape: Pipelining) -> tuple[int, ...]:
+    """``live`` of ``_looped``: after the n-th forward of a rank, n less its lead have been backward."""
+    ranks, virtual = shape.num_ranks, shape.virtual_stages
+    chunk = np.arange(virtual * shape.num_microbatches) // _a_round(shape) % virtual
+    lag = [rank if shape.splits_backward else 0 for rank in range(ranks)]
+    lead = np.array([_looped_filling(shape, rank) + lag[rank] for rank in range(ranks)])
+    peaks = []
+    for own in range(virtual):
+        number = np.flatnonzero(chunk == own)
+        ended = np.concatenate([[0], np.cumsum(virtual - 1 - chunk == own)])
+        begun = np.arange(1, len(number) + 1)
+        peaks.append((begun[:, None] - ended[np.maximum(0, number[:, None] - lead)]).max(axis=0))
+    return tuple(int(peak) for own_peaks in peaks for peak in own_peaks)
 
 
 class _Counter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_time, point_to_point_time
@@ -35,6 +35,12 @@ class Series:
 
 def compare(samples: Samples, cluster: Cluster) -> list[Series]:
     """One series for each precision, and for each kind of communication and group."""
+    # These collectives come one after the other, with nothing before them that ranks would wait for.
+    cluster = replace(
+        cluster,
+        intra_node=replace(cluster.intra_node, wait_s=0.0),
+        inter_node=replace(cluster.inter_node, wait_s=0.0),
+    )
     device = cluster.device
     found: dict[tuple[str, str], list[Point]] = {}
 

@@ -9,7 +9,8 @@ Times are fitted in proportion: an error of 10 % counts alike whether it is of a
 error. The terms of a link are the non-negative ones of least absolute relative error, so that a few messages that a
 busy machine delayed do not count; ``factor`` is 1 for an all-reduce. A link that one device of a node has for itself is
 faster by the ratio of the sends. What of an all-reduce can overlap with compute is what the two at once save, as
-``step.exposed_time`` counts it.
+``step.exposed_time`` counts it. Ranks wait for each other as long as a small all-reduce takes between computations more
+than by itself.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
             beside = [one for one in samples.overlapped if one.group.spans_nodes is outside]
             if beside:
                 found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
+            waits = [max(0.0, w.added_s - w.alone_s) for w in samples.waited if w.group.spans_nodes is outside]
+            if waits:
+                found[name]["wait_us"] = _rounded(median(waits) * 1e6)
     return found
 
 

@@ -1,8 +1,8 @@
 """Every collective by size on every mesh axis that the machine can have, as models here and FSDP issue them.
 
 All groups of an axis communicate at once, as in training: ranks that share a network card share it here too. Sends
-between nodes are also measured with one rank of each node sending, as between pipeline stages of one rank. Last comes
-an all-reduce beside compute.
+between nodes are also measured with one rank of each node sending, as between pipeline stages of one rank. Last come
+an all-reduce beside compute, and small ones between computations, where ranks wait for the slowest of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.cost_model.cluster import Cluster, Group
 from autopar.ir.communicate import concatenate_ranks, exchange_pieces, sum_and_scatter, sum_ranks
 from autopar.ir.mesh import Mesh
 from autopar.profiling.clock import Clock
-from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples
+from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples, Waited
 
 # Payloads in bytes, up to the one that takes so many times the seconds of a measurement. On a CPU what is larger than
 # any bucket or block is bound by the page faults of new memory.
@@ -30,6 +30,9 @@ _LONGEST = 10
 # Rows, columns and depth of the product that an all-reduce runs beside, and what that takes of the product's seconds.
 _GPU_PRODUCT, _CPU_PRODUCT = 4096, 256
 _BESIDE = 0.6
+
+# Seconds of compute before each of so many small all-reduces.
+_BETWEEN_S, _WAITS = 4e-3, 8
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:
@@ -53,6 +56,7 @@ def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Ca
                 if seconds * 4 > _LONGEST * clock.seconds:
                     break
         samples.overlapped.append(_beside_compute(samples, clock, found, group, progress))
+        samples.waited.append(_between_compute(clock, found, group, progress))
 
 
 def _nothing() -> None:
@@ -85,6 +89,29 @@ def _beside_compute(
     communication_s = clock.time(lambda: sum_all().wait())
     count = max(1, round(communication_s / _BESIDE / clock.time(partial(compute, 1))))
     return Overlapped(found, communication_s, clock.time(partial(compute, count)), clock.time(partial(both, count)))
+
+
+def _between_compute(clock: Clock, found: Group, group: dist.ProcessGroup, progress: Callable[[str], object]) -> Waited:
+    """Compute and a small all-reduce in turn, against each of them by itself."""
+    progress(f"all_reduce over {found} between matrix products")
+    x, name = torch.ones(1, device=clock.device), str(group.group_name)
+    a = torch.randn(*[_GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT] * 2, device=clock.device)
+    count = max(1, round(_BETWEEN_S / clock.time(lambda: torch.mm(a, a))))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    def turns(*parts: Callable[[], object]) -> None:
+        for _ in range(_WAITS):
+            for part in parts:
+                part()
+
+    alone, computing, both = (
+        clock.time(partial(turns, *parts)) / _WAITS
+        for parts in ((lambda: sum_ranks(x, name),), (compute,), (compute, lambda: sum_ranks(x, name)))
+    )
+    return Waited(found, both - computing, alone)
 
 
 def axes_of(cluster: Cluster) -> Iterator[tuple[Mesh, int]]:

@@ -80,6 +80,15 @@ class Overlapped:
     both_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Seconds that a small all-reduce over ``group`` adds to compute before it: its own, and what its ranks wait."""
+
+    group: Group
+    added_s: float
+    alone_s: float
+
+
 @dataclass(slots=True)
 class Samples:
     """Times are those of the slowest rank, while all ranks measure the same."""
@@ -89,5 +98,6 @@ class Samples:
     traffic: list[Traffic] = field(default_factory=list)
     communicated: list[Communicated] = field(default_factory=list)
     overlapped: list[Overlapped] = field(default_factory=list)
+    waited: list[Waited] = field(default_factory=list)
     launch_s: float = 0.0
     transcendental_s: float = 0.0

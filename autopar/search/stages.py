@@ -18,9 +18,11 @@ A stage wants nothing but little time, so every range of blocks has one best use
 
     F_0(0) = 0,    F_{i+1}(b) = min { F_i(a) + S[a] + alpha t_i(a, b) : a < b, t_i(a, b) < T }
 
-gives the least sum. T starts at infinity and is lowered to the longest stage of each answer, until no sum can make up
-for the least longest stage that there is; so the best of the answers is the best of all cuts. O(P n^2) for each T, and
-two or three of them do unless rematerialisation makes sum and maximum disagree.
+gives the least sum. T starts at a bound and is lowered to the longest stage of each answer, until no sum can make up
+for the least longest stage that there is; so the best of the answers is the best of all cuts with stages shorter than
+the bound. If longer ones might do better, the bound is raised to what they could have at most. O(P n w) for each T,
+with w blocks in the longest stage that T allows; two or three of them do unless rematerialisation makes sum and maximum
+disagree.
 """
 
 from __future__ import annotations
@@ -157,8 +159,6 @@ def _cut(
     def objective(answer: _Answer) -> float:
         return answer.total + weights[1] * answer.longest
 
-    # Stages longer than a bound are left out. Where cuts with one might be better than those that
-    # are found, the bound is raised.
     bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
     while True:
         search = _Search(ranges, live, weights[0], sends, budget, bound)
@@ -174,6 +174,7 @@ def _cut(
         while other is not None and other.total + weights[1] * least < objective(best):
             best = min(best, other, key=objective)
             other = search.least_sum(other.longest)
+        # The sum takes ``fastest`` at least, so the longest stage of anything better is shorter than this.
         over = objective(best) - weights[0] * fastest
         if np.isinf(bound) or over <= weights[1] * bound:
             break

@@ -16,20 +16,20 @@ from autopar.ir.mesh import Mesh
 
 def test_inner_axis_stays_in_the_node_and_outer_axis_crosses() -> None:
     cluster, mesh = make_cluster("a100-80gb", 64), Mesh.of(dp=8, tp=8)
-    assert cluster.group(mesh, 1) == Group(size=8, num_nodes=1, ranks_per_node=8, stride=1)
-    assert cluster.group(mesh, 0) == Group(size=8, num_nodes=8, ranks_per_node=1, stride=8)
-    assert cluster.group(mesh, (0, 1)) == Group(size=64, num_nodes=8, ranks_per_node=8, stride=1)
+    assert cluster.group(mesh, 1) == Group(size=8, num_nodes=1, ranks_per_node=8, stride=1, nodes_per_pod=1)
+    assert cluster.group(mesh, 0) == Group(size=8, num_nodes=8, ranks_per_node=1, stride=8, nodes_per_pod=8)
+    assert cluster.group(mesh, (0, 1)) == Group(size=64, num_nodes=8, ranks_per_node=8, stride=1, nodes_per_pod=8)
 
 
 def test_axis_that_is_partly_in_the_node() -> None:
     cluster, mesh = make_cluster("a100-80gb", 32), Mesh.of(dp=16, tp=2)
-    assert cluster.group(mesh, 0) == Group(size=16, num_nodes=4, ranks_per_node=4, stride=2)
+    assert cluster.group(mesh, 0) == Group(size=16, num_nodes=4, ranks_per_node=4, stride=2, nodes_per_pod=4)
 
 
 def test_axes_need_not_be_neighbours() -> None:
     cluster, mesh = make_cluster("a100-80gb", 32), Mesh.of(dp=4, sp=2, tp=4)
-    assert cluster.group(mesh, (0, 2)) == Group(size=16, num_nodes=4, ranks_per_node=4, stride=1)
-    assert cluster.group(mesh, (0, 1)) == Group(size=8, num_nodes=4, ranks_per_node=2, stride=4)
+    assert cluster.group(mesh, (0, 2)) == Group(size=16, num_nodes=4, ranks_per_node=4, stride=1, nodes_per_pod=4)
+    assert cluster.group(mesh, (0, 1)) == Group(size=8, num_nodes=4, ranks_per_node=2, stride=4, nodes_per_pod=4)
 
 
 def test_stages_that_straddle_nodes_take_the_worst_group() -> None:

@@ -1,0 +1,84 @@
+"""Good plans to begin with: which baselines come first, and stages that are cut again to fill the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from autopar.search.build import Weights
+from autopar.search.leaf import HIDDEN, Candidate
+from autopar.search.outer import Outer
+from autopar.search.seeds import BEST, Seeds
+from tests.search.test_outer import outer_of
+
+DEEP = (512, *(2048, 512) * 6)
+
+
+def outer_with(room: float) -> Outer:
+    return outer_of(DEEP, batch=16, seq=4096, room=room, gpus=8)
+
+
+def test_pipeline_degrees_and_meshes_take_turns() -> None:
+    outer = outer_with(2.0)
+    order = list(Seeds(outer).in_turns())
+    degrees = sorted({one.num_stages for one in order})
+    assert len(degrees) > 2
+    assert sorted(one.num_stages for one in order[: len(degrees)]) == degrees, "each degree once, before any again"
+    for stages in degrees:
+        own = [one for one in order if one.num_stages == stages]
+        meshes = {one.mesh for one in own}
+        assert {one.mesh for one in own[: len(meshes)]} == meshes
+        for mesh in meshes:
+            hopes = [outer.bounds.hope(stages, one.num_microbatches) for one in own if one.mesh == mesh]
+            assert hopes[0] == min(hopes), "the most promising number of microbatches first"
+
+
+def test_every_baseline_is_looked_at_and_the_best_in_earnest() -> None:
+    outer = outer_with(2.0)
+    seeds = Seeds(outer)
+    seeds.glance_at(list(seeds.in_turns()))
+    assert set(seeds.outcomes) == set(seeds.in_turns())
+    assert outer.best is not None
+    fitting = seeds.best(BEST, fitting=True)
+    assert fitting and seeds.outcomes[fitting[0]].step_time_s == outer.best.step_time_s
+    around = {near.num_microbatches for near in seeds.near(fitting[:1])}
+    assert len(around) > 1 and {(c.mesh, c.num_stages) for c in seeds.near(fitting[:1])} == {
+        (fitting[0].mesh, fitting[0].num_stages)
+    }
+
+
+def test_where_the_state_is_large_baselines_start_with_it_divided() -> None:
+    roomy, crowded = ({one.zero for one in Seeds(outer_with(room)).in_turns()} for room in (50.0, 0.05))
+    assert 0 in roomy
+    assert max(crowded) == 3
+
+
+def test_stages_are_cut_again_to_fill_the_memory() -> None:
+    """Cuts count memory in a sum, the prediction moment by moment: one cut leaves room, or finds nothing at all."""
+    better = 0
+    for room in (0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13):
+        outer = outer_with(room)
+        solver = outer.solver
+        for leaf in Seeds(outer).in_turns():
+            if leaf.num_stages == 1 or leaf.num_microbatches > 8:
+                continue
+            inner = solver.inner(leaf, Weights(sync=HIDDEN))
+            for shape in solver.shapes(leaf)[:2]:
+                first, last = (
+                    solver._complete(
+                        replace(leaf, schedule=shape.schedule, virtual_stages=shape.virtual_stages), inner, inf, count
+                    )
+                    for count in (1, 3)
+                )
+                for found in (first, last):
+                    assert found is None or found.predicted.peak_bytes <= solver.budget_bytes
+                assert last is not None or first is None
+                better += _is_better(last, first)
+    assert better > 1
+
+
+def _is_better(last: Candidate | None, first: Candidate | None) -> bool:
+    if last is None or first is None:
+        return last is not first
+    assert last.step_time_s <= first.step_time_s
+    return last.step_time_s < first.step_time_s
