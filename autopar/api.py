@@ -58,7 +58,7 @@ def parallelize(
     loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
     plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``Constraints``: dp, tp, pp,
         cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, memory_fraction,
-        expert_capacity, annotations).
+        expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
         numbers (dropout) are left as they are, since the compiler would draw others.
 
@@ -119,7 +119,8 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(_SHORT)))}")
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
-        fields[field] = _annotations(value) if field == "annotations" else value
+        read = {"annotations": _annotations, "expert_load": _loads}.get(field)
+        fields[field] = value if read is None else read(value)
     return Constraints(**fields)
 
 
@@ -133,6 +134,17 @@ def _annotations(given: Any) -> tuple[ParameterAnnotation, ...]:
                 "  try: annotations=[autopar.constrain('*.up.weight', {'tp': Shard(0)})]"
             )
     return found
+
+
+def _loads(given: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        layers = given.values() if isinstance(given, Mapping) else given
+        return tuple(tuple(int(count) for count in load) for load in layers)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"expert_load: {type(given).__name__} does not say how many rows experts got: {error}\n"
+            "  expected: what expert_load() of a module returns, or for each layer the rows of its experts"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

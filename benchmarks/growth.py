@@ -106,6 +106,7 @@ def plot(points: list[Point], path: Path) -> None:
             text=texts,
             mode="markers+text",
             textposition="top center",
+            cliponaxis=False,
             showlegend=False,
             row=1,
             col=column,

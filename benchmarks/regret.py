@@ -4,7 +4,8 @@
 
 The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank may
 use an equal share of the cores and no more, as if it had a device of its own. For every network ``autopar profile``
-measures the hosts; a plan is searched for each model on that cluster, and plans of every kind are estimated there.
+measures the hosts, and a step how many rows each expert gets; a plan is searched for each model on that cluster, and
+plans of every kind are estimated there.
 All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts.
 
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,7 +203,11 @@ def worker(path: Path) -> None:
     job = json.loads(path.read_text())
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found: Any = profiled(rank) if job["model"] is None else trained(rank, job)
+    found: Any
+    if job["model"] is None:
+        found = profiled(rank)
+    else:
+        found = trained(rank, job) if "plans" in job else routed(job)
     if rank == 0:
         path.with_suffix(".done.json").write_text(json.dumps(found))
     dist.barrier()
@@ -213,6 +219,16 @@ def profiled(rank: int) -> dict[str, Any]:
 
     with on_own_share(rank):
         return profile(lambda doing: None, seconds=0.1).description
+
+
+def routed(job: dict[str, Any]) -> dict[str, list[int]]:
+    """Rows that experts get, by layer, as the model is before training; {} without experts."""
+    import autopar
+
+    torch.manual_seed(0)
+    parallel = autopar.parallelize(MODELS[job["model"]](), RANKS, example_inputs=batch(), dp=RANKS, zero=0)
+    parallel.step(**parallel.shard_batch(batch()))
+    return {layer: load.tolist() for layer, load in parallel.expert_load().items()}
 
 
 def trained(rank: int, job: dict[str, Any]) -> dict[str, list[float]]:
@@ -254,7 +270,9 @@ def step(parallel: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Tens
 # Plans, and what came of them.
 
 
-def planned(model: str, description: dict[str, Any], folder: Path, most: int) -> dict[str, tuple[str, float]]:
+def planned(
+    model: str, description: dict[str, Any], loads: dict[str, list[int]], folder: Path, most: int
+) -> dict[str, tuple[str, float]]:
     """Name -> plan file and predicted seconds, the searched one first. Others that are the same plan are left out."""
     from autopar.cost_model.description import cluster_from_dict
     from autopar.ir.capture import capture
@@ -275,12 +293,13 @@ def planned(model: str, description: dict[str, Any], folder: Path, most: int) ->
             return
         found[name] = str(path), result.predicted.step_time_s
 
-    add("searched", search_captured(captured, cluster, Constraints(precision="fp32")))
+    usual = Constraints(precision="fp32", expert_load=tuple(map(tuple, loads.values())))
+    add("searched", search_captured(captured, cluster, usual))
     for name, pinned in pins(model):
         if len(found) > most:
             break
         try:
-            add(name, estimate_captured(captured, cluster, Constraints(precision="fp32", **pinned)))
+            add(name, estimate_captured(captured, cluster, replace(usual, **pinned)))
         except AutoparError as error:
             print(f"  {name}: {str(error).splitlines()[0]}", file=sys.stderr)
     return found
@@ -331,7 +350,8 @@ def main() -> int:
             description = run_ranks(job)
             print(f"\n{network}: {json.dumps(description['inter_node'])}", flush=True)
             for model in options.models.split(","):
-                plans = planned(model, description, folder, options.plans)
+                job.write_text(json.dumps({"model": model}))
+                plans = planned(model, description, run_ranks(job), folder, options.plans)
                 files = {name: path for name, (path, _) in plans.items()}
                 job.write_text(
                     json.dumps({"model": model, "plans": files, "rounds": options.rounds, "untimed": options.untimed})

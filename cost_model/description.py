@@ -30,7 +30,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.cluster import Cluster, Pods
 from autopar.cost_model.hardware import GB, Link, MatmulRate
 from autopar.cost_model.mixed import slowest_of
@@ -157,13 +157,14 @@ class ClusterDescription(_Model):
     def _catalogued(self) -> Cluster:
         if self.gpu is not None and self.num_gpus is not None:
             return make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
-        known = [make_cluster(kind.gpu, 1, self.gpus_per_node) for kind in self.nodes]
-        counts = {cluster.gpus_per_node for cluster in known}
+        counts = {self.gpus_per_node or int(find_gpu(kind.gpu).gpus_per_node.value) for kind in self.nodes}
         if len(counts) > 1:
             raise InvalidCluster(
                 f"nodes of {' and '.join(map(str, sorted(counts)))} GPUs; expected as many on each\n"
                 "  try: gpus_per_node, the fewest that a node has"
             )
+        (count,) = counts
+        known = [make_cluster(kind.gpu, kind.num_nodes * count, count) for kind in self.nodes]
         return slowest_of(known, sum(kind.num_nodes for kind in self.nodes))
 
     def cluster(self) -> Cluster:

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.experts import Loads, share_of_busiest
 from autopar.cost_model.ops import compute_itemsize
 from autopar.cost_model.ring import ring_time
 from autopar.cost_model.seconds import OpTime
@@ -47,11 +48,12 @@ def lowering_time(
     num_microbatches: int = 1,
     balanced: bool = False,
     compute: OpTime | None = None,
+    loads: Loads = (),
 ) -> OpTime:
-    """Seconds of the collectives inside ``node`` for one microbatch. Routing is balanced.
+    """Seconds of the collectives inside ``node`` for one microbatch.
 
     precision: of compute. balanced: sequences are folded where that shares out the work of causal attention.
-    compute: what collectives inside may hide behind.
+    compute: what collectives inside may hide behind. loads: rows that experts got, by layer; even ones if not known.
     """
     if lowering_of(rule, assignment) == "ring":
         return ring_time(
@@ -94,6 +96,12 @@ def lowering_time(
             if choice in rule.joint:
                 rows = local(rule.operands[1], operands[1].meta["val"].numel()) / _FLOAT32
                 rows *= min(1.0, factor or 1.0) / _degree(EXPERTS, assignment, fabric)
+                sharing = prod(
+                    axis.size
+                    for own, axis in zip(assignment, fabric.mesh.axes, strict=True)
+                    if EXPERTS in factors_of_choice(own)
+                )
+                rows *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing)
                 payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
                 total += gathered + _exchange_time(payload, number, fabric)
         else:

@@ -4,7 +4,8 @@
     backward = the same over what the gradient computation does
 
 What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own;
-on a core its bytes add to it. Experts are two products for each of them, of the rows that it gets on average.
+on a core its bytes add to it. Experts are two products for each of them, of the rows that it gets on average; where
+ranks share experts the time is that of the rank with most rows, as far as it is known how many each expert gets.
 FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
 tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
 ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
@@ -24,6 +25,7 @@ from math import prod
 import torch
 from torch import fx
 
+from autopar.cost_model.experts import Loads, share_of_busiest
 from autopar.cost_model.hardware import ITEMSIZE, Device, MatmulRate
 from autopar.cost_model.matmul import fraction_of_rate
 from autopar.cost_model.seconds import OpTime
@@ -177,7 +179,7 @@ class OpCost:
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     elements: of the first operand, one byte for each, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
-    sequence is folded so that all ranks see alike much.
+    sequence is folded so that all ranks see alike much. loads: rows that experts got, by layer.
     """
 
     name: str
@@ -205,6 +207,7 @@ class OpCost:
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
     balanced: bool = False
+    loads: Loads = ()
 
     @classmethod
     def of(
@@ -217,6 +220,7 @@ class OpCost:
         batch_factor: str | None = None,
         needs_grad: AbstractSet[fx.Node] | None = None,
         balanced: bool = False,
+        loads: Loads = (),
     ) -> OpCost:
         """Measure ``node``.
 
@@ -284,6 +288,7 @@ class OpCost:
             sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
             lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
             balanced=balanced,
+            loads=loads,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -303,7 +308,8 @@ class OpCost:
             self.device.kernel_launch_s * (around + one_by_one * own)
             for around, own in zip(self.launches, _OF_AN_EXPERT, strict=True)
         )
-        busy = self._largest_share(degrees) / work / (self.rate.peak_flops * self.efficiency)
+        most = self._largest_share(degrees)
+        busy = most / work / (self.rate.peak_flops * self.efficiency)
         computing, computing_back = self.flops * busy, self.backward_flops * busy
         if self.products:
             computing = computing_back = 0.0
@@ -315,10 +321,11 @@ class OpCost:
         if self.elements is not None:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
         if not self.free:
-            moved = sum(t.local(degrees, num_microbatches) for t in (*self.read, *self.written))
+            moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
             forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch
         if not self.free_backward:
-            moved = sum(t.local(degrees, num_microbatches) for t in (*self.backward_read, *self.backward_written))
+            tensors = (*self.backward_read, *self.backward_written)
+            moved = self._moved(tensors, degrees, num_microbatches, most)
             backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back
         return OpTime(forward, backward)
 
@@ -332,11 +339,19 @@ class OpCost:
 
     def _largest_share(self, degrees: dict[str, int]) -> float:
         """Work of the rank that has most, over the mean."""
+        if EXPERTS in self.sizes:
+            return share_of_busiest(self.loads, self.sizes[EXPERTS], degrees.get(EXPERTS, 1))
         count = degrees.get(QUERIES, 1)
         if self.sight is None or count == 1:
             return 1.0
         folds = folds_for(self.lengths, count, balanced=self.balanced)
         return imbalance(self.sight, self.lengths, folds, count)
+
+    def _moved(
+        self, tensors: tuple[_Tensor, ...], degrees: dict[str, int], num_microbatches: int, most: float
+    ) -> float:
+        """Bytes of a microbatch on the rank that has most to do."""
+        return sum(t.local(degrees, num_microbatches) * (most if _WORK in t.factors else 1.0) for t in tensors)
 
     def _together(self, computing: float, moving: float, functions: float) -> float:
         if self.products and self.device.is_cpu:

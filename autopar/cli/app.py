@@ -73,6 +73,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         microbatch: opt.Microbatch = None,
         num_microbatches: opt.NumMicrobatches = None,
         expert_capacity: opt.ExpertCapacity = None,
+        expert_load: opt.ExpertLoad = None,
         precision: opt.Precision = None,
         remat: opt.Remat = None,
         constrain: opt.Constrain = None,
@@ -86,7 +87,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
             reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
-            num_microbatches=num_microbatches, expert_capacity=expert_capacity, precision=precision, remat=remat,
+            num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
+            precision=precision, remat=remat,
             constrain=tuple(constrain or ()),
             output=output, report=report, trace=trace, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip

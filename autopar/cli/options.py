@@ -120,6 +120,14 @@ ExpertCapacity = Annotated[
         "--expert-capacity", min=0.0, help="even shares of tokens that an expert takes at most", rich_help_panel=_PIN
     ),
 ]
+ExpertLoad = Annotated[
+    Path | None,
+    typer.Option(
+        "--expert-load",
+        help="JSON of a run's rows by layer and expert, as expert_load() counts them; even if not given",
+        rich_help_panel=_PIN,
+    ),
+]
 Precision = Annotated[
     PrecisionName | None,
     typer.Option("--precision", help="of compute: bf16 on GPUs, fp32 on cpu if not given", rich_help_panel=_PIN),

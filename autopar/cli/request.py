@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import typer
 import yaml
 
@@ -14,6 +15,7 @@ from autopar.cli.options import PrecisionName, RematName, ScheduleName, Sequence
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.description import cluster_from_dict
+from autopar.cost_model.experts import Loads
 from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.model_file import load_model_file
@@ -50,6 +52,7 @@ class Request:
     microbatch: int | None = None
     num_microbatches: int | None = None
     expert_capacity: float | None = None
+    expert_load: Path | None = None
     precision: PrecisionName | None = None
     remat: RematName | None = None
     constrain: tuple[str, ...] = ()
@@ -95,6 +98,7 @@ class Request:
             microbatch_size=self.microbatch,
             num_microbatches=self.num_microbatches,
             expert_capacity=self.expert_capacity,
+            expert_load=() if self.expert_load is None else read_loads(self.expert_load),
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),
@@ -144,6 +148,20 @@ class Request:
         for path, what in ((self.output, "plan"), (self.report, "report"), (self.trace, "trace")):
             if path is not None:
                 typer.echo(f"{what} written to {path}")
+
+
+def read_loads(path: Path) -> Loads:
+    """Rows that the experts of each layer got. Raises InfeasiblePlan."""
+    try:
+        found = pydantic.TypeAdapter(dict[str, tuple[int, ...]]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise InfeasiblePlan(f"cannot read expert load {path}: {error.strerror}") from error
+    except pydantic.ValidationError as error:
+        raise InfeasiblePlan(
+            f"{path} does not say how many rows experts got\n"
+            '  expected {"path of the layer": [rows of expert 0, rows of expert 1, ...], ...}'
+        ) from error
+    return tuple(found.values())
 
 
 def read_yaml(path: Path) -> Any:

@@ -58,6 +58,7 @@ def search_captured(
         budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
         balanced=_balanced(load, constraints),
+        loads=constraints.expert_load,
     )
     tried: list[tuple[Configuration, Inner]] = []
     refusal: NoOption | None = None

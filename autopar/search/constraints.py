@@ -15,11 +15,12 @@ A degree pinned to 1 has no axis, but forbids its use on free axes too. Hybrid s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
 from typing import Literal, get_args
 
+from autopar.cost_model.experts import Loads
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -49,9 +50,11 @@ class Constraints:
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
     if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
-    plan to fit. expert_capacity: see ``Plan``. axes: the stage mesh in order, as a named DeviceMesh gives it (without
-    ``pp``). annotations: placements of parameters that are fixed (``autopar.constrain``). whole_backward: without
-    schedules that run a backward in two parts, which compiled blocks cannot.
+    plan to fit. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
+    ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
+    as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
+    (``autopar.constrain``). whole_backward: without schedules that run a backward in two parts, which compiled blocks
+    cannot.
     """
 
     pp: int | None = None
@@ -74,6 +77,7 @@ class Constraints:
     remat: Remat | None = None
     memory_fraction: float = 0.94
     expert_capacity: float | None = None
+    expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
     whole_backward: bool = False
@@ -118,6 +122,8 @@ class Constraints:
         self._check_schedule()
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
+        if any(count < 0 for load in self.expert_load for count in load):
+            raise InfeasiblePlan("expert_load has negative counts; expected rows of each expert")
         if self.expert_capacity is not None and self.expert_capacity <= 0:
             raise InfeasiblePlan(f"expert_capacity is {self.expert_capacity}; expected a number above 0")
         if self.num_microbatches is not None and self.microbatch_size is not None:

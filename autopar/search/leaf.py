@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.experts import Loads
 from autopar.cost_model.memory import state_memory
 from autopar.cost_model.simulator import time_weights
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
@@ -171,8 +172,8 @@ def _passes(shape: Pipelining) -> float:
 class Solver:
     """Answers for configurations of one workload on one cluster, each worked out once.
 
-    balanced: the sequence is folded where ranks share causal attention. work: a measure of time that is the same on
-    every machine.
+    balanced: the sequence is folded where ranks share causal attention. loads: rows that experts got, by layer.
+    work: a measure of time that is the same on every machine.
     """
 
     load: Workload
@@ -180,6 +181,7 @@ class Solver:
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
     balanced: bool = False
+    loads: Loads = ()
     num_solved: int = 0
     work: int = 0
     ops: OpPrices = field(init=False)
@@ -192,7 +194,7 @@ class Solver:
     _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ops = OpPrices(self.load, self.cluster, self.balanced)
+        self.ops = OpPrices(self.load, self.cluster, self.balanced, self.loads)
         self.floor = Floor.of(self.ops)
         self.choices = Choices(self.load)
         self.ahead = Ahead(self._solve, self._solve_ahead)

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import Fabric
+from autopar.cost_model.experts import Loads
 from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.lowerings import lowering_time
 from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory
@@ -62,12 +63,14 @@ class ParameterPrice:
 class OpPrices:
     """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out.
 
-    balanced: sequences that ranks share are folded, so that a causal attention is equal work for all.
+    balanced: sequences that ranks share are folded, so that a causal attention is equal work for all. loads: rows that
+    experts got, by layer.
     """
 
     workload: Workload
     cluster: Cluster
     balanced: bool = False
+    loads: Loads = ()
     codes: Codes = field(init=False)
     _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
     _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class OpPrices:
                 batch_factor=load.roles.batch.get(node),
                 needs_grad=load.differentiable,
                 balanced=self.balanced,
+                loads=self.loads,
             )
         return found
 
@@ -200,6 +204,7 @@ class MeshPrices:
                 num_microbatches=num_microbatches,
                 precision=ops.workload.precision,
                 balanced=ops.balanced,
+                loads=ops.loads,
                 compute=ops.time(node, assignment, self.mesh, num_microbatches),
             )
         return found

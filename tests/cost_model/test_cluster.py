@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Group
+from autopar.cost_model.cluster import Cluster, Group
+from autopar.cost_model.collectives import collective_time
 from autopar.ir.mesh import Mesh
+from autopar.ir.redistribution import Collective
 
 
 def test_inner_axis_stays_in_the_node_and_outer_axis_crosses() -> None:
@@ -98,3 +100,76 @@ def test_memory_limit() -> None:
     assert cluster.device.usable_bytes == 10**9
     with pytest.raises(AttributeError):
         cluster.num_gpus = 4  # type: ignore[misc]
+
+
+PODS = """
+gpu: h100-sxm
+num_gpus: 64
+pods: {num_nodes: 2, oversubscription: 4}
+"""
+
+
+def test_pods_slow_down_rings_with_few_nodes_in_each() -> None:
+    """One ring of all ranks leaves each pod once a channel, and so do eight rings of one rank a node, all at once."""
+    cluster = Cluster.from_yaml(PODS)
+    mesh = Mesh.of(dp=8, tp=8)
+    across, every, inside = cluster.group(mesh, 0), cluster.group(mesh, (0, 1)), cluster.group(Mesh.of(dp=4, tp=16), 1)
+    assert (across.num_pods, across.nodes_per_pod) == (every.num_pods, every.nodes_per_pod) == (4, 2)
+    assert (inside.num_nodes, inside.num_pods) == (2, 1)
+    assert cluster.share_between_pods(across) == cluster.share_between_pods(every) == 0.5
+    assert cluster.share_between_pods(inside) == 1.0
+    wide = replace(cluster, pods=None)
+    for collective in Collective:
+        if not collective.communicates:
+            continue
+        for group in (across, inside):
+            slow, fast = (collective_time(collective, 1e9, group, one) for one in (cluster, wide))
+            assert slow == pytest.approx(fast) if group is inside else slow > 1.5 * fast
+
+
+def test_an_all_to_all_between_pods_has_what_leaves_them() -> None:
+    cluster = Cluster.from_yaml(PODS)
+    group = cluster.group(Mesh.of(ep=64), 0)
+    nic = cluster.inter_node.ring_bandwidth(2)
+    expected = 48 / 64 * 1e9 * 4 / nic  # three pods of four are elsewhere
+    assert collective_time(Collective.ALL_TO_ALL, 1e9, group, cluster) == pytest.approx(expected, rel=1e-2)
+
+
+def test_stages_in_different_pods_send_through_what_leaves_them() -> None:
+    cluster = Cluster.from_yaml(PODS)
+    inter = cluster.inter_node.ring_bandwidth(2)
+    whole_pods = Mesh.of(dp=2, tp=8)
+    assert cluster.send_link(whole_pods, 0, 1).ring_bandwidth(2) == pytest.approx(inter / 4)
+    one_node = Mesh.of(tp=8)
+    assert cluster.send_link(one_node, 0, 1).ring_bandwidth(2) == inter
+    assert cluster.send_link(one_node, 1, 2).ring_bandwidth(2) == pytest.approx(inter / 2), "half of the pod sends"
+
+
+def test_fewer_cards_than_gpus() -> None:
+    cluster = Cluster.from_yaml("gpu: h100-sxm\nnum_gpus: 16\nnics: {per_node: 2, bandwidth_gb_s: 25}\n")
+    efficiency = cluster.inter_node.efficiency
+    assert cluster.inter_node.ring_bandwidth(2) == pytest.approx(2 * 25e9 / 8 * efficiency)
+    assert cluster.inter_node.among(1, 8).ring_bandwidth(2) == pytest.approx(25e9 * efficiency)
+    assert cluster.inter_node.among(4, 8).ring_bandwidth(2) == pytest.approx(2 * 25e9 / 4 * efficiency)
+
+
+def test_nodes_of_several_kinds_are_as_slow_as_the_slowest() -> None:
+    both = Cluster.from_yaml("nodes: [{gpu: a100-80gb, num_nodes: 2}, {gpu: h200, num_nodes: 1}]\n")
+    a100, h200 = make_cluster("a100-80gb", 8), make_cluster("h200", 8)
+    assert both.num_gpus == 24
+    assert both.device.matmul_rate("bf16") == a100.device.matmul_rate("bf16")
+    assert both.device.usable_bytes == min(a100.device.usable_bytes, h200.device.usable_bytes)
+    slowest = max(cluster.device.memory_seconds(1e9) for cluster in (a100, h200))
+    assert both.device.memory_seconds(1e9) == slowest
+    for link in ("intra_node", "inter_node"):
+        least = min(getattr(cluster, link).ring_bandwidth(8) for cluster in (a100, h200))
+        assert getattr(both, link).ring_bandwidth(8) == least
+    assert both.device.name == f"{a100.device.name} and {h200.device.name}"
+
+
+def test_a_wait_is_part_of_every_collective() -> None:
+    cluster = Cluster.from_yaml("gpu: cpu\nnum_gpus: 4\nintra_node: {wait_us: 2000}\n")
+    group = cluster.group(Mesh.of(dp=4), 0)
+    alike = replace(cluster, intra_node=replace(cluster.intra_node, wait_s=0.0))
+    slow, fast = (collective_time(Collective.ALL_REDUCE, 1e6, group, one) for one in (cluster, alike))
+    assert slow - fast == pytest.approx(2e-3)

@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.experts import share_of_busiest
 from autopar.cost_model.ops import OpCost, is_contraction, is_view, op_name, op_time
 from autopar.cost_model.seconds import OpTime
 from autopar.ir import ops
@@ -168,6 +169,23 @@ def test_experts_without_a_kernel_for_all_of_them_take_launches_each() -> None:
     assert (single.num_loops, grouped.num_loops) == (2, 0)
     whole, shared = single.time((None,), ONE), single.time(("experts",), Mesh.of(ep=8))
     assert whole.forward_s - shared.forward_s > 2 * 4 * 56 * A100.kernel_launch_s
+
+
+def test_the_rank_whose_experts_get_most_is_waited_for() -> None:
+    even, skewed = (1.0,) * 8, (4.0, 4.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0)
+    assert share_of_busiest((), 8, 4) == share_of_busiest((even,), 8, 4) == 1.0
+    assert share_of_busiest((skewed,), 8, 4) == 2.0
+    assert share_of_busiest((skewed,), 8, 2) == 1.0
+    assert share_of_busiest((even, skewed), 8, 4) == 1.5
+    assert share_of_busiest((skewed,), 16, 4) == 1.0, "of layers with as many experts"
+    node = mixture(1 << 15, 8)
+    known = OpCost.of(node, rule_for(node), A100, precision="bf16", loads=(skewed,))
+    unknown = OpCost.of(node, rule_for(node), A100, precision="bf16")
+    assert known.time((None,), ONE) == unknown.time((None,), ONE)
+    mesh = Mesh.of(ep=4)
+    slow, fast = known.time(("experts",), mesh), unknown.time(("experts",), mesh)
+    assert slow.forward_s == pytest.approx(2 * fast.forward_s, rel=0.05)
+    assert slow.backward_s == pytest.approx(2 * fast.backward_s, rel=0.05)
 
 
 def test_on_a_core_products_wait_for_memory() -> None:

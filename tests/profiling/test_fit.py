@@ -25,6 +25,7 @@ from autopar.profiling.samples import (
     Product,
     Samples,
     Traffic,
+    Waited,
 )
 
 SHAPES = [(n, n, n) for n in (512, 1024, 4096, 8192)] + [(8192, 4096, 64), (8192, 4096, 256), (256, 4096, 4096)]
@@ -95,7 +96,7 @@ def test_what_made_the_times_is_found() -> None:
     assert sorted(errors)[len(errors) * 9 // 10] < 0.15
 
 
-def test_what_one_device_reaches_alone_and_what_overlaps() -> None:
+def test_what_one_device_reaches_alone_what_overlaps_and_what_ranks_wait() -> None:
     truth = true_cluster()
     alone = replace(truth.inter_node, alone=30e9)
     samples = samples_of(truth)
@@ -106,11 +107,14 @@ def test_what_one_device_reaches_alone_and_what_overlaps() -> None:
     samples.overlapped.append(Overlapped(group, 0.6, 1.0, 1.0 + 0.6 * OVERLAP_SLOWDOWN))
     inside = truth.group(Mesh.of(stage=4, rank=8), 1)
     samples.overlapped.append(Overlapped(inside, 0.6, 1.0, 1.7))
+    samples.waited += [Waited(inside, 3e-3, 1e-3), Waited(group, 1e-3, 2e-3)]
     fitted = cluster_from_dict(description_of(samples, make_cluster("a100", 32), "a100-80gb"))
     assert fitted.inter_node.alone == pytest.approx(30e9, rel=0.1)
     assert fitted.intra_node.alone is None
     assert fitted.inter_node.overlap == pytest.approx(1.0, rel=1e-3)
     assert fitted.intra_node.overlap == 0.0
+    assert fitted.intra_node.wait_s == pytest.approx(2e-3)
+    assert fitted.inter_node.wait_s == 0.0
 
 
 def test_messages_that_were_delayed_do_not_count() -> None:
