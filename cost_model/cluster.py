@@ -174,14 +174,14 @@ def _group(gpus_per_node: int, pod_nodes: int, num_stages: int, mesh: Mesh, axes
     ]
     members = [sum(offsets) for offsets in product(*inside)]
     nested = all(mesh.size % n == 0 or n % mesh.size == 0 for n in (gpus_per_node, gpus_per_node * pod_nodes))
-    worst: Counter[int] | None = None
+    worst, badness = Counter[int](), (0, 0, 0, 0)
     for stage in range(1 if nested else num_stages):
         for base in product(*outside):
             start = stage * mesh.size + sum(base)
             count = Counter((start + member) // gpus_per_node for member in members)
-            if worst is None or _badness(count, pod_nodes) > _badness(worst, pod_nodes):
-                worst = count
-    assert worst is not None
+            found = _badness(count, pod_nodes)
+            if not worst or found > badness:
+                worst, badness = count, found
     stride = min((strides[a] for a in axes if mesh.axes[a].size > 1), default=1)
     return _seen(worst, pod_nodes, stride)
 

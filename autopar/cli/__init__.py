@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
@@ -28,7 +29,8 @@ def command() -> None:
         code = stop.code or 0
     else:
         code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):  # whoever read the output has had enough of it
+        sys.stdout.flush()
+        sys.stderr.flush()
     if not gc.isenabled():
         os._exit(code)

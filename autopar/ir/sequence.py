@@ -175,7 +175,11 @@ def hops(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def owner(place: tuple[int, ...], sizes: tuple[int, ...], taken: Sequence[int]) -> tuple[int, ...]:
     """Whose piece the rank at ``place`` holds after the hops ``taken``."""
-    return tuple((own - taken.count(group)) % sizes[group] for group, own in enumerate(place))
+    return _turned(place, sizes, [taken.count(group) for group in range(len(sizes))])
+
+
+def _turned(place: tuple[int, ...], sizes: tuple[int, ...], hops_along: Sequence[int]) -> tuple[int, ...]:
+    return tuple((own - hops) % size for own, size, hops in zip(place, sizes, hops_along, strict=True))
 
 
 def number_of(place: Sequence[int], sizes: Sequence[int]) -> int:
@@ -228,11 +232,13 @@ def hops_needed(shape: RingShape) -> tuple[int, ...]:
     """The hops after which no rank meets a key that one of its queries sees are left out."""
     sizes = shape.ring_sizes
     every = hops(sizes)
+    taken = [every.count(group) for group in range(len(sizes))]
     for number in range(len(every), 0, -1):
         for place in shape.places():
-            keys = shape.keys(owner(shape.ring_place(place), sizes, every[:number]))
+            keys = shape.keys(_turned(shape.ring_place(place), sizes, taken))
             if blocks(shape.sight, shape.queries(place), keys):
                 return every[:number]
+        taken[every[number - 1]] -= 1
     return ()
 
 
