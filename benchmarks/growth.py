@@ -105,7 +105,7 @@ def plot(points: list[Point], path: Path) -> None:
             y=[p.search_s for p in own],
             text=texts,
             mode="markers+text",
-            textposition="top center",
+            textposition=["bottom center" if number % 2 else "top center" for number in range(len(own))],
             cliponaxis=False,
             showlegend=False,
             row=1,
