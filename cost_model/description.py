@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.cluster import Cluster, Pods
 from autopar.cost_model.hardware import GB, Link, MatmulRate
-from autopar.cost_model.mixed import slowest_of
+from autopar.cost_model.node_kinds import slowest_of
 from autopar.ir.errors import InvalidCluster
 
 Fraction = Annotated[float, Field(gt=0, le=1)]

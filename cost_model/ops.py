@@ -28,6 +28,14 @@ from torch import fx
 from autopar.cost_model.experts import Loads, share_of_busiest
 from autopar.cost_model.hardware import ITEMSIZE, Device, MatmulRate
 from autopar.cost_model.matmul import fraction_of_rate
+from autopar.cost_model.products import (
+    ITSELF,
+    Product,
+    factors_of,
+    gradient_orders,
+    product_of,
+    products_of_experts,
+)
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
@@ -66,12 +74,9 @@ _TRANSCENDENTAL = frozenset(
     }
 )
 
-# A product and the gradients of its operands: which of rows, columns, depth and repeats of the product are theirs.
-_PRODUCT = (0, 1, 2, 3)
-_GRADIENTS = ((0, 2, 1, 3), (2, 1, 0, 3))
-
 # Kernels around the two products of experts, forward and backward; and those of a product of one expert where there is
-# no kernel for all of them: selecting rows and weight, transposing, the product, and backward both gradients.
+# no kernel for all of them (``ir.experts`` has one in bf16 on GPUs): selecting rows and weight, transposing, product,
+# and backward both gradients.
 _AROUND_EXPERTS = (12, 12)
 _OF_AN_EXPERT = (4, 8)
 
@@ -115,7 +120,7 @@ def is_contraction(node: fx.Node, rule: FactorRule) -> bool:
 
 def _contracted(node: fx.Node, rule: FactorRule) -> list[int]:
     """Positions of the operands that share a factor which no result has with another one; [] for none."""
-    kept = _factors_of(rule.results)
+    kept = factors_of(rule.results)
     own = {
         position: {f for dim in rule.operands[position] for f in dim} - kept
         for position, operand in enumerate(tensor_operands(node))
@@ -156,19 +161,6 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """A matrix product of the whole batch, or one for each expert: factors of its rows, columns, depth and repeats.
-
-    rows: what the sizes of their factors are multiplied by. depth: likewise (the kernel of a convolution).
-    """
-
-    factors: tuple[frozenset[str], ...]
-    flops: float
-    rows: float = 1.0
-    depth: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class OpCost:
     """Everything about an op that its time depends on, so that each assignment takes microseconds.
 
@@ -194,7 +186,7 @@ class OpCost:
     written: tuple[_Tensor, ...]
     backward_read: tuple[_Tensor, ...]
     backward_written: tuple[_Tensor, ...]
-    products: tuple[_Product, ...]
+    products: tuple[Product, ...]
     gradients: tuple[tuple[int, ...], ...]
     joint: frozenset[str]
     is_contraction: bool
@@ -259,7 +251,7 @@ class OpCost:
         # A composite of several products (experts) has more operands, but still two products for each one.
         ways = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
         experts = op_name(node) == "moe"
-        products = _of_experts(rule) if experts else () if attention else _matrix(rule, contracted, flops)
+        products = products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
         launches = (1, max(1, len(gradients)) if contracted else 1)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
@@ -276,14 +268,14 @@ class OpCost:
             backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
             backward_written=tuple(gradients),
             products=products,
-            gradients=_gradients(contracted, differentiable, experts=experts) if products else (),
+            gradients=gradient_orders(contracted, differentiable) if products else (),
             joint=frozenset(rule.joint),
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
             efficiency=rate.attention_efficiency if attention else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
-            num_loops=len(products) if experts and (device.is_cpu or precision == "fp32") else 0,
+            num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             elements=_elements(node, rule, batch_factor),
             sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
             lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
@@ -314,8 +306,8 @@ class OpCost:
         if self.products:
             computing = computing_back = 0.0
             for product in self.products:
-                shape = self._local_shape(product, degrees, num_microbatches, sent)
-                computing += product.flops * busy / self._fraction(shape, _PRODUCT)
+                shape = product.local_shape(self.sizes, degrees, self.batch_factor, num_microbatches, sent)
+                computing += product.flops * busy / self._fraction(shape, ITSELF)
                 computing_back += sum(product.flops * busy / self._fraction(shape, order) for order in self.gradients)
         forward = backward = functions = 0.0
         if self.elements is not None:
@@ -357,20 +349,6 @@ class OpCost:
         if self.products and self.device.is_cpu:
             return computing + moving
         return max(computing, moving, functions)
-
-    def _local_shape(
-        self, product: _Product, degrees: dict[str, int], num_microbatches: int, sent: int
-    ) -> tuple[float, ...]:
-        """Rows, columns, depth and repeats of the product on one rank. sent: ranks that send rows to each other."""
-        shape = []
-        for factors in product.factors:
-            size = 1.0
-            for factor in factors:
-                size *= self.sizes[factor] / degrees.get(factor, 1)
-                if factor == self.batch_factor:
-                    size /= num_microbatches
-            shape.append(size)
-        return shape[0] * product.rows * sent, shape[1], shape[2] * product.depth, shape[3]
 
     def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...]) -> float:
         return fraction_of_rate(self.device.tiling, *(shape[number] for number in order))
@@ -440,50 +418,3 @@ def _expert_passes(
     work = frozenset({_WORK})
     first, second = (_Tensor(float(row * width), work, batch_factor is not None) for width in (forward, backward))
     return (first,), (second,)
-
-
-def _factors_of(tensors: tuple[TensorFactors, ...]) -> set[str]:
-    return {f for tensor in tensors for dim in tensor for f in dim}
-
-
-def _gradients(contracted: list[int], differentiable: list[int], *, experts: bool) -> tuple[tuple[int, ...], ...]:
-    """Orders of the products that give the gradients of the operands of a product."""
-    if experts:  # tokens come first, the matrices after them
-        found = (contracted[0] in differentiable, not set(contracted[1:]).isdisjoint(differentiable))
-    else:
-        found = (contracted[0] in differentiable, contracted[1] in differentiable)
-    return tuple(order for order, wanted in zip(_GRADIENTS, found, strict=True) if wanted)
-
-
-def _of_experts(rule: FactorRule) -> tuple[_Product, ...]:
-    """The product of each expert on the way in and the one on the way out; () without experts."""
-    if not rule.sizes.get(EXPERTS):
-        return ()
-    up, down = rule.operands[3:5]
-    (experts, wide, hidden), inner = map(frozenset, up), frozenset(down[2])
-
-    def size(factors: AbstractSet[str]) -> int:
-        return prod(rule.sizes[f] for f in factors)
-
-    tokens = frozenset(_factors_of((rule.results[0][:-1],)))
-    flops_of_row = 2 * size(hidden) * (size(wide) + size(inner))
-    rows = rule.flops / flops_of_row / size(tokens) / size(experts)
-    share = size(wide) / (size(wide) + size(inner))
-    return (
-        _Product((tokens, wide, hidden, experts), share * rule.flops, rows=rows),
-        _Product((tokens, hidden, inner, experts), (1 - share) * rule.flops, rows=rows),
-    )
-
-
-def _matrix(rule: FactorRule, contracted: list[int], flops: float) -> tuple[_Product, ...]:
-    """The product of two operands; () for any other op."""
-    if len(contracted) != 2:
-        return ()
-    left, right = (_factors_of((rule.operands[position],)) for position in contracted)
-    result = _factors_of(rule.results)
-    rows, columns = result - right, right & result - left  # what an op computes anew, as a convolution, is in rows
-    if not left & rows or not columns:
-        return ()
-    factors = tuple(map(frozenset, (rows, columns, (left & right) - result, left & right & result)))
-    window = flops / 2 / prod(rule.sizes[f] for group in factors for f in group)
-    return (_Product(factors, flops, depth=window),)

@@ -161,7 +161,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _is_wanted(ctx: Any, position: int) -> bool:
-    """Whether this backward, which may be of inputs or of weights alone, needs the gradient of an operand."""
+    """Whether this backward, which may be of inputs or of weights alone, needs the gradient of an operand.
+
+    ``needs_input_grad`` only says what the whole backward would need; the engine knows what this one runs.
+    """
     if not ctx.needs_input_grad[position]:
         return False
     node, _ = ctx.next_functions[position]

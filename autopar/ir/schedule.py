@@ -162,12 +162,10 @@ def _live(shape: Pipelining) -> tuple[int, ...]:
     if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and alike:
         return _live(replace(shape, num_microbatches=STEADY_ROUNDS * ranks))
     shape.check()
+    if shape.schedule in ("interleaved", "zb-h1"):
+        return _live_in_a_loop(shape)
     if shape.schedule not in _IN_A_V:
-        return (
-            _live_in_a_loop(shape)
-            if splits_backward(shape.schedule) or shape.virtual_stages > 1
-            else tuple(_filling(shape, rank) for rank in range(ranks))
-        )
+        return tuple(_filling(shape, rank) for rank in range(ranks))
     live, peak = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
         for stage, kind, _ in order:

@@ -51,6 +51,7 @@ def search_captured(
     load = workload
     _check_microbatches(load, constraints)
     _check_experts(load, constraints)
+    _check_expert_load(load, constraints)
     check_annotations(load, constraints)
     solver = Solver(
         load=load,
@@ -210,6 +211,16 @@ def _check_experts(load: Workload, constraints: Constraints) -> None:
         raise InfeasiblePlan(
             f"ep={degree} does not divide the {' or '.join(map(str, sorted(counts)))} experts of a layer of "
             f"{load.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
+        )
+
+
+def _check_expert_load(load: Workload, constraints: Constraints) -> None:
+    given = {len(rows) for rows in constraints.expert_load}
+    if not given <= load.experts:
+        found, has = (" and ".join(map(str, sorted(counts))) or "no" for counts in (given, load.experts))
+        raise InfeasiblePlan(
+            f"expert_load has layers of {found} experts; those of {load.captured.name} have {has} experts.\n"
+            "  try: what expert_load() of this model counted"
         )
 
 

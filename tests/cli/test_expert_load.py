@@ -10,7 +10,13 @@ import torch
 
 from autopar.api import constraints_of
 from autopar.cli.request import read_loads
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
+from autopar.passes.normalise import normalise
+from autopar.search.api import search_captured
+from autopar.search.constraints import Constraints
+from tests.search.test_outer import Chain
 
 
 def test_what_a_module_counted_is_a_constraint() -> None:
@@ -22,6 +28,14 @@ def test_what_a_module_counted_is_a_constraint() -> None:
         constraints_of({"expert_load": 7})
     with pytest.raises(InfeasiblePlan, match="negative counts"):
         constraints_of({"expert_load": [[3, -1]]}).check(1, 1)
+
+
+def test_counts_of_another_model_are_refused() -> None:
+    inputs = torch.zeros(4, 8, 16, device="meta"), torch.zeros(4, 8, 16, device="meta")
+    with torch.device("meta"):
+        captured = normalise(capture(Chain((16, 16)), inputs, name="chain"))
+    with pytest.raises(InfeasiblePlan, match="expert_load has layers of 2 experts; those of chain have no experts"):
+        search_captured(captured, make_cluster("cpu", 2), Constraints(expert_load=((3, 1),)))
 
 
 def test_a_file_of_counts(tmp_path: Path) -> None:
