@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+
+import numpy as np
 
 from autopar.cost_model.hardware import Device, Link
 from autopar.ir.errors import InvalidCluster
@@ -162,26 +163,22 @@ def _seen(count: Counter[int], pod_nodes: int, stride: int) -> Group:
 
 @lru_cache(maxsize=4096)
 def _group(gpus_per_node: int, pod_nodes: int, num_stages: int, mesh: Mesh, axes: tuple[int, ...]) -> Group:
-    """O(ranks of the job) at worst; one stage is enough where stages and nodes nest."""
+    """O(ranks of a stage) at worst: groups that begin at the same place of a node, or of a pod, are alike."""
     strides = [1] * len(mesh)
     for position in range(len(mesh) - 2, -1, -1):
         strides[position] = strides[position + 1] * mesh.axes[position + 1].size
-    inside = [range(0, mesh.axes[a].size * strides[a], strides[a]) for a in axes]
-    outside = [
-        range(0, axis.size * stride, stride)
-        for a, (axis, stride) in enumerate(zip(mesh.axes, strides, strict=True))
-        if a not in axes
-    ]
-    members = [sum(offsets) for offsets in product(*inside)]
-    nested = all(mesh.size % n == 0 or n % mesh.size == 0 for n in (gpus_per_node, gpus_per_node * pod_nodes))
-    worst, badness = Counter[int](), (0, 0, 0, 0)
-    for stage in range(1 if nested else num_stages):
-        for base in product(*outside):
-            start = stage * mesh.size + sum(base)
-            count = Counter((start + member) // gpus_per_node for member in members)
-            found = _badness(count, pod_nodes)
-            if not worst or found > badness:
-                worst, badness = count, found
+    offsets = [range(0, axis.size * stride, stride) for axis, stride in zip(mesh.axes, strides, strict=True)]
+    in_pod = gpus_per_node * pod_nodes
+    period = gpus_per_node if num_stages * mesh.size <= in_pod else in_pod
+    starts = {stage * mesh.size % period for stage in range(num_stages)}
+    for a, own in enumerate(offsets):
+        if a not in axes:
+            starts = {(start + offset) % period for start in starts for offset in own}
+    members = np.zeros(1, dtype=np.int64)
+    for a in axes:
+        members = (members[:, None] + np.array(offsets[a])).reshape(-1)
+    counts = [Counter(((start + members) // gpus_per_node).tolist()) for start in sorted(starts)]
+    worst = max(counts, key=lambda count: _badness(count, pod_nodes))
     stride = min((strides[a] for a in axes if mesh.axes[a].size > 1), default=1)
     return _seen(worst, pod_nodes, stride)
 

@@ -24,6 +24,7 @@ moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; what is g
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from autopar.cost_model.hardware import ITEMSIZE
 
@@ -53,7 +54,7 @@ class MemoryParts:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(_values(self)))
 
     def __add__(self, other: MemoryParts) -> MemoryParts:
         return MemoryParts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -66,6 +67,9 @@ class MemoryParts:
     def as_bytes(self) -> dict[str, int]:
         """Part name -> whole bytes, rounded up."""
         return {f.name: int(-(-getattr(self, f.name) // 1)) for f in fields(self)}
+
+
+_values = attrgetter(*(field.name for field in fields(MemoryParts)))
 
 
 def state_memory(

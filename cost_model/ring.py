@@ -11,6 +11,7 @@ Gradients travel in float32. Hops along an outer axis are fewer than along the i
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 from torch import fx
@@ -54,7 +55,7 @@ def ring_time(
         sizes,
         tuple(axis in ring for axis in cuts_queries),
     )
-    taken = hops_needed(shape)
+    taken = Counter(hops_needed(shape))
 
     def local(factors: TensorFactors, numel: int) -> float:
         """Elements of a microbatch on one rank."""
@@ -70,20 +71,19 @@ def ring_time(
     sent = sum(local(rule.operands[p], operands[p].meta["val"].numel()) for p in (1, 2))
     itemsize = compute_itemsize(operands[1].meta["val"].dtype, precision)
     results = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
-    device, steps = fabric.cluster.device, len(taken) + 1
+    device, steps = fabric.cluster.device, taken.total() + 1
     # Forward a block's result is scaled, the sum scaled and added to; backward gradients are added to float32 sums.
     launches = _MERGE_LAUNCHES * device.kernel_launch_s
     merge = device.memory_seconds(results * (6 * _FLOAT32 + itemsize)) + launches
     added = results * (2 * _FLOAT32 + itemsize) + sent * (6 * _FLOAT32 + itemsize)
     merge_back = device.memory_seconds(added) + launches
     forward, backward = steps * merge, steps * merge_back
-    for hop in taken:
-        keys, grads = (_send_s(fabric, ring[hop], sent * size) for size in (itemsize, _FLOAT32))
-        forward += max(0.0, keys - compute.forward_s / steps)
-        backward += max(0.0, keys + grads - compute.backward_s / steps)
     for number, axis in enumerate(ring):
-        if taken.count(number) % mesh.axes[axis].size:
-            backward += _send_s(fabric, axis, sent * _FLOAT32)
+        keys, grads = (_send_s(fabric, axis, sent * size) for size in (itemsize, _FLOAT32))
+        forward += taken[number] * max(0.0, keys - compute.forward_s / steps)
+        backward += taken[number] * max(0.0, keys + grads - compute.backward_s / steps)
+        if taken[number] % mesh.axes[axis].size:
+            backward += grads
     return OpTime(forward, backward)
 
 

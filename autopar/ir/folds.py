@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.blocks import Folding
-from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands
+from autopar.ir.graph import CapturedModel, source, tensor_operands
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment, DimFactors, FactorRule, factors_of_choice
-from autopar.ir.rules import rule_for
 
 KEYS = "t"
 
@@ -93,8 +92,8 @@ def find_folds(captured: CapturedModel, folding: Folding, roles: Roles) -> Folde
     """Follow the sequence of the causal attentions through the blocks. Linear in the graph."""
     lengths = {
         lengths_of(rule)
-        for node in op_nodes(captured.graph)
-        if node in folding.block_of and goes_round(rule := rule_for(node)) and sight_of(node).kind == "causal"
+        for node, rule in roles.rules.items()
+        if node in folding.block_of and goes_round(rule) and sight_of(node).kind == "causal"
     }
     if len(lengths) != 1:
         return _impossible(
@@ -147,13 +146,13 @@ class _Sweep:
         self.attentions.clear()
         self.obstacles.clear()
         before = sum(map(len, self.demanded.values()))
-        for node in op_nodes(self.captured.graph):
+        for node in self.roles.rules:
             if node in self.folding.block_of:
                 self.visit(node)
         return sum(map(len, self.demanded.values())) > before
 
     def visit(self, node: fx.Node) -> None:
-        rule = rule_for(node)
+        rule = self.roles.rules[node]
         operands = [source(operand) for operand in tensor_operands(node)]
         folded = self.factors(node, rule, operands)
         positional = goes_round(rule) and sight_of(node).reach != (None, None)
@@ -220,7 +219,7 @@ class _Sweep:
     def demand(self, node: fx.Node, value: _Value, missing: tuple[Fold, ...]) -> None:
         """Ask the op that makes ``value`` to make it folded."""
         producer, number = value
-        rule = rule_for(producer)
+        rule = self.roles.rules[producer]
         for fold in missing:
             located = _locate(rule.results[number][fold.dim], rule, fold.inner, self.length)
             if located is None or not _minds_no_order(rule, located[0]):

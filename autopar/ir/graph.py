@@ -9,7 +9,7 @@ and ``node.meta["source"]`` the user's source line, as ``file.py:12 in forward: 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,20 +174,20 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     An operand may be a ``getitem`` of an op with several results. A ``getitem`` itself has no operands here.
     """
     found: list[fx.Node] = []
-    _collect((node.args, node.kwargs), found)
+    _collect(node.args, found)
+    _collect(node.kwargs.values(), found)
     return found
 
 
-def _collect(value: Any, found: list[fx.Node]) -> None:
-    if isinstance(value, fx.Node):
-        if isinstance(value.meta.get("val"), torch.Tensor):
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
+    for value in values:
+        if isinstance(value, fx.Node):
+            if is_tensor(value):
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
 
 
 def tensor_results(node: fx.Node) -> list[torch.Tensor]:

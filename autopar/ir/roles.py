@@ -35,6 +35,7 @@ _Value = tuple[fx.Node, int]
 class Roles:
     """Batch and sequence of a captured model.
 
+    rules: every op -> its rule.
     batch: every op -> the choice that follows the batch: its batch factor, ``+k`` where it adds sums over
         the batch, None where it has no batch.
     batch_dim: every tensor node, placeholders too -> its batch dimension, None if it has none.
@@ -42,6 +43,7 @@ class Roles:
     obstacles: ops that the batch cannot pass through in parts -> why not.
     """
 
+    rules: Mapping[fx.Node, FactorRule]
     batch: Mapping[fx.Node, Choice]
     sequence: Mapping[fx.Node, frozenset[str]]
     batch_dim: Mapping[fx.Node, int | None]
@@ -56,6 +58,7 @@ def find_roles(captured: CapturedModel) -> Roles:
     sequence, sequence_tags = _sequence(captured, sweep.rules)
     tensors = [node for node in captured.graph.nodes if node.op != "output" and is_tensor(node)]
     return Roles(
+        rules=sweep.rules,
         batch={node: sweep.choice.get(node) for node in sweep.rules},
         sequence=sequence,
         batch_dim={node: _dim(sweep.tags.get(source(node))) for node in tensors},

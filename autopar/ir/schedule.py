@@ -164,17 +164,11 @@ def _live(shape: Pipelining) -> tuple[int, ...]:
     shape.check()
     if shape.schedule in ("interleaved", "zb-h1"):
         return _live_in_a_loop(shape)
-    if shape.schedule not in _IN_A_V:
-        return tuple(_filling(shape, rank) for rank in range(ranks))
-    live, peak = [0] * shape.num_stages, [0] * shape.num_stages
-    for order in shape.orders():
-        for stage, kind, _ in order:
-            if kind == "F":
-                live[stage] += 1
-                peak[stage] = max(peak[stage], live[stage])
-            elif kind != "I":
-                live[stage] -= 1
-    return tuple(peak)
+    if shape.schedule in _IN_A_V:
+        # On the way down a rank runs ahead until the first microbatch is back; what comes up leaves at once.
+        down = [min(count, 2 * ranks - rank) for rank in range(ranks)]
+        return *down, *(min(count, rank + 1) for rank in reversed(range(ranks)))
+    return tuple(_filling(shape, rank) for rank in range(ranks))
 
 
 def _plain(shape: Pipelining, rank: int) -> Iterator[Action]:

@@ -224,7 +224,8 @@ class RingShape:
         return stored(self.lengths[1], number_of(holder, self.ring_sizes), prod(self.ring_sizes))
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        return product(*(range(size) for size in self.sizes))
+        """The last first: of causal attention it sees most."""
+        return product(*(reversed(range(size)) for size in self.sizes))
 
 
 @lru_cache(maxsize=256)

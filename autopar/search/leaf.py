@@ -120,6 +120,7 @@ class Inner:
     shared_once: bool
     given: Priced | None = None
     _costs: dict[int, tuple[BlockCost, ...]] = field(default_factory=dict)
+    _fastest: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def priced(self) -> Priced:
@@ -131,6 +132,12 @@ class Inner:
         if num_ranks not in self._costs:
             self._costs[num_ranks] = self.priced.block_costs(self.pricing, num_ranks)
         return self._costs[num_ranks]
+
+    def fastest_s(self, num_ranks: int) -> float:
+        """Seconds of a microbatch in all blocks, at the levels that take least."""
+        if num_ranks not in self._fastest:
+            self._fastest[num_ranks] = sum(min(block.time_s) for block in self.costs(num_ranks))
+        return self._fastest[num_ranks]
 
 
 class Solved(NamedTuple):
@@ -202,8 +209,8 @@ class Solver:
     @property
     def least_state_bytes(self) -> float:
         """State of the model perfectly divided over all ranks."""
-        numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)
-        return state_memory(numel / self.cluster.num_gpus, zero=0, data_size=1, precision="fp32").total
+        share = self.load.trainable_numel / self.cluster.num_gpus
+        return state_memory(share, zero=0, data_size=1, precision="fp32").total
 
     def least_state_of(self, configuration: Configuration) -> float:
         """Bytes of state that the fullest rank holds at least: stages alike, all but data axes dividing it."""
@@ -212,9 +219,8 @@ class Solver:
         data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
         dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
         tensor = prod(mesh.sizes[axis] for axis in dividing)
-        numel = sum(parameter.numel for parameter in self.load.captured.parameters.values() if parameter.requires_grad)
         return state_memory(
-            numel / (configuration.num_stages * tensor),
+            self.load.trainable_numel / (configuration.num_stages * tensor),
             zero=configuration.zero,
             data_size=prod(mesh.sizes[axis] for axis in data),
             precision="fp32",
@@ -321,7 +327,7 @@ class Solver:
         return min((once * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
 
     def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
-        return sum(min(block.time_s) for block in inner.costs(shape.num_ranks)) * _passes(shape)
+        return inner.fastest_s(shape.num_ranks) * _passes(shape)
 
     def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
         """The schedules that a configuration leaves open."""

@@ -354,5 +354,5 @@ class Outer:
         if self.best is None:
             return None
         limit = self.best.step_time_s * (1 + TOLERANCE)
-        good = sorted((c for c in self._good if c.step_time_s <= limit), key=lambda c: c.step_time_s)
-        return min(good[:MAX_FINAL], key=lambda c: c.predicted.overlapped_s)
+        good = sorted((c for c in self._good if c.step_time_s <= limit), key=lambda c: c.step_time_s)[:MAX_FINAL]
+        return min(good, key=lambda c: c.predicted.overlapped_s) if len(good) > 1 else self.best

@@ -150,7 +150,7 @@ def _cut(
 ) -> Cuts | None:
     if len(live) > len(blocks):
         return None
-    ranges = _Ranges(blocks, levels)
+    ranges = _ranges(blocks, levels)
     if not ranges.may_fit(live, budget):
         return None
     sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
@@ -181,7 +181,7 @@ def _cut(
         bound = over / weights[1] * (1 + 1e-9) if weights[1] else np.inf
     stages = []
     for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
-        stages.append(ranges.stage(begin, end, count, budget, bound))
+        stages.append(search.solved.stage(begin, end, count))
     return Cuts(stages=tuple(stages), time_s=objective(best))
 
 
@@ -201,7 +201,8 @@ class _Search:
         self, ranges: _Ranges, live: Sequence[int], weight: float, sends: Floats, budget: float, bound: float
     ) -> None:
         self.ranges, self.weight, self.sends, self.bound = ranges, weight, sends, bound
-        self.times = [ranges.solved(count, budget, bound).times for count in live]
+        self.solved = ranges.solve(tuple(dict.fromkeys(live)), budget, bound)
+        self.times = [self.solved.of(count) for count in live]
         self.possible = np.isfinite(sends)
 
     def _windows(self, limit: float) -> list[slice] | None:
@@ -253,12 +254,31 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """Of the ranges that differ: least seconds, inf where nothing fits or it is too long, and the levels for that."""
+    """Of every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
+    inf where nothing fits or it is too long, and the levels for that."""
 
+    ranges: _Ranges
+    rows: dict[int, int]
     times: Floats
     full: Ints
     partly: Ints
     middle: Ints
+
+    def of(self, live: int) -> Floats:
+        """Seconds of the ranges, by number as in ``_Ranges.known``."""
+        return np.asarray(self.times[self.rows[live]])
+
+    def stage(self, begin: int, end: int, live: int) -> Stage:
+        """The best use of levels for a range."""
+        at = self.rows[live], self.ranges.known[begin, end]
+        level, count = LEVELS[self.middle[at]], int(self.partly[at])
+        return Stage(
+            first=begin,
+            last=end - 1,
+            full=int(self.full[at]),
+            alternate=count if level == "alternate" else 0,
+            selective=count if level == "selective" else 0,
+        )
 
 
 class _Ranges:
@@ -280,29 +300,14 @@ class _Ranges:
         self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
         self.least = _prefix([min(b.saved_bytes) for b in blocks])
         self.static = _prefix([b.static_bytes for b in blocks])
-        self.workspace = _range_max([b.workspace_bytes for b in blocks])
-        self.recomputed = [_range_max([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
-        self._found: dict[tuple[int, float, float], _Solved] = {}
-        self._distinct()
+        self.begins, self.ends, self.known = _distinct(_runs(blocks))
+        self.workspace = self._largest([b.workspace_bytes for b in blocks])
+        self.recomputed = [self._largest([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
 
-    def _distinct(self) -> None:
-        """The ranges that differ. Inside a run of equal blocks only the length of a range matters.
-
-        begins, ends: of the ranges that differ. known[a, b]: the number of the one that [a, b) is like; the last
-        number of all where there is no range.
-        """
-        run_begin = list(range(self.n))
-        for b in range(1, self.n):
-            if self.blocks[b] == self.blocks[b - 1]:
-                run_begin[b] = run_begin[b - 1]
-        begin, end = np.triu_indices(self.n + 1, 1)
-        first, last = np.array([*run_begin, self.n])[begin], np.array([0, *run_begin])[end]
-        inside = first == last  # the last block is in the run of the first
-        like = np.where(inside, first, begin), np.where(inside, first + end - begin, end)
-        distinct, number = np.unique(like[0] * (self.n + 1) + like[1], return_inverse=True)
-        self.begins, self.ends = distinct // (self.n + 1), distinct % (self.n + 1)
-        self.known = np.full((self.n + 1, self.n + 1), len(distinct), dtype=np.int64)
-        self.known[begin, end] = number
+    def _largest(self, values: Sequence[float]) -> Floats:
+        """Of the values in each range that differs."""
+        bounds = np.column_stack([self.begins, self.ends]).ravel()
+        return np.asarray(np.maximum.reduceat(np.array([*values, -np.inf]), bounds)[::2])
 
     def reach(self, bound: float) -> Ints:
         """[a]: the end of the longest range from a on that may take less than ``bound`` seconds."""
@@ -319,41 +324,25 @@ class _Ranges:
             end = int(np.searchsorted(held, held[end] + budget * (1 + 1e-9) + 1e-6, side="right")) - 1
         return end >= self.n
 
-    def stage(self, begin: int, end: int, live: int, budget: float, bound: float) -> Stage:
-        """The best use of levels for a range."""
-        solved, number = self.solved(live, budget, bound), self.known[begin, end]
-        level, count = LEVELS[solved.middle[number]], int(solved.partly[number])
-        return Stage(
-            first=begin,
-            last=end - 1,
-            full=int(solved.full[number]),
-            alternate=count if level == "alternate" else 0,
-            selective=count if level == "selective" else 0,
-        )
-
-    def solved(self, live: int, budget: float, bound: float) -> _Solved:
-        """The ranges that may take less than ``bound`` seconds, by number as in ``known``."""
-        key = live, budget, bound
-        if key not in self._found:
-            self._found[key] = self._solve_all(live, budget, bound)
-        return self._found[key]
-
-    def _solve_all(self, live: int, budget: float, bound: float) -> _Solved:
-        begins, ends = self.begins, self.ends
-        best = np.full(len(begins) + 1, np.inf)
-        full, partly, middle = (np.zeros(len(begins), dtype=np.int64) for _ in range(3))
+    def solve(self, lives: tuple[int, ...], budget: float, bound: float) -> _Solved:
+        """The ranges that may take less than ``bound`` seconds, with each of ``lives`` microbatches alive."""
+        begins, ends, shape = self.begins, self.ends, (len(lives), len(self.begins) + 1)
+        best = np.full(shape, np.inf)
+        full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        live = np.array(lives)[:, None]
         least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
-        wanted = np.flatnonzero((least <= budget + 1e-6) & (ends <= self.reach(bound)[begins]))
-        longest = int((ends - begins)[wanted].max(initial=0))
-        for some in np.array_split(wanted, 1 + len(wanted) * longest // _CHUNK):
-            self._solve_some(some, live, budget, best, full, partly, middle)
-        return _Solved(best, full, partly, middle)
+        wanted = np.nonzero((least <= budget + 1e-6) & (ends <= self.reach(bound)[begins]))
+        longest = int((ends - begins)[wanted[1]].max(initial=0))
+        tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
+        for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
+            self._solve_some(row * shape[1] + number, number, live[row, 0], budget, *tables)
+        return _Solved(self, {count: row for row, count in enumerate(lives)}, best, full, partly, middle)
 
     def _solve_some(
-        self, some: Ints, live: int, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
+        self, some: Ints, number: Ints, lives: Ints, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
     ) -> None:
-        """Fill in the ranges ``some``."""
-        length = int((self.ends - self.begins)[some].max(initial=0))
+        """Fill in the places ``some`` of the tables: of the ranges ``number`` with ``lives`` microbatches alive."""
+        length = int((self.ends - self.begins)[number].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
                 continue
@@ -361,72 +350,88 @@ class _Ranges:
                 continue
             if self.costly and (use_full or level):
                 # What fits without rematerialisation is best without it.
-                some = some[~np.isfinite(best[some]) | (full[some] + partly[some] > 0)]
+                undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
+                some, number, lives = some[undecided], number[undecided], lives[undecided]
             if not len(some):
                 return
             # What changes when the blocks before k go from level none to the one tried.
-            extra_time = self.time[level] - self.time[0]
-            extra_saved = live * (self.saved[level] - self.saved[0])
+            extra_time, extra_saved = self.time[level] - self.time[0], self.saved[level] - self.saved[0]
             monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
-            begin, end = self.begins[some], self.ends[some]
-            strongest = 3 if use_full else level
-            fixed = self.static[end] - self.static[begin] + self.workspace[begin, end]
-            room = budget - fixed - self.recomputed[strongest][begin, end]
-            m = begin[:, None] + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
-            inside = m <= end[:, None]
-            m = np.minimum(m, end[:, None])
+            begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
+            fixed = self.static[end] - self.static[begin] + self.workspace[number, None]
+            room = budget - fixed - self.recomputed[3 if use_full else level][number, None]
+            slack = 1e-9 * np.abs(room) + 1e-6
+            m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
+            inside = m <= end
+            m = np.minimum(m, end)
             candidates: list[Ints]
             if not self.allowed[0]:
                 # Every block is rematerialised: the middle part reaches to the end, or there is none.
                 if not level:
-                    m, inside = end[:, None], np.ones((len(some), 1), dtype=bool)
-                candidates = [np.broadcast_to(end[:, None], m.shape)]
+                    m, inside = end, np.ones((len(some), 1), dtype=bool)
+                candidates = [np.broadcast_to(end, m.shape)]
             elif not level:
                 candidates = [m]
             elif monotonous:
                 # More blocks at that level take less memory and more time: the fewest that fit are best.
-                target = room[:, None] - self._saved(begin[:, None], end[:, None], m, m, live, level) + extra_saved[m]
+                target = (room + slack) / live - self._saved(begin, end, m, m, level) + extra_saved[m]
                 k = np.searchsorted(-extra_saved, -target, side="left")
                 candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
             else:
                 candidates = [np.minimum(m + more, self.n) for more in range(1, length + 1)]
             for k in candidates:
-                seconds = self._seconds(begin[:, None], end[:, None], m, k, level)
-                slack = 1e-9 * np.abs(room[:, None]) + 1e-6
-                fits = (k <= end[:, None]) & (
-                    self._saved(begin[:, None], end[:, None], m, k, live, level) <= room[:, None] + slack
-                )
+                fits = (k <= end) & (live * self._saved(begin, end, m, k, level) <= room + slack)
                 fits &= inside
                 fits &= (k > m) if level else (k == m)
-                seconds = np.where(fits, seconds, np.inf)
-                number = seconds.argmin(axis=1)
+                seconds = np.where(fits, self._seconds(begin, end, m, k, level), np.inf)
+                column = seconds.argmin(axis=1)
                 rows = np.arange(len(some))
-                better = seconds[rows, number] < best[some]
+                better = seconds[rows, column] < best[some]
                 at = some[better]
-                best[at] = seconds[rows, number][better]
-                full[at] = m[rows, number][better] - begin[better]
-                partly[at] = (k - m)[rows, number][better]
+                best[at] = seconds[rows, column][better]
+                full[at] = m[rows, column][better] - begin[better, 0]
+                partly[at] = (k - m)[rows, column][better]
                 middle[at] = level
 
     def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
         none, some, everything = self.time[0], self.time[level], self.time[3]
         return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
 
-    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, live: int, level: int) -> Floats:
+    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
+        """Bytes of one microbatch."""
         none, some, everything = self.saved[0], self.saved[level], self.saved[3]
-        return np.asarray(
-            live * (everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k]), dtype=np.float64
-        )
+        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
+
+
+# Plans of a leaf differ in schedule and memory, not in blocks.
+_ranges = lru_cache(maxsize=16)(_Ranges)
+
+
+def _runs(blocks: Sequence[BlockCost]) -> tuple[int, ...]:
+    """For every block the first of the run of equal blocks that it is in."""
+    begins = [0]
+    for b in range(1, len(blocks)):
+        alike = blocks[b] is blocks[b - 1] or blocks[b] == blocks[b - 1]
+        begins.append(begins[-1] if alike else b)
+    return tuple(begins)
+
+
+@lru_cache(maxsize=64)
+def _distinct(runs: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+    """The ranges that differ, by begin and end: inside a run of equal blocks only the length of a range matters.
+
+    Third, for all [a, b): the number of the one that [a, b) is like; the last number of all where there is no range.
+    """
+    n = len(runs)
+    begin, end = np.triu_indices(n + 1, 1)
+    first, last = np.array([*runs, n])[begin], np.array([0, *runs])[end]
+    inside = first == last  # the last block is in the run of the first
+    like = np.where(inside, first, begin), np.where(inside, first + end - begin, end)
+    distinct, number = np.unique(like[0] * (n + 1) + like[1], return_inverse=True)
+    known = np.full((n + 1, n + 1), len(distinct), dtype=np.int64)
+    known[begin, end] = number
+    return distinct // (n + 1), distinct % (n + 1), known
 
 
 def _prefix(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-
-
-def _range_max(values: Sequence[float]) -> Floats:
-    """[a, b]: the largest of values[a:b]."""
-    n = len(values)
-    largest = np.zeros((n + 1, n + 1))
-    after = np.where(np.tri(n, k=-1), -np.inf, np.asarray(values, dtype=np.float64))
-    largest[:n, 1:] = np.maximum.accumulate(after, axis=1)
-    return largest

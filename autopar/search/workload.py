@@ -26,7 +26,6 @@ from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, t
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import FactorRule
-from autopar.ir.rules import rule_for
 from autopar.ir.rules.moe import EXPERTS
 
 PRELUDE = -1
@@ -151,12 +150,8 @@ class Workload:
         return found
 
     def rule(self, node: fx.Node) -> FactorRule:
-        """Rule of an op of ``repeats``."""
-        return self._rules[node]
-
-    @cached_property
-    def _rules(self) -> Mapping[fx.Node, FactorRule]:
-        return {node: rule_for(node) for node in self.repeats}
+        """Rule of an op."""
+        return self.roles.rules[node]
 
     def representative(self, node: fx.Node) -> fx.Node:
         return self.folding.representative.get(node, node)
@@ -313,6 +308,10 @@ class Workload:
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        return sum(parameter.numel for parameter in self.captured.parameters.values() if parameter.requires_grad)
 
     @cached_property
     def shared_parameters(self) -> Mapping[str, tuple[int, ...]]:
