@@ -12,6 +12,7 @@ from math import prod
 
 from torch import fx
 
+from autopar.ir.derived import Passing
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, tensor_operands
 from autopar.ir.mesh import Mesh
@@ -56,15 +57,18 @@ class Use:
     grad: Layout
 
 
-def find_uses(captured: CapturedModel, assignments: Mapping[fx.Node, Assignment]) -> dict[str, list[Use]]:
-    """Parameter placeholder name -> its uses, in execution order."""
+def find_uses(
+    captured: CapturedModel, assignments: Mapping[fx.Node, Assignment], passing: Passing
+) -> dict[str, list[Use]]:
+    """Parameter placeholder name -> its uses, in execution order. passing: of ``derived.passing_axes``."""
     uses: dict[str, list[Use]] = {name: [] for name in captured.parameters}
     for node in captured.graph.nodes:
         if node not in assignments:
             continue
         for position, operand in enumerate(tensor_operands(node)):
             if operand.op == "placeholder" and operand.name in uses:
-                value, grad = rule_for(node).operand_layout(position, assignments[node])
+                rule = rule_for(node)
+                value, grad = rule.operand_layout(position, assignments[node], passing.get(node, ()))
                 uses[operand.name].append(Use(node=node, position=position, value=value, grad=grad))
     return uses
 

@@ -10,6 +10,7 @@ from torch import fx
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.capacity import limit_experts
 from autopar.ir.clusters import cluster
+from autopar.ir.derived import find_derived, passing_axes
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel
@@ -55,10 +56,13 @@ def partition(
     folding = fold(captured)
     clusters = cluster(captured, folding, roles)
     assignments = assign(captured, folding, clusters, plan)
-    uses = find_uses(captured, assignments)
+    passing = passing_axes(find_derived(captured, roles), assignments, roles)
+    uses = find_uses(captured, assignments, passing)
     storage, shard_axes = store(captured, uses, plan)
     folded = _folded(captured, folding, roles, assignments, plan)
-    sharded = shard(captured, folding, clusters, roles, assignments, storage, plan, outputs=outputs, folded=folded)
+    sharded = shard(
+        captured, folding, clusters, roles, assignments, passing, storage, plan, outputs=outputs, folded=folded
+    )
     settle(sharded.graph, plan.stage_mesh, narrow_dtype(plan.precision))
     return split_stages(captured, folding, clusters, sharded, storage, shard_axes, plan, outputs=outputs)
 

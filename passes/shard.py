@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from autopar.ir.blocks import Folding
 from autopar.ir.clusters import BATCH, Clusters
 from autopar.ir.collectives import step_call
+from autopar.ir.derived import Passing, left_to_sum
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.folds import Fold, FoldedSequence, fold_sequence, unfold_sequence
 from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_results
@@ -73,6 +74,7 @@ def shard(
     clusters: Clusters,
     roles: Roles,
     assignments: Mapping[fx.Node, Assignment],
+    passing: Passing,
     storage: Mapping[str, Storage],
     plan: Plan,
     *,
@@ -81,12 +83,13 @@ def shard(
 ) -> ShardedProgram:
     """The local program of every rank under ``assignments``.
 
+    passing: axes on which gradients pass through derived ops as summands.
     folded: where the sequence is put in folded order and back, for ``sequence_layout: zigzag``.
 
     outputs: "loss" keeps only the loss, in the layout that it is produced in; "model" keeps the model's
     outputs, their batch over the data-parallel ranks and otherwise whole.
     """
-    sweep = _Sweep(captured, folding, clusters, roles, assignments, storage, plan, folded)
+    sweep = _Sweep(captured, folding, clusters, roles, assignments, passing, storage, plan, folded)
     for node in captured.graph.nodes:
         if node.op == "placeholder":
             sweep.placeholder(node)
@@ -128,6 +131,7 @@ class _Sweep:
     clusters: Clusters
     roles: Roles
     assignments: Mapping[fx.Node, Assignment]
+    passing: Passing
     storage: Mapping[str, Storage]
     plan: Plan
     folded: FoldedSequence | None = None
@@ -150,6 +154,10 @@ class _Sweep:
         """The assignment of an op with its choice along the time axis in front."""
         factor: Choice = self.roles.batch.get(node) if self.mesh.sizes[0] > 1 else None
         return (factor, *self.assignments[node])
+
+    def passes(self, node: fx.Node) -> frozenset[int]:
+        """The axes on which summands pass through an op, as numbers of ``mesh``."""
+        return frozenset(1 + axis for axis in self.passing.get(source(node)[0], ()))
 
     def layout(self, node: fx.Node) -> Layout:
         """Layout that ``node`` is produced in."""
@@ -202,7 +210,7 @@ class _Sweep:
             self.differentiable.add(node)
         wanted = iter(
             [
-                self.operand(node, position, operand, *rule.operand_layout(position, choices), block)
+                self.operand(node, position, operand, *rule.operand_layout(position, choices, self.passes(node)), block)
                 for position, operand in enumerate(operands)
             ]
         )
@@ -322,7 +330,7 @@ class _Sweep:
             )
         if node.name in self.captured.parameters and node.op == "placeholder":
             return self.read(node, value[1:], grad[1:], block, wide=wide)
-        steps = redistribute(made[1:], value[1:], grad[1:])
+        steps = redistribute(made[1:], value[1:], left_to_sum(grad, self.passes(node))[1:])
         if node not in self.differentiable:
             steps = tuple(step for step in steps if step.forward is not Collective.NONE)
         start = self.reorder(self.made[node], into, fold_sequence, PRELUDE)

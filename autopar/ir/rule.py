@@ -11,7 +11,7 @@ placement of each gradient, and the local work. See ``FactorRule``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -135,10 +135,16 @@ class FactorRule:
             return Partial()
         return value
 
-    def operand_layout(self, position: int, assignment: Assignment) -> tuple[Layout, Layout]:
-        """Layouts of operand ``position``: of the value and of its gradient."""
+    def operand_layout(
+        self, position: int, assignment: Assignment, passing: Collection[int] = ()
+    ) -> tuple[Layout, Layout]:
+        """Layouts of operand ``position``: of the value and of its gradient.
+
+        passing: axes on which the gradient is a summand as that of the results is; see ``autopar.ir.derived``.
+        """
         pairs = [self.operand(position, choice) for choice in assignment]
-        return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+        grad = tuple(Partial() if axis in passing else pair[1] for axis, pair in enumerate(pairs))
+        return tuple(p[0] for p in pairs), grad
 
     def result_layout(self, position: int, assignment: Assignment) -> Layout:
         return tuple(self.result(position, choice) for choice in assignment)

@@ -20,12 +20,14 @@ from torch import fx
 
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.step import SyncTime
 from autopar.cost_model.storages import Saved
 from autopar.ir.clusters import Cluster
-from autopar.ir.placement import Layout
+from autopar.ir.derived import left_to_sum
+from autopar.ir.placement import Layout, Partial
 from autopar.ir.products import is_product
 from autopar.ir.rule import Assignment, Choice
-from autopar.search.codes import decode_need, need_code, rows_class
+from autopar.search.codes import decode, decode_need, encode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
 from autopar.search.options import Options
@@ -107,6 +109,9 @@ class _Builder:
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
         self.flows: list[Flow] = []
+        own = self.load.clusters.inputs.index
+        every = range(len(self.options[own]))
+        self.costs[own] += [self.count * pricing.inputs_s(self.options[own].leader(option)) for option in every]
 
     def run(self) -> Built:
         if self.weights.activations:
@@ -255,10 +260,16 @@ class _Builder:
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
             shape = self.pricing.moves.shapes[key] = self._shape(transfer, units, rows)
-        if not shape.moves:
+        if not shape.costs:
             return
         factor = self.count * len(transfer.blocks)
         cost = factor * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
+        for (axes, pieces), where in shape.summed.items():
+            # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
+            own = tuple(axis for axis in axes if not self.pricing.zero or axis not in self.pricing.data_axes)
+            rate = self.pricing.moves.sync_rate(own, 0, self.load.precision) if own else SyncTime()
+            share = len(transfer.blocks) * transfer.tensor.numel / pieces
+            cost = cost + self.weights.sync * share * rate.total_s(self.count) * where
         self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
 
     def _shape(self, transfer: Transfer, units: list[int], rows: float) -> FlowShape:
@@ -267,7 +278,34 @@ class _Builder:
         )
         needs = [self._needs(node, position) for node, position in transfer.uses]
         wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
-        fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable, rows)
+        summed: dict[tuple[tuple[int, ...], int], Floats] = {}
+        if transfer.tensor.node in self.load.derived:
+            fixed, per_byte = self._passed(sources, wanted, rows, summed)
+        else:
+            fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable, rows)
         parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
         users = tuple(User(unit=unit, needs=part) for unit, part in zip(units[1:], parts, strict=True))
-        return FlowShape(sources=source_of, users=users, fixed=fixed, per_byte=per_byte)
+        return FlowShape(sources=source_of, users=users, fixed=fixed, per_byte=per_byte, summed=summed)
+
+    def _passed(
+        self, sources: Ints, wanted: Ints, rows: float, summed: dict[tuple[tuple[int, ...], int], Floats]
+    ) -> tuple[Floats, Floats]:
+        """``MeshPrices.table`` for what a derived op makes, if summands pass wherever it is whole and users give some.
+
+        That is optimistic where other users of it give none. Enters what is left to be summed into ``summed``.
+        """
+        num_axes = len(self.pricing.mesh)
+        layouts = [decode(source, num_axes) for source in sources.tolist()]
+        left = np.zeros((len(sources), len(wanted)), dtype=np.int64)
+        for column, (value, grad) in enumerate(decode_need(need, num_axes) for need in wanted.tolist()):
+            for row, layout in enumerate(layouts):
+                whole = (axis for axis in range(num_axes) if layout[axis].is_replicate() and value[axis].is_replicate())
+                axes = tuple(axis for axis in whole if grad[axis] == Partial())
+                left[row, column] = encode_need(value, left_to_sum(grad, axes))
+                if axes:
+                    key = axes, self.pricing.pieces(layout)
+                    summed.setdefault(key, np.zeros(left.shape))[row, column] = 1.0
+        needs, number = np.unique(left, return_inverse=True)
+        fixed, per_byte = self.pricing.moves.table(sources, needs, True, rows)
+        number = number.reshape(left.shape)
+        return np.take_along_axis(fixed, number, 1), np.take_along_axis(per_byte, number, 1)

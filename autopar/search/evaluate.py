@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
+from autopar.ir.derived import Passing, left_to_sum
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.redistribution import reduces_or_exchanges
 from autopar.ir.rule import Assignment
@@ -102,7 +103,10 @@ def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """All blocks under one assignment. parameters, layouts: by placeholder name. prelude_s: on every stage."""
+    """All blocks under one assignment. parameters, layouts: by placeholder name.
+
+    prelude_s: of one microbatch on every stage, its step inputs' way to the device included.
+    """
 
     blocks: tuple[BlockPrice, ...]
     prelude_s: float
@@ -147,18 +151,18 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     """
     load = pricing.workload
     assignments = spread(load, leaders)
-    inputs = leaders[load.clusters.inputs.index]
+    inputs, passing = leaders[load.clusters.inputs.index], load.passing(assignments)
 
     # What does not depend on ZeRO comes up again with each of its levels.
     def ops(kind: int) -> _Ops:
         return _Ops.of(pricing, assignments, kind)
 
     def move(number: int) -> tuple[OpTime, float]:
-        return _moved(pricing, load.transfers[number], assignments, inputs)
+        return _moved(pricing, load.transfers[number], assignments, inputs, passing)
 
     own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
     moves = _known(pricing, leaders, "moves", load.clusters_of_transfers, move)
-    prices, layouts, by_block = _parameters(pricing, assignments, shared_once)
+    prices, layouts, by_block = _parameters(pricing, assignments, passing, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
     for block in load.folding.blocks:
@@ -170,7 +174,8 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
             send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
             made[key] = own[block.kind].block(pricing, moved, sum(again for _, again in into), held, send)
         blocks.append(made[key])
-    prelude = sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
+    prelude = pricing.inputs_s(inputs)
+    prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number][0].forward_s for number in load.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
 
@@ -321,13 +326,27 @@ class _Ops:
         )
 
 
+def needs_of(
+    load: Workload, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], passing: Passing
+) -> Iterable[tuple[Layout, Layout]]:
+    """What the users of a transfer need, each once: layouts of the value and, of the gradient, what is left to sum."""
+    found: dict[tuple[Layout, Layout], None] = {}
+    for node, position in transfer.uses:
+        value, grad = load.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
+        found[value, left_to_sum(grad, passing.get(transfer.tensor.node, ()))] = None
+    return found
+
+
 def _moved(
-    pricing: Pricing, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+    pricing: Pricing,
+    transfer: Transfer,
+    assignments: Mapping[fx.Node, Assignment],
+    inputs: Assignment,
+    passing: Passing,
 ) -> tuple[OpTime, float]:
     """Redistributions of a transfer, and the forward seconds of those that selective rematerialisation runs again."""
-    load = pricing.workload
     source = layout_of(pricing, transfer.tensor, assignments, inputs)
-    wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
+    wanted = needs_of(pricing.workload, transfer, assignments, passing)
     made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
     return sum(made.values(), ZERO), redone
@@ -343,7 +362,7 @@ def _crossing_bytes(
 
 
 def _parameters(
-    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], shared_once: bool
+    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], passing: Passing, shared_once: bool
 ) -> tuple[dict[str, ParameterPrice], dict[str, Layout], dict[int, tuple[ParameterPrice, ...]]]:
     """Price and layout of every parameter, and the parameters that each block holds."""
     prices: dict[str, ParameterPrice] = {}
@@ -351,7 +370,8 @@ def _parameters(
     held: dict[int, list[ParameterPrice]] = {}
     for group in pricing.workload.parameters:
         uses = [
-            pricing.workload.rule(node).operand_layout(position, assignments[node]) for node, position in group.uses
+            pricing.workload.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
+            for node, position in group.uses
         ]
         made: dict[int | None, ParameterPrice] = {}
         for name, blocks in zip(group.names, group.blocks, strict=True):

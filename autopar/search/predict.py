@@ -18,7 +18,7 @@ from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
-from autopar.search.evaluate import Priced, exposed_step_sync, exposed_sync, layout_of, spread
+from autopar.search.evaluate import Priced, exposed_step_sync, exposed_sync, layout_of, needs_of, spread
 from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
@@ -218,7 +218,7 @@ def _by_axis(
     """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
     load, mesh = pricing.workload, pricing.mesh
     assignments = spread(load, leaders)
-    spent = [0.0] * len(mesh)
+    passing, spent = load.passing(assignments), [0.0] * len(mesh)
 
     def here(block: int) -> bool:
         return any(stage.first <= block <= stage.last for stage in stages)
@@ -228,8 +228,7 @@ def _by_axis(
         if not times:
             continue
         source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
-        wanted = dict.fromkeys(load.rule(n).operand_layout(p, assignments[n]) for n, p in transfer.uses)
-        for need in wanted:
+        for need in needs_of(load, transfer, assignments, passing):
             for axis, seconds in _axis_seconds(pricing, transfer.tensor, source, *need).items():
                 spent[axis] += times * seconds
     for node, assignment in assignments.items():

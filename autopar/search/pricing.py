@@ -5,7 +5,7 @@ Everything that plans are compared by comes from here, in the search and in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Any
@@ -110,17 +110,22 @@ class OpPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowShape:
-    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Flow``."""
+    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Flow``.
+
+    summed: for what a derived op makes, (mesh axes, pieces) -> 1 where the gradient of so large a part of it is summed
+    over them once a step, with the gradients of parameters, 0 elsewhere.
+    """
 
     sources: Ints
     users: tuple[User, ...]
     fixed: Floats
     per_byte: Floats
+    summed: Mapping[tuple[tuple[int, ...], int], Floats] = field(default_factory=dict)
 
     @property
-    def moves(self) -> bool:
-        """Whether any redistribution costs anything."""
-        return bool(self.fixed.any() or self.per_byte.any())
+    def costs(self) -> bool:
+        """Whether anything costs anything."""
+        return bool(self.summed or self.fixed.any() or self.per_byte.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -275,6 +280,15 @@ class Pricing:
         rows = tensor.rows_of_microbatch(self.num_microbatches)
         affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
         return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+
+    def inputs_s(self, choices: Assignment) -> float:
+        """One microbatch of the step inputs, from the host. choices: of their cluster."""
+        clusters, num_bytes = self.workload.clusters, 0.0
+        for node in clusters.input_dims:
+            value = node.meta["val"]
+            pieces = self.pieces(tuple(clusters.input_placement(node, choice) for choice in choices))
+            num_bytes += value.numel() * value.itemsize / pieces
+        return self.ops.cluster.device.host.copy_seconds(num_bytes) / self.num_microbatches
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
         """Bytes of a microbatch of ``tensor`` on one rank."""

@@ -21,11 +21,12 @@ from autopar.cost_model.ops import compute_itemsize, needs_gradient
 from autopar.cost_model.storages import Saved
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
+from autopar.ir.derived import DerivedUses, Passing, find_derived, passing_axes
 from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
-from autopar.ir.rule import FactorRule
+from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
 
 PRELUDE = -1
@@ -121,6 +122,19 @@ class Workload:
         )
 
     @cached_property
+    def derived(self) -> DerivedUses:
+        """Representative ops on parameters alone, with all uses of what they make."""
+        found: dict[fx.Node, dict[tuple[fx.Node, int], None]] = {}
+        for node, uses in find_derived(self.captured, self.roles).items():
+            own = found.setdefault(self.representative(node), {})
+            own.update(((self.representative(user), position), None) for user, position in uses)
+        return {node: tuple(uses) for node, uses in found.items()}
+
+    def passing(self, assignments: Mapping[fx.Node, Assignment]) -> Passing:
+        """Axes on which summands pass through derived ops, by representative op."""
+        return passing_axes(self.derived, assignments, self.roles)
+
+    @cached_property
     def obstacle(self) -> str | None:
         """Why the batch may not be cut into microbatches."""
         return microbatch_obstacle(self.captured, self.roles)
@@ -169,11 +183,15 @@ class Workload:
 
     @cached_property
     def clusters_of_transfers(self) -> tuple[tuple[int, ...], ...]:
-        """The cluster that each of ``transfers`` comes from, and those of its uses."""
-        return tuple(
-            tuple(self.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses)))
-            for transfer in self.transfers
-        )
+        """Those that the redistributions of each of ``transfers`` depend on."""
+        every = tuple(range(len(self.clusters.clusters)))
+        found = []
+        for transfer in self.transfers:
+            nodes = (transfer.tensor.node, *(node for node, _ in transfer.uses))
+            # Whether summands pass through a derived op is decided by all that use what it makes.
+            apart = self.derived.keys().isdisjoint(nodes)
+            found.append(tuple(self.cluster_of(node).index for node in nodes) if apart else every)
+        return tuple(found)
 
     @cached_property
     def num_blocks(self) -> int:
