@@ -1,12 +1,13 @@
 """Does the plan that is predicted to be fastest run fastest? Measured on two hosts of two ranks each.
 
-    sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--plans 24] [--rounds 5]
+    sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--rounds 5] [--final 6]
 
 The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank may
 use an equal share of the cores and no more, as if it had a device of its own. For every network ``autopar profile``
 measures the hosts, and a step how many rows each expert gets; a plan is searched for each model on that cluster, and
 plans of every kind are estimated there.
-All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts.
+All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts; those
+that may be the fastest in some more rounds.
 
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
 median; those predicted; how much longer the searched plan takes than the fastest of all (regret); and the rank
@@ -44,6 +45,8 @@ BATCH, SEQ, VOCAB = 16, 128, 2048
 NETWORKS = {"fast": None, "1gbit": "rate 1gbit", "100mbit": "rate 100mbit"}
 CGROUP = Path("/sys/fs/cgroup/cpu/autopar-regret")
 PERIOD_US, MOST_SHARES = 5000, 1 << 18
+# Plans that take so many times the best of the rounds run in more of them.
+NEAR = 1.12
 # Of the cores, for the ranks together: with less than all, none of them waits for another's time to end.
 USED = 0.8
 
@@ -243,17 +246,33 @@ def trained(rank: int, job: dict[str, Any]) -> dict[str, list[float]]:
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
         steps[name] = partial(step, parallel, optimizer, parallel.shard_batch(batch()))
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(-1, job["rounds"]):
+    names = list(steps)
+    for number in range(-1, job["rounds"] + job["final"]):
+        if number == job["rounds"]:
+            names = finalists(found)
         # The same order on all ranks, another one each round.
-        for name in random.Random(number).sample(list(steps), len(steps)):
+        for name in random.Random(number).sample(names, len(names)):
             run = steps[name]
             with on_own_share(rank):
                 seconds = [run() for _ in range(job["untimed"] + 1)][-1]
             if number >= 0:
                 found[name].append(seconds)
         if rank == 0:
-            print(f"  round {number + 1} of {job['rounds']}", file=sys.stderr, flush=True)
+            print(f"  round {number + 1} of {job['rounds']} + {job['final']}", file=sys.stderr, flush=True)
     return found
+
+
+def finalists(times: dict[str, list[float]]) -> list[str]:
+    """The plans that may be the fastest, and the searched one, as rank 0 sees it."""
+    best = [min(statistic(own) for own in times.values()) for statistic in (min, np.median)]
+    near = [
+        name
+        for name, own in times.items()
+        if name == "searched" or min(own) <= NEAR * best[0] or np.median(own) <= NEAR * best[1]
+    ]
+    agreed = [near]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
 
 
 def step(parallel: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor]) -> float:
@@ -321,7 +340,7 @@ def table(network: str, model: str, plans: dict[str, tuple[str, float]], times: 
         regret = 100 * (values["searched"] / min(values.values()) - 1)
         order = spearman(list(values.values()), [plans[name][1] for name in values])
         print(f"\nBy the {kind} of the rounds: regret of the searched plan {regret:.1f} %, Spearman {order:.2f}.")
-    print(f"\n{len(least)} plans, {len(times['searched'])} rounds.", flush=True)
+    print(f"\n{len(least)} plans, {min(map(len, times.values()))} to {len(times['searched'])} rounds.", flush=True)
 
 
 def main() -> int:
@@ -330,6 +349,7 @@ def main() -> int:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--plans", type=int, default=99, help="at most, the searched one not counted")
     parser.add_argument("--rounds", type=int, default=5, help="timed, after one that is not")
+    parser.add_argument("--final", type=int, default=6, help="more rounds of the plans that may be the fastest")
     parser.add_argument("--untimed", type=int, default=1, help="steps in a round before the timed one")
     parser.add_argument("--out", type=Path, default=Path("out/regret"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -353,9 +373,8 @@ def main() -> int:
                 job.write_text(json.dumps({"model": model}))
                 plans = planned(model, description, run_ranks(job), folder, options.plans)
                 files = {name: path for name, (path, _) in plans.items()}
-                job.write_text(
-                    json.dumps({"model": model, "plans": files, "rounds": options.rounds, "untimed": options.untimed})
-                )
+                settings = {name: getattr(options, name) for name in ("rounds", "final", "untimed")}
+                job.write_text(json.dumps({"model": model, "plans": files, **settings}))
                 times = run_ranks(job)
                 found = {"cluster": description, "predicted": {n: s for n, (_, s) in plans.items()}, "times": times}
                 (folder / f"{model}.json").write_text(json.dumps(found))

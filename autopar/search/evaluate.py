@@ -13,7 +13,7 @@ from autopar.cost_model.collectives import point_to_point_time
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import ZERO, OpTime
-from autopar.cost_model.step import SyncTime, exposed_time, rematerialised_s
+from autopar.cost_model.step import SyncTime, branch_s, exposed_time, rematerialised_s
 from autopar.ir.derived import Passing, left_to_sum
 from autopar.ir.placement import Layout, replicated
 from autopar.ir.redistribution import reduces_or_exchanges
@@ -276,6 +276,7 @@ class _Ops:
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.num_microbatches)
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
+                twice += branch_s(pricing.ops.cluster.device)
         activations = load.activations[kind]
         batches = pricing.mesh, pricing.num_microbatches
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)

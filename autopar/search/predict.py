@@ -6,7 +6,7 @@ The search, an estimate of pinned degrees and a plan edited by hand are all judg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from autopar.cost_model.collectives import point_to_point_time, time_over_stages
@@ -98,11 +98,11 @@ def predict(
     ]
     passing = [0.0] * len(stages)
     if cluster.device.is_cpu:
-        # The core that computes also sends and receives.
+        # The core that computes also sends and receives. How long it waits for the other is up to the simulation.
         for number, link in enumerate(links):
             if shape.rank_of(number) != shape.rank_of(number + 1):
                 for neighbour in (number, number + 1):
-                    passing[neighbour] += point_to_point_time(0.0, link)
+                    passing[neighbour] += point_to_point_time(0.0, replace(link, wait_s=0.0))
         for passes in (forward, backward, inputs):
             passes[:] = [seconds + extra for seconds, extra in zip(passes, passing, strict=True)]
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
