@@ -118,6 +118,8 @@ class _BatchSweep:
     trained: set[fx.Node] = field(init=False)
     # Values being asked for a batch dimension further up the call stack.
     asking: set[_Value] = field(default_factory=set)
+    # Whether one came from behind, so that ops before may have to follow.
+    demanded: bool = False
 
     def __post_init__(self) -> None:
         self.rules = {node: rule_for(node) for node in op_nodes(self.captured.graph)}
@@ -129,14 +131,13 @@ class _BatchSweep:
                 self.tags[node, 0] = step.batch_dim
 
     def run(self) -> None:
-        """Sweep until nothing changes. A sweep after the first is due only where a batch came from behind."""
-        changed = True
-        while changed:
-            before = len(self.tags)
+        """Sweep until no batch comes from behind any more."""
+        self.demanded = True
+        while self.demanded:
+            self.demanded = False
             self.obstacles.clear()
             for node in self.rules:
                 self.visit(node)
-            changed = len(self.tags) != before
 
     def can_shard(self, rule: FactorRule, factor: str) -> bool:
         if id(rule) not in self.shardable:
@@ -231,6 +232,7 @@ class _BatchSweep:
                 self.asking.discard(value)
                 return False
         self.asking.discard(value)
+        self.demanded = True
         self.choice[node] = factor
         for other, result in enumerate(rule.results):
             other_dim = dim_of(result, factor, rule)

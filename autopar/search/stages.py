@@ -33,6 +33,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.search.instance import Floats, Ints
 
@@ -151,7 +152,8 @@ def _cut(
     if len(live) > len(blocks):
         return None
     ranges = _ranges(blocks, levels)
-    if not ranges.may_fit(live, budget):
+    fitting = ranges.fitting(live, budget)
+    if not fitting.cover():
         return None
     sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
     fastest = float(ranges.fastest[-1])
@@ -161,7 +163,7 @@ def _cut(
 
     bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
     while True:
-        search = _Search(ranges, live, weights[0], sends, budget, bound)
+        search = _Search(fitting, weights[0], sends, bound)
         least = search.least_longest()
         best = search.least_sum(float(np.nextafter(least, np.inf))) if np.isfinite(least) else None
         if best is None:
@@ -197,12 +199,10 @@ class _Answer:
 class _Search:
     """Cuts all of whose stages are shorter than ``bound`` seconds."""
 
-    def __init__(
-        self, ranges: _Ranges, live: Sequence[int], weight: float, sends: Floats, budget: float, bound: float
-    ) -> None:
-        self.ranges, self.weight, self.sends, self.bound = ranges, weight, sends, bound
-        self.solved = ranges.solve(tuple(dict.fromkeys(live)), budget, bound)
-        self.times = [self.solved.of(count) for count in live]
+    def __init__(self, fitting: _Fitting, weight: float, sends: Floats, bound: float) -> None:
+        self.ranges, self.weight, self.sends, self.bound = fitting.ranges, weight, sends, bound
+        self.solved = fitting.ranges.solve(fitting, bound)
+        self.times = [self.solved.of(count) for count in fitting.live]
         self.possible = np.isfinite(sends)
 
     def _windows(self, limit: float) -> list[slice] | None:
@@ -253,6 +253,27 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Which ranges (columns) may fit into ``budget`` with how many microbatches alive (rows), whatever that takes.
+
+    live: of each stage. rows: of each number of them.
+    """
+
+    ranges: _Ranges
+    live: Sequence[int]
+    budget: float
+    rows: dict[int, int]
+    fits: NDArray[np.bool_]
+
+    def cover(self) -> bool:
+        """Whether stages that may fit cover all blocks. Each takes as many as it can: what fits, fits in part."""
+        end, known = 0, self.ranges.known
+        for count in self.live:
+            end += int(np.count_nonzero(self.fits[self.rows[count]][known[end, end + 1 :]]))
+        return end >= self.ranges.n
+
+
+@dataclass(frozen=True, slots=True)
 class _Solved:
     """Of every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
     inf where nothing fits or it is too long, and the levels for that."""
@@ -298,7 +319,11 @@ class _Ranges:
         every = range(len(LEVELS))
         self.time = [_prefix([b.time_s[level] for b in blocks]) for level in every]
         self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
-        self.least = _prefix([min(b.saved_bytes) for b in blocks])
+        # The least that blocks keep if none is rematerialised more strongly than at a level.
+        usable = [[other for other in range(level + 1) if self.allowed[other]] for level in every]
+        self.least = [
+            _prefix([min(b.saved_bytes[other] for other in own) for b in blocks]) if own else None for own in usable
+        ]
         self.static = _prefix([b.static_bytes for b in blocks])
         self.begins, self.ends, self.known = _distinct(_runs(blocks))
         self.workspace = self._largest([b.workspace_bytes for b in blocks])
@@ -316,27 +341,29 @@ class _Ranges:
         ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
         return np.asarray(ends, dtype=np.int64)
 
-    def may_fit(self, live: Sequence[int], budget: float) -> bool:
-        """Whether there are cuts if the strongest levels had no price beside the bytes that they keep."""
-        end = 0
-        for count in live:
-            held = count * self.least + self.static
-            end = int(np.searchsorted(held, held[end] + budget * (1 + 1e-9) + 1e-6, side="right")) - 1
-        return end >= self.n
+    def fitting(self, live: Sequence[int], budget: float) -> _Fitting:
+        """The ranges that may fit with as many microbatches alive as some stage has."""
+        lives, begins, ends = tuple(dict.fromkeys(live)), self.begins, self.ends
+        fixed = self.static[ends] - self.static[begins] + self.workspace
+        fits = np.zeros((len(lives), len(begins) + 1), dtype=bool)
+        for level, least in enumerate(self.least):
+            if least is not None and self.allowed[level]:
+                room = budget * (1 + 2e-9) + 2e-6 - fixed - self.recomputed[level]
+                fits[:, :-1] |= np.array(lives)[:, None] * (least[ends] - least[begins]) <= room
+        return _Fitting(self, live, budget, {count: row for row, count in enumerate(lives)}, fits)
 
-    def solve(self, lives: tuple[int, ...], budget: float, bound: float) -> _Solved:
-        """The ranges that may take less than ``bound`` seconds, with each of ``lives`` microbatches alive."""
-        begins, ends, shape = self.begins, self.ends, (len(lives), len(self.begins) + 1)
+    def solve(self, fitting: _Fitting, bound: float) -> _Solved:
+        """The ranges that may fit and take less than ``bound`` seconds."""
+        begins, ends, shape, budget = self.begins, self.ends, fitting.fits.shape, fitting.budget
         best = np.full(shape, np.inf)
         full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        live = np.array(lives)[:, None]
-        least = live * (self.least[ends] - self.least[begins]) + self.static[ends] - self.static[begins]
-        wanted = np.nonzero((least <= budget + 1e-6) & (ends <= self.reach(bound)[begins]))
+        live = np.array(list(fitting.rows))[:, None]
+        wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
         tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
             self._solve_some(row * shape[1] + number, number, live[row, 0], budget, *tables)
-        return _Solved(self, {count: row for row, count in enumerate(lives)}, best, full, partly, middle)
+        return _Solved(self, fitting.rows, best, full, partly, middle)
 
     def _solve_some(
         self, some: Ints, number: Ints, lives: Ints, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
