@@ -111,7 +111,7 @@ class _Builder:
         self.flows: list[Flow] = []
         own = self.load.clusters.inputs.index
         every = range(len(self.options[own]))
-        self.costs[own] += [self.count * pricing.inputs_s(self.options[own].leader(option)) for option in every]
+        self.costs[own] += [self.count * pricing.feeding_s(self.options[own].leader(option)) for option in every]
 
     def run(self) -> Built:
         if self.weights.activations:

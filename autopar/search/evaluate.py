@@ -174,7 +174,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
             send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
             made[key] = own[block.kind].block(pricing, moved, sum(again for _, again in into), held, send)
         blocks.append(made[key])
-    prelude = pricing.inputs_s(inputs)
+    prelude = pricing.feeding_s(inputs)
     prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number][0].forward_s for number in load.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)

@@ -281,7 +281,7 @@ class Pricing:
         affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
         return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
 
-    def inputs_s(self, choices: Assignment) -> float:
+    def feeding_s(self, choices: Assignment) -> float:
         """One microbatch of the step inputs, from the host. choices: of their cluster."""
         clusters, num_bytes = self.workload.clusters, 0.0
         for node in clusters.input_dims:
