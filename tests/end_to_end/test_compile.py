@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from tests.end_to_end.stacks import batch, stack
@@ -56,9 +57,22 @@ def test_one_rank() -> None:
     assert 0 < compiled["graphs"] <= 4
 
 
+class _Wide(nn.Module):
+    """Layers large enough that dividing their backward pays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 def _schedule(compiled: bool) -> str:
     constraints = {"pp": 2, "num_microbatches": 4}
-    parallel = autopar.parallelize(stack(depth=4), 2, example_inputs=batch(), compile=compiled, **constraints)
+    parallel = autopar.parallelize(
+        _Wide(), 2, example_inputs={"x": torch.randn(512, 512)}, compile=compiled, **constraints
+    )
     return parallel.plan.schedule
 
 
