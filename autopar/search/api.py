@@ -24,7 +24,7 @@ from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict
 from autopar.search.refine import refine
 from autopar.search.result import Baseline, SearchResult
-from autopar.search.stages import LEVELS, Stage
+from autopar.search.stage import LEVELS, Stage
 from autopar.search.workload import Workload
 
 

@@ -30,8 +30,9 @@ from autopar.ir.rule import Assignment, Choice
 from autopar.search.codes import decode, decode_need, encode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
+from autopar.search.known_prices import FlowShape, ParameterShape
 from autopar.search.options import Options
-from autopar.search.pricing import FlowShape, ParameterShape, Pricing
+from autopar.search.pricing import Pricing
 from autopar.search.workload import ParameterGroup, Transfer, Workload
 
 # The choices that a cluster may make along a mesh axis (by position).

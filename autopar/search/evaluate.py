@@ -19,7 +19,7 @@ from autopar.ir.placement import Layout, replicated
 from autopar.ir.redistribution import reduces_or_exchanges
 from autopar.ir.rule import Assignment
 from autopar.search.pricing import ParameterPrice, Pricing
-from autopar.search.stages import LEVELS, BlockCost, Stage
+from autopar.search.stage import LEVELS, BlockCost, Stage
 from autopar.search.workload import PRELUDE, Tensor, Transfer, Workload
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Priced:
     layouts: Mapping[str, Layout]
 
     def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
-        """For ``stages.cut``: what happens once a step is spread over the microbatches."""
+        """For ``cuts.cut``: what happens once a step is spread over the microbatches."""
         cluster = pricing.ops.cluster
         link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
         count = pricing.num_microbatches

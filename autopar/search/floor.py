@@ -24,7 +24,7 @@ from torch import fx
 from autopar.cost_model.ops import OpCost, is_contraction
 from autopar.cost_model.storages import Saved
 from autopar.search.instance import Floats, Ints
-from autopar.search.pricing import OpPrices
+from autopar.search.known_prices import OpPrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
 from autopar.search.constraints import Constraints
 from autopar.search.leaf import Configuration, Inner, Solver
-from autopar.search.stages import Stage, stage_memory
+from autopar.search.stage import Stage, stage_memory
 
 GIB = float(1 << 30)
 

@@ -20,13 +20,15 @@ from autopar.ir.schedule import STEADY_ROUNDS, Pipelining, Schedule
 from autopar.search.ahead import Ahead, Job
 from autopar.search.build import Weights, build
 from autopar.search.constraints import Constraints, role_of_axis
+from autopar.search.cuts import Cuts, cut
 from autopar.search.evaluate import Priced, evaluate
 from autopar.search.floor import Floor
 from autopar.search.ilp import solve
+from autopar.search.known_prices import MeshPrices, OpPrices
 from autopar.search.predict import Predicted, predict
-from autopar.search.pricing import MeshPrices, OpPrices, Pricing
+from autopar.search.pricing import Pricing
 from autopar.search.roles import Choices, Rules
-from autopar.search.stages import LEVELS, BlockCost, Cuts, Stage, cut
+from autopar.search.stage import LEVELS, BlockCost, Stage
 from autopar.search.workload import Workload
 
 # Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.

@@ -23,7 +23,7 @@ from dataclasses import replace
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.ir.schedule import Order
 from autopar.search.evaluate import BlockPrice, Priced
-from autopar.search.stages import Stage
+from autopar.search.stage import Stage
 
 
 def fullest_moment(

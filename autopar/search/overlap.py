@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from autopar.cost_model.streams import COMPUTE, Span, Streams
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.evaluate import BlockPrice
-from autopar.search.stages import Stage
+from autopar.search.stage import Stage
 
 GATHER, REDUCE, SEND = "gather", "reduce", "send"
 STREAMS = (COMPUTE, GATHER, REDUCE, SEND)

@@ -18,7 +18,7 @@ from autopar.search.evaluate import spread
 from autopar.search.predict import Predicted, tokens_per_step
 from autopar.search.pricing import Pricing
 from autopar.search.roles import role_of
-from autopar.search.stages import Stage
+from autopar.search.stage import Stage
 from autopar.search.workload import Workload
 
 

@@ -22,7 +22,7 @@ from autopar.search.evaluate import Priced, exposed_step_sync, exposed_sync, lay
 from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
-from autopar.search.stages import Stage
+from autopar.search.stage import Stage
 from autopar.search.workload import Tensor, Workload
 
 

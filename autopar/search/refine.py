@@ -23,7 +23,7 @@ from autopar.search.evaluate import evaluate_stages
 from autopar.search.leaf import Candidate, Solver
 from autopar.search.outer import TOLERANCE
 from autopar.search.pricing import Pricing
-from autopar.search.stages import Stage
+from autopar.search.stage import Stage
 
 MAX_KINDS = 4
 MAX_PREFETCH = 3

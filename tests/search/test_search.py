@@ -25,7 +25,8 @@ from autopar.search.constraints import Constraints
 from autopar.search.evaluate import evaluate
 from autopar.search.ilp import solve
 from autopar.search.instance import value
-from autopar.search.pricing import MeshPrices, OpPrices, Pricing
+from autopar.search.known_prices import MeshPrices, OpPrices
+from autopar.search.pricing import Pricing
 from autopar.search.roles import Choices, Rules
 from autopar.search.workload import PRELUDE, Workload
 

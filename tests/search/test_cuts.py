@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.stages import LEVELS, BlockCost, Stage, cut, cuts_time, stage_memory
+from autopar.search.cuts import cut, cuts_time
+from autopar.search.stage import LEVELS, BlockCost, Stage, stage_memory
 
 
 def brute_force(blocks, live, weights, budget, levels) -> float | None:

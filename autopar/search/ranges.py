@@ -1,265 +1,30 @@
-"""Stage cuts by exact dynamic programming.
-
-Blocks 0..n-1 in order are cut into P stages. A stage takes some first blocks fully rematerialised, the next ones
-partly, at one of two levels, and keeps the activations of the rest. Per microbatch, block b at level l takes T_l[b]
-seconds and leaves A_l[b] bytes alive until its backward; a cut before block b costs S[b] seconds each step on the
-critical path. Stage i keeps K_i microbatches alive and must fit
-
-    sum static[b]  +  K_i sum A_level(b)[b]  +  max workspace[b]  +  R   <=   budget
-
-where R, present only if the stage rematerialises, is what one block holds while it is recomputed: the largest
-A_none - A_level over the blocks of the stage, for the strongest level used. The objective is the closed form of
-the schedule (``simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
-
-    alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
-
-A stage wants nothing but little time, so every range of blocks has one best use of levels for each K
-(``_Ranges``, all ranges at once). With no stage as long as T, over the number of stages and the blocks they cover,
-
-    F_0(0) = 0,    F_{i+1}(b) = min { F_i(a) + S[a] + alpha t_i(a, b) : a < b, t_i(a, b) < T }
-
-gives the least sum. T starts at a bound and is lowered to the longest stage of each answer, until no sum can make up
-for the least longest stage that there is; so the best of the answers is the best of all cuts with stages shorter than
-the bound. If longer ones might do better, the bound is raised to what they could have at most. O(P n w) for each T,
-with w blocks in the longest stage that T allows; two or three of them do unless rematerialisation makes sum and maximum
-disagree.
-"""
+"""The best rematerialisation levels for every range of blocks that could be a stage, all ranges at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.instance import Floats, Ints
+from autopar.search.stage import LEVELS, BlockCost, Stage
 
 # (range, block) pairs that are looked at together.
 _CHUNK = 1 << 20
 
-# The first bound on the longest stage, of one as long as the mean or the longest block.
-_FIRST_BOUND = 1.5
-
-# From the one that keeps most; ``autopar.cost_model.activations`` says what each keeps.
-LEVELS = ("none", "selective", "alternate", "full")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCost:
-    """One block in one plan.
-
-    time_s, saved_bytes: per microbatch, at each of LEVELS. static_bytes: parameters, gradients, optimiser.
-    workspace_bytes: held only while the block runs. send_s: of a cut before this block.
-    """
-
-    time_s: tuple[float, ...]
-    saved_bytes: tuple[float, ...]
-    static_bytes: float
-    workspace_bytes: float = 0.0
-    send_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Blocks ``first`` to ``last``: the first ``full`` at level full, ``alternate`` at level alternate, and so on.
-
-    offload: what ZeRO shards of them is in host memory.
-    """
-
-    first: int
-    last: int
-    full: int = 0
-    alternate: int = 0
-    selective: int = 0
-    offload: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        return self.last - self.first + 1
-
-    def level(self, block: int) -> int:
-        """Index into LEVELS for block ``block``."""
-        offset = block - self.first
-        for level, count in ((3, self.full), (2, self.alternate), (1, self.selective)):
-            if offset < count:
-                return level
-            offset -= count
-        return 0
-
-    @property
-    def strongest(self) -> int:
-        """Index into LEVELS of the strongest level of a block."""
-        return self.level(self.first)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cuts:
-    """The best stages and their objective in seconds."""
-
-    stages: tuple[Stage, ...]
-    time_s: float
-
-
-def stage_time(blocks: Sequence[BlockCost], stage: Stage) -> float:
-    """Seconds of one microbatch, forward and backward."""
-    return sum(blocks[b].time_s[stage.level(b)] for b in range(stage.first, stage.last + 1))
-
-
-def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
-    """Bytes a rank of the stage needs with ``live`` microbatches in flight."""
-    inside = range(stage.first, stage.last + 1)
-    return (
-        sum(blocks[b].static_bytes for b in inside)
-        + live * sum(blocks[b].saved_bytes[stage.level(b)] for b in inside)
-        + max(blocks[b].workspace_bytes for b in inside)
-        + max(blocks[b].saved_bytes[0] - blocks[b].saved_bytes[stage.strongest] for b in inside)
-    )
-
-
-def cuts_time(blocks: Sequence[BlockCost], stages: Sequence[Stage], weights: tuple[float, float]) -> float:
-    """The objective. weights: alpha and beta."""
-    times = [stage_time(blocks, stage) for stage in stages]
-    sends = sum(blocks[stage.first].send_s for stage in stages[1:])
-    return weights[0] * sum(times) + weights[1] * max(times) + sends
-
-
-def cut(
-    blocks: Sequence[BlockCost],
-    live: Sequence[int],
-    weights: tuple[float, float],
-    budget_bytes: float,
-    levels: Sequence[str] = LEVELS,
-) -> Cuts | None:
-    """The best cuts into ``len(live)`` stages; None if nothing fits.
-
-    live: microbatches in flight in each stage. weights: alpha and beta of the objective. levels: rematerialisation
-    levels that may be used.
-    """
-    return _cut(tuple(blocks), tuple(live), weights, budget_bytes, tuple(levels))
-
-
-@lru_cache(maxsize=256)
-def _cut(
-    blocks: tuple[BlockCost, ...],
-    live: tuple[int, ...],
-    weights: tuple[float, float],
-    budget: float,
-    levels: tuple[str, ...],
-) -> Cuts | None:
-    if len(live) > len(blocks):
-        return None
-    ranges = _ranges(blocks, levels)
-    fitting = ranges.fitting(live, budget)
-    if not fitting.cover():
-        return None
-    sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
-    fastest = float(ranges.fastest[-1])
-
-    def objective(answer: _Answer) -> float:
-        return answer.total + weights[1] * answer.longest
-
-    bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
-    while True:
-        search = _Search(fitting, weights[0], sends, bound)
-        least = search.least_longest()
-        best = search.least_sum(float(np.nextafter(least, np.inf))) if np.isfinite(least) else None
-        if best is None:
-            if np.isinf(bound):
-                return None
-            bound = np.inf
-            continue
-        # Often the shortest longest stage costs nothing, and that is all.
-        other = search.least_sum(bound)
-        while other is not None and other.total + weights[1] * least < objective(best):
-            best = min(best, other, key=objective)
-            other = search.least_sum(other.longest)
-        # The sum takes ``fastest`` at least, so the longest stage of anything better is shorter than this.
-        over = objective(best) - weights[0] * fastest
-        if np.isinf(bound) or over <= weights[1] * bound:
-            break
-        bound = over / weights[1] * (1 + 1e-9) if weights[1] else np.inf
-    stages = []
-    for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
-        stages.append(search.solved.stage(begin, end, count))
-    return Cuts(stages=tuple(stages), time_s=objective(best))
-
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """total: the sum. longest: the longest stage. bounds: the first block of each stage, and the number of blocks."""
-
-    total: float
-    longest: float
-    bounds: list[int]
-
-
-class _Search:
-    """Cuts all of whose stages are shorter than ``bound`` seconds."""
-
-    def __init__(self, fitting: _Fitting, weight: float, sends: Floats, bound: float) -> None:
-        self.ranges, self.weight, self.sends, self.bound = fitting.ranges, weight, sends, bound
-        self.solved = fitting.ranges.solve(fitting, bound)
-        self.times = [self.solved.of(count) for count in fitting.live]
-        self.possible = np.isfinite(sends)
-
-    def _windows(self, limit: float) -> list[slice] | None:
-        """Where the stages can begin, and end, if each is shorter than ``limit``; None if they cannot."""
-        reach, count = self.ranges.reach(limit), len(self.times)
-        high = [0]
-        for _ in range(count):
-            high.append(int(reach[high[-1]]))
-        if high[-1] < self.ranges.n:
-            return None
-        low = [self.ranges.n]
-        for number in reversed(range(count)):
-            low.append(max(number, int(np.searchsorted(reach, low[-1]))))
-        return [slice(begin, end + 1) for begin, end in zip(reversed(low), high, strict=True)]
-
-    def least_longest(self) -> float:
-        """The shortest that the longest stage can be; inf if there are no cuts."""
-        windows = self._windows(self.bound)
-        if windows is None:
-            return float("inf")
-        front = np.zeros(1)
-        for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
-            stage = np.where(self.possible[begin, None], times[self.ranges.known[begin, end]], np.inf)
-            front = np.maximum(front[:, None], stage).min(axis=0)
-        return float(front[-1])
-
-    def least_sum(self, limit: float) -> _Answer | None:
-        """The least sum with every stage shorter than ``limit``."""
-        windows = self._windows(limit)
-        if windows is None:
-            return None
-        front, back = np.zeros(1), []
-        for times, (begin, end) in zip(self.times, pairwise(windows), strict=True):
-            stage = times[self.ranges.known[begin, end]]
-            costs = np.where(stage < limit, self.weight * stage, np.inf) + self.sends[begin, None]
-            grown = front[:, None] + costs
-            back.append(grown.argmin(axis=0))
-            front = grown.min(axis=0)
-        if not np.isfinite(front[-1]):
-            return None
-        bounds = [self.ranges.n]
-        for begins, begin, end in zip(reversed(back), reversed(windows[:-1]), reversed(windows[1:]), strict=True):
-            bounds.append(begin.start + int(begins[bounds[-1] - end.start]))
-        bounds.reverse()
-        known = [self.ranges.known[a, b] for a, b in pairwise(bounds)]
-        longest = max(float(times[number]) for times, number in zip(self.times, known, strict=True))
-        return _Answer(float(front[-1]), longest, bounds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fitting:
+class Fitting:
     """Which ranges (columns) may fit into ``budget`` with how many microbatches alive (rows), whatever that takes.
 
     live: of each stage. rows: of each number of them.
     """
 
-    ranges: _Ranges
+    ranges: Ranges
     live: Sequence[int]
     budget: float
     rows: dict[int, int]
@@ -274,11 +39,11 @@ class _Fitting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class Solved:
     """Of every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
     inf where nothing fits or it is too long, and the levels for that."""
 
-    ranges: _Ranges
+    ranges: Ranges
     rows: dict[int, int]
     times: Floats
     full: Ints
@@ -286,7 +51,7 @@ class _Solved:
     middle: Ints
 
     def of(self, live: int) -> Floats:
-        """Seconds of the ranges, by number as in ``_Ranges.known``."""
+        """Seconds of the ranges, by number as in ``Ranges.known``."""
         return np.asarray(self.times[self.rows[live]])
 
     def stage(self, begin: int, end: int, live: int) -> Stage:
@@ -302,8 +67,8 @@ class _Solved:
         )
 
 
-class _Ranges:
-    """Best levels for every range [a, b) of blocks.
+class Ranges:
+    """Ranges [a, b) of blocks, those that differ by number: ``known[a, b]`` is that of [a, b).
 
     With m the end of the fully and k the end of the partly rematerialised blocks, a <= m <= k <= b, time and saved
     bytes are sums over prefixes: both separate into a term of m, one of k, and one of the range. The level of the
@@ -341,7 +106,7 @@ class _Ranges:
         ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
         return np.asarray(ends, dtype=np.int64)
 
-    def fitting(self, live: Sequence[int], budget: float) -> _Fitting:
+    def fitting(self, live: Sequence[int], budget: float) -> Fitting:
         """The ranges that may fit with as many microbatches alive as some stage has."""
         lives, begins, ends = tuple(dict.fromkeys(live)), self.begins, self.ends
         fixed = self.static[ends] - self.static[begins] + self.workspace
@@ -350,9 +115,9 @@ class _Ranges:
             if least is not None and self.allowed[level]:
                 room = budget * (1 + 2e-9) + 2e-6 - fixed - self.recomputed[level]
                 fits[:, :-1] |= np.array(lives)[:, None] * (least[ends] - least[begins]) <= room
-        return _Fitting(self, live, budget, {count: row for row, count in enumerate(lives)}, fits)
+        return Fitting(self, live, budget, {count: row for row, count in enumerate(lives)}, fits)
 
-    def solve(self, fitting: _Fitting, bound: float) -> _Solved:
+    def solve(self, fitting: Fitting, bound: float) -> Solved:
         """The ranges that may fit and take less than ``bound`` seconds."""
         begins, ends, shape, budget = self.begins, self.ends, fitting.fits.shape, fitting.budget
         best = np.full(shape, np.inf)
@@ -363,7 +128,7 @@ class _Ranges:
         tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
             self._solve_some(row * shape[1] + number, number, live[row, 0], budget, *tables)
-        return _Solved(self, fitting.rows, best, full, partly, middle)
+        return Solved(self, fitting.rows, best, full, partly, middle)
 
     def _solve_some(
         self, some: Ints, number: Ints, lives: Ints, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
@@ -431,7 +196,7 @@ class _Ranges:
 
 
 # Plans of a leaf differ in schedule and memory, not in blocks.
-_ranges = lru_cache(maxsize=16)(_Ranges)
+ranges_of = lru_cache(maxsize=16)(Ranges)
 
 
 def _runs(blocks: Sequence[BlockCost]) -> tuple[int, ...]:
