@@ -10,8 +10,6 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-_PARTS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Clock:
@@ -23,13 +21,11 @@ class Clock:
 
     def time(self, run: Callable[[], object]) -> float:
         """Seconds of one call of ``run`` on the slowest rank. Every rank has to call this, with the same to do."""
-        for _ in range(2):  # the first call allocates
+        once = self._repeat(run, 1)  # which allocates
+        if once < self.seconds:
             once = self._repeat(run, 1)
         # Repeats are agreed on: ranks that communicate need the same number.
-        repeats = max(1, min(self.most_repeats, ceil(self.seconds / max(once, 1e-9))))
-        # In parts, as now and then something else takes the machine's time.
-        parts = min(_PARTS, repeats)
-        return min(self._repeat(run, ceil(repeats / parts)) for _ in range(parts))
+        return self._repeat(run, max(1, min(self.most_repeats, ceil(self.seconds / max(once, 1e-9)))))
 
     def _repeat(self, run: Callable[[], object], repeats: int) -> float:
         dist.barrier()

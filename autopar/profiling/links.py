@@ -25,14 +25,14 @@ from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples, 
 # any bucket or block is bound by the page faults of new memory.
 _SIZES = tuple(1 << power for power in range(12, 33, 2))
 _LARGEST_ON_CPU = 1 << 24
-_LONGEST = 10
+_LONGEST = 20
 
 # Rows, columns and depth of the product that an all-reduce runs beside, and what that takes of the product's seconds.
 _GPU_PRODUCT, _CPU_PRODUCT = 4096, 256
 _BESIDE = 0.6
 
 # Seconds of compute before each of so many small all-reduces.
-_BETWEEN_S, _WAITS = 4e-3, 8
+_BETWEEN_S, _WAITS = 4e-3, 24
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from autopar.profiling.fit import description_of
 from autopar.profiling.links import measure_links
 from autopar.profiling.samples import Samples
 from autopar.runtime.launch import this_device
+
+# Everything is measured so many times, one pass after the other: what else the machine does lasts longer than a
+# measurement, but seldom through all of them.
+_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,26 @@ class Profile:
 def profile(progress: Callable[[str], object], *, like: str | None = None, seconds: float = 0.2) -> Profile:
     """Measure with all ranks of the default group, each of which calls this and gets the same.
 
-    like: the catalogue's entry to start from, for a GPU that it does not have. seconds: spent on each measurement.
+    like: the catalogue's entry to start from, for a GPU that it does not have. seconds: spent on each measurement,
+    over all passes.
     Raises InvalidCluster where the GPU is unknown or the nodes have different numbers of ranks.
     """
     device = this_device()
     gpu = find_gpu(like).name.lower() if like else catalogue_name(device)
     cluster = make_cluster(gpu, dist.get_world_size(), _ranks_per_node(device))
-    samples, clock = Samples(), Clock(device, seconds=seconds)
-    measure_compute(samples, clock, cluster.device.precisions, progress)
-    if cluster.num_gpus > 1:
-        measure_links(samples, clock, cluster, progress)
+    clock, passes = Clock(device, seconds=seconds / _PASSES), []
+    for number in range(_PASSES):
+        samples, report = Samples(), partial(_report, progress, number + 1)
+        measure_compute(samples, clock, cluster.device.precisions, report)
+        if cluster.num_gpus > 1:
+            measure_links(samples, clock, cluster, report)
+        passes.append(samples)
+    samples = Samples.undisturbed(passes)
     return Profile(samples, description_of(samples, cluster, gpu))
+
+
+def _report(progress: Callable[[str], object], number: int, doing: str) -> None:
+    progress(f"{number} of {_PASSES}: {doing}")
 
 
 def _ranks_per_node(device: torch.device) -> int:

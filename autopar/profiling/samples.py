@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import get_args
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, get_args
 
 from autopar.cost_model.cluster import Group
 from autopar.cost_model.description import Kind
@@ -101,3 +103,34 @@ class Samples:
     waited: list[Waited] = field(default_factory=list)
     launch_s: float = 0.0
     transcendental_s: float = 0.0
+
+    @classmethod
+    def undisturbed(cls, passes: list[Samples]) -> Samples:
+        """The least time of each thing, as what else a machine does only adds; overlaps and waits of every pass."""
+        return cls(
+            products=_least(one.products for one in passes),
+            attention=_least(one.attention for one in passes),
+            traffic=_least(one.traffic for one in passes),
+            communicated=_least(one.communicated for one in passes),
+            overlapped=[one for samples in passes for one in samples.overlapped],
+            waited=[one for samples in passes for one in samples.waited],
+            launch_s=min(one.launch_s for one in passes),
+            transcendental_s=min(one.transcendental_s for one in passes),
+        )
+
+
+_Timed = TypeVar("_Timed", Product, AttentionRun, Traffic, Communicated)
+
+
+def _least(passes: Iterable[list[_Timed]]) -> list[_Timed]:
+    """Of what is alike the first of each pass is compared with the firsts, the second with the seconds, and so on."""
+    found: dict[tuple[_Timed, int], _Timed] = {}
+    for samples in passes:
+        times: Counter[_Timed] = Counter()
+        for one in samples:
+            alike = replace(one, seconds=0.0)
+            times[alike] += 1
+            known = found.setdefault((alike, times[alike]), one)
+            if one.seconds < known.seconds:
+                found[alike, times[alike]] = one
+    return list(found.values())

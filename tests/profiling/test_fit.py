@@ -128,6 +128,24 @@ def test_messages_that_were_delayed_do_not_count() -> None:
     assert fitted.inter_node.relative("send") == pytest.approx(RELATIVE["send"], rel=0.05)
 
 
+def test_a_pass_in_which_the_machine_was_busy_does_not_count() -> None:
+    truth = true_cluster()
+    passes = [samples_of(truth) for _ in range(3)]
+    group = truth.group(Mesh.of(stage=4, rank=8), 0)
+    for number, samples in enumerate(passes):
+        busy = 10.0 if number == 1 else 1.0
+        samples.waited.append(Waited(group, 1e-3 + busy * 1e-3, 1e-3))
+        samples.launch_s *= busy
+        samples.products = [replace(one, seconds=busy * one.seconds) for one in samples.products]
+    # What took too long for its turn is left out of a pass.
+    del passes[1].communicated[10:]
+    found = Samples.undisturbed(passes)
+    assert (found.products, found.communicated) == (passes[0].products, passes[0].communicated)
+    fitted = cluster_from_dict(description_of(found, make_cluster("a100", 32), "a100-80gb"))
+    assert fitted.inter_node.wait_s == pytest.approx(1e-3)
+    assert fitted.device.kernel_launch_s == pytest.approx(5e-6, rel=1e-3)
+
+
 def test_axes_inside_nodes_between_them_and_over_all() -> None:
     def groups(count: int, per_node: int) -> set[tuple[int, int]]:
         cluster = make_cluster("a100", count, per_node)
