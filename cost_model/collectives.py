@@ -132,6 +132,10 @@ class Fabric:
     def group(self, axes: int | Sequence[int]) -> Group:
         return self.groups[axes] if isinstance(axes, int) else self.cluster.group(self.mesh, axes)
 
+    def link(self, axes: int | Sequence[int]) -> Link:
+        """The slowest link of the group over one axis, or over several jointly."""
+        return self.cluster.inter_node if self.group(axes).spans_nodes else self.cluster.intra_node
+
     def time(
         self, collective: Collective, payload_bytes: float, axes: int | Sequence[int], kind: str | None = None
     ) -> float:
@@ -140,10 +144,7 @@ class Fabric:
 
     def overlap(self, axes: int | Sequence[int], zero: int) -> float:
         """Share of the synchronisation of gradients that can run beside compute. FSDP needs streams for that."""
-        cluster = self.cluster
-        if zero:
-            return float(not cluster.device.is_cpu)
-        return (cluster.inter_node if self.group(axes).spans_nodes else cluster.intra_node).overlap
+        return float(not self.cluster.device.is_cpu) if zero else self.link(axes).overlap
 
     def rate(self, collective: Collective, axis: int) -> tuple[float, float]:
         """Seconds of a collective along an axis: fixed, and for each byte of its payload."""

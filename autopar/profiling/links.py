@@ -31,8 +31,9 @@ _LONGEST = 20
 _GPU_PRODUCT, _CPU_PRODUCT = 4096, 256
 _BESIDE = 0.6
 
-# Seconds of compute before each of so many small all-reduces.
-_BETWEEN_S, _WAITS = 4e-3, 24
+# Seconds of compute before each of so many small all-reduces, about those of a layer. How far ranks come apart grows with
+# them: from 1 ms after 4 ms to 4 or 5 ms after 15 to 60 ms, on four ranks that shared two cores.
+_BETWEEN_S, _WAITS = 16e-3, 12
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:
