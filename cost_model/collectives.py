@@ -46,7 +46,10 @@ def volume_bytes(collective: Collective, payload_bytes: float, size: int) -> flo
 def collective_time(
     collective: Collective, payload_bytes: float, group: Group, cluster: Cluster, kind: str | None = None
 ) -> float:
-    """Seconds of one collective. ``payload_bytes`` as in the table above. kind: its name in the link, if another."""
+    """Seconds of one collective. ``payload_bytes`` as in the table above. kind: its name in the link, if another.
+
+    Ranks wait for each other as long as after a millisecond of work, which is little; ``search.predict`` knows better.
+    """
     moved = volume_bytes(collective, payload_bytes, group.size)
     if moved == 0.0:
         return 0.0
@@ -63,7 +66,7 @@ def collective_time(
             busy = max(busy, away * cluster.pods.oversubscription / inter.ring_bandwidth(2))
     else:
         busy = moved / _ring_bandwidth(collective, group, cluster)
-    return _latency(collective, group, intra, inter) + relative * busy
+    return cluster.device.jitter_s + _latency(collective, group, intra, inter) + relative * busy
 
 
 def issued_as(kind: str, collective: Collective, device: Device) -> Collective:
@@ -88,7 +91,7 @@ def _ring_bandwidth(collective: Collective, group: Group, cluster: Cluster) -> f
 
 def _latency(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
     link = inter if group.spans_nodes else intra
-    latency = link.wait_s + link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
+    latency = link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
     if group.spans_nodes and collective is Collective.ALL_REDUCE:
         latency += 2 * (group.ranks_per_node - 1) * intra.hop_latency_s
     return latency
@@ -105,7 +108,7 @@ def latency_rounds(collective: Collective, group: Group) -> int:
 
 def point_to_point_time(payload_bytes: float, link: Link) -> float:
     """Seconds to send ``payload_bytes`` from one rank to one other."""
-    latency = link.wait_s + link.base_latency_s + link.hop_latency_s
+    latency = link.base_latency_s + link.hop_latency_s
     return latency + link.relative("send") * payload_bytes / link.ring_bandwidth(2)
 
 

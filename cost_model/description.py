@@ -51,7 +51,7 @@ class LinkDescription(_Model):
     bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
     ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce; FSDP's are zero_gather and
     zero_scatter. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap: share of an
-    all-reduce that can run beside compute. wait_us: for the slowest rank, at a collective between computations.
+    all-reduce that can run beside compute.
     """
 
     bandwidth_gb_s: PositiveFloat | None = None
@@ -61,7 +61,6 @@ class LinkDescription(_Model):
     relative_time: dict[Kind, PositiveFloat] = {}
     alone_gb_s: PositiveFloat | None = None
     overlap: Annotated[float, Field(ge=0, le=1)] | None = None
-    wait_us: Annotated[float, Field(ge=0)] | None = None
 
     def applied_to(self, link: Link) -> Link:
         if self.bandwidth_gb_s is not None:
@@ -79,8 +78,6 @@ class LinkDescription(_Model):
             link = replace(link, alone=self.alone_gb_s * GB)
         if self.overlap is not None:
             link = replace(link, overlap=self.overlap)
-        if self.wait_us is not None:
-            link = replace(link, wait_s=self.wait_us * 1e-6)
         return link
 
 
@@ -125,8 +122,9 @@ class ClusterDescription(_Model):
     """A cluster file. What it does not say is the catalogue's entry for ``gpu``, or for those of ``nodes``.
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
-    large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of an exponential or the
-    like, for each element. host_gb_s: achieved between host and device.
+    large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
+    element. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
+    root of the time. host_gb_s: achieved between host and device.
     """
 
     gpu: str | None = None
@@ -142,6 +140,7 @@ class ClusterDescription(_Model):
     memory_bandwidth_gb_s: PositiveFloat | None = None
     launch_us: Annotated[float, Field(ge=0)] | None = None
     transcendental_ns: Annotated[float, Field(ge=0)] | None = None
+    jitter_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
@@ -186,6 +185,8 @@ class ClusterDescription(_Model):
             device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
         if self.transcendental_ns is not None:
             device = replace(device, transcendental_s=self.transcendental_ns * 1e-9)
+        if self.jitter_us is not None:
+            device = replace(device, jitter_s=self.jitter_us * 1e-6)
         if self.host_gb_s is not None:
             host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
             device = replace(device, host=host)

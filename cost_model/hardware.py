@@ -7,12 +7,16 @@ training is assumed to achieve. ``catalogue`` holds the figures with their sourc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import sqrt
 
 from autopar.cost_model.matmul import Tiling
 from autopar.ir.errors import InvalidCluster
 
 GIB = 1 << 30
 GB = 1e9
+
+# Seconds of work after which a device's ``jitter_s`` is stated.
+JITTER_AFTER_S = 1e-3
 
 # Bytes of one floating point number in compute.
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -70,8 +74,10 @@ class Device:
     is_cpu: whether it is a core of the host. Nothing runs beside its compute; what a matrix product reads and writes
     adds to its time and does not hide behind it; experts are computed one after the other; and all-gathers and
     reduce-scatters of a model are all-to-alls, as in ``ir.communicate``.
-    transcendental_s: of an exponential, a hyperbolic tangent and the like, for each element; 0 where they take no
-    longer than reading and writing it.
+    transcendental_s: of a GELU by tanh for each element, on average of forward and backward; other functions take a
+    share of it. 0 where they take no longer than reading and writing it.
+    jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
+    adds up at random, so after t milliseconds it is sqrt(t) times as much (``waiting_s``).
     """
 
     name: str
@@ -85,6 +91,11 @@ class Device:
     host: Host
     is_cpu: bool = False
     transcendental_s: float = 0.0
+    jitter_s: float = 0.0
+
+    def waiting_s(self, work_s: float, num_meetings: float) -> float:
+        """Seconds that ranks wait for the slowest, in ``work_s`` seconds between which they meet so often."""
+        return self.jitter_s * sqrt(max(0.0, work_s * num_meetings) / JITTER_AFTER_S)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -128,8 +139,7 @@ class Link:
     at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
     that are not named take as long. alone: achieved bytes/s of one device while no other of its node uses the link;
     None if that is as with all of them. overlap: share of an all-reduce that can run beside compute; the rest needs the
-    device itself, as where its cores copy what is sent. wait_s: for the slowest of the ranks, at each collective that
-    comes between computations.
+    device itself, as where its cores copy what is sent.
     """
 
     name: str
@@ -142,7 +152,6 @@ class Link:
     relative_time: tuple[tuple[str, float], ...] = ()
     alone: float | None = None
     overlap: float = 1.0
-    wait_s: float = 0.0
 
     def among(self, num_senders: int, per_node: int) -> Link:
         """The link while ``num_senders`` of the ``per_node`` devices of a node use it, as all of them do otherwise."""

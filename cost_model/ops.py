@@ -55,24 +55,30 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
 _EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
 
-# Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand.
-_TRANSCENDENTAL = frozenset(
-    {
-        "cross_entropy",
-        "elu",
-        "erf",
-        "exp",
-        "gelu",
-        "log",
-        "log_softmax",
-        "mish",
-        "sigmoid",
-        "silu",
-        "softmax",
-        "softplus",
-        "tanh",
-    }
-)
+# The same on a core, where there is no kernel for all of it: squares, their mean, the two products; backward seven
+# kernels that read or write 19 tensors. How many launches that takes.
+_EXTRA_PASSES_ON_CPU = {"rms_norm": (20.0, 64.0)}
+_LAUNCHES_ON_CPU = {"rms_norm": (6, 9)}
+
+# Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand: time of an
+# element, forward and backward, over that of a GELU by tanh. Measured on a core with AVX-512, where most of them are
+# vectors and hardly take longer than their memory. Another GELU than that takes the second figure.
+_TRANSCENDENTAL = {
+    "cross_entropy": 0.5,
+    "elu": 0.7,
+    "erf": 0.8,
+    "exp": 0.25,
+    "gelu": 1.0,
+    "log": 0.7,
+    "log_softmax": 0.5,
+    "mish": 2.5,
+    "sigmoid": 0.3,
+    "silu": 0.3,
+    "softmax": 0.4,
+    "softplus": 0.75,
+    "tanh": 0.3,
+}
+_GELU_BY_ERF = 0.4
 
 # Kernels around the two products of experts, forward and backward; and those of a product of one expert where there is
 # no kernel for all of them (``ir.experts`` has one in bf16 on GPUs): selecting rows and weight, transposing, product,
@@ -169,7 +175,7 @@ class OpCost:
     that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
     backward, beside num_loops products that are computed expert by expert.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
-    elements: of the first operand, one byte for each, where a transcendental function of them is taken.
+    elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is folded so that all ranks see alike much. loads: rows that experts got, by layer.
     """
@@ -243,7 +249,7 @@ class OpCost:
         free = is_view(node)
         if op_name(node) in _LOOKUPS and read:
             read[0] = written[0]
-        forward_extra, backward_extra = _extra_passes(node, rule, precision, batch_factor)
+        forward_extra, backward_extra = _extra_passes(node, rule, device, precision, batch_factor)
         flops = rule.flops
         if contracted and flops == 0:
             flops = 2.0 * prod(rule.sizes.values())
@@ -253,6 +259,8 @@ class OpCost:
         experts = op_name(node) == "moe"
         products = products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
         launches = (1, max(1, len(gradients)) if contracted else 1)
+        if device.is_cpu:
+            launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
             name=op_name(node),
@@ -383,19 +391,22 @@ def _tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_f
 
 
 def _elements(node: fx.Node, rule: FactorRule, batch_factor: str | None) -> _Tensor | None:
-    if op_name(node) not in _TRANSCENDENTAL:
+    weight = _TRANSCENDENTAL.get(op_name(node))
+    if weight is None:
         return None
+    if op_name(node) == "gelu" and node.kwargs.get("approximate", "none") != "tanh":
+        weight = _GELU_BY_ERF
     names = frozenset(f for dim in rule.operands[0] for f in dim)
-    return _Tensor(float(tensor_operands(node)[0].meta["val"].numel()), names, batch_factor in names)
+    return _Tensor(weight * tensor_operands(node)[0].meta["val"].numel(), names, batch_factor in names)
 
 
 def _extra_passes(
-    node: fx.Node, rule: FactorRule, precision: str, batch_factor: str | None
+    node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
 ) -> tuple[tuple[_Tensor, ...], tuple[_Tensor, ...]]:
     """What the kernels inside a composite op move, forward and backward."""
     if op_name(node) == "moe":
         return _expert_passes(node, precision, batch_factor)
-    widths = _EXTRA_PASSES.get(op_name(node))
+    widths = _EXTRA_PASSES.get(op_name(node)) or (_EXTRA_PASSES_ON_CPU.get(op_name(node)) if device.is_cpu else None)
     if widths is None:
         return (), ()
     numel = tensor_operands(node)[0].meta["val"].numel()

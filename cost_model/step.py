@@ -79,15 +79,15 @@ def sync_time(
 ) -> SyncTime:
     """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
 
-    num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other at a
-    bucket that is summed beside compute, only at the step's end, which every plan has.
+    num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
+    at a bucket that is summed beside compute, only at the step's end, which every plan has.
     """
     if not isinstance(axes, int) and not axes:
         return SyncTime()
     count = max(1, num_collectives)
     gradient, copy = _MASTER * numel / count, ITEMSIZE[precision] * numel / count
     if zero == 0:
-        once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.link(axes).wait_s
+        once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
         return SyncTime(step_s=count * once)
     scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes, "zero_scatter")
     gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")

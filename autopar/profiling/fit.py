@@ -10,7 +10,7 @@ error. The terms of a link are the non-negative ones of least absolute relative 
 busy machine delayed do not count; ``factor`` is 1 for an all-reduce. A link that one device of a node has for itself is
 faster by the ratio of the sends. What of an all-reduce can overlap with compute is what the two at once save, as
 ``step.exposed_time`` counts it. Ranks wait for each other as long as a small all-reduce takes between computations more
-than by itself.
+than by itself, which is taken to grow with the root of the time that they compute.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -26,11 +27,11 @@ import numpy.typing as npt
 
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import issued_as, latency_rounds, volume_bytes
-from autopar.cost_model.hardware import GB, Device
+from autopar.cost_model.hardware import GB, JITTER_AFTER_S, Device
 from autopar.cost_model.matmul import fraction_of_rate
 from autopar.cost_model.step import OVERLAP_SLOWDOWN
 from autopar.ir.redistribution import Collective
-from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples
+from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples, Waited
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,6 +68,8 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
     # Forward and backward of float32 read and write ten bytes an element on average.
     if samples.transcendental_s > 2 * 10 / traffic:
         found["transcendental_ns"] = _rounded(samples.transcendental_s * 1e9)
+    if samples.waited:
+        found["jitter_us"] = _rounded(median(map(jitter_of, samples.waited)) * 1e6)
     for name, outside in (("intra_node", False), ("inter_node", True)):
         own_links = [one for one in samples.communicated if one.group.spans_nodes is outside]
         if own_links:
@@ -74,9 +77,6 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
             beside = [one for one in samples.overlapped if one.group.spans_nodes is outside]
             if beside:
                 found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
-            waits = [max(0.0, w.added_s - w.alone_s) for w in samples.waited if w.group.spans_nodes is outside]
-            if waits:
-                found[name]["wait_us"] = _rounded(median(waits) * 1e6)
     return found
 
 
@@ -153,6 +153,11 @@ def overlap_of(one: Overlapped) -> float:
     """Share of an all-reduce that runs beside compute, which is slower for it by ``OVERLAP_SLOWDOWN``."""
     saved = one.communication_s + one.compute_s - one.both_s
     return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - OVERLAP_SLOWDOWN)))
+
+
+def jitter_of(one: Waited) -> float:
+    """Seconds that ranks wait after a millisecond of compute."""
+    return max(0.0, one.added_s - one.alone_s) * sqrt(JITTER_AFTER_S / one.compute_s)
 
 
 def _terms(one: Communicated, kinds: Sequence[str], device: Device) -> list[float]:

@@ -84,9 +84,10 @@ class Overlapped:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Seconds that a small all-reduce over ``group`` adds to compute before it: its own, and what its ranks wait."""
+    """Seconds that a small all-reduce over ``group`` adds to ``compute_s`` before it: alone, and what ranks wait."""
 
     group: Group
+    compute_s: float
     added_s: float
     alone_s: float
 

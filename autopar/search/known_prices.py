@@ -4,7 +4,7 @@ redistributions, flows and gradient sums."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -128,6 +128,7 @@ class MeshPrices:
     stored: dict[tuple[int, ...], ParameterShape] = field(default_factory=dict)
     evaluated: dict[str, dict[Any, Any]] = field(default_factory=dict)
     links: LinkPrices = field(init=False)
+    _calm: MeshPrices | None = None
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
@@ -138,6 +139,15 @@ class MeshPrices:
     @property
     def mesh(self) -> Mesh:
         return self.fabric.mesh
+
+    @property
+    def calm(self) -> MeshPrices:
+        """The same where ranks never wait for each other."""
+        if self._calm is None:
+            cluster = self.fabric.cluster
+            calm = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
+            self._calm = MeshPrices(Fabric(calm, self.mesh), self.known)
+        return self._calm
 
     def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf) -> Affine:
         """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).

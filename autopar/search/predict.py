@@ -6,7 +6,7 @@ The search, an estimate of pinned degrees and a plan edited by hand are all judg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from autopar.cost_model.collectives import point_to_point_time, time_over_stages
@@ -18,11 +18,12 @@ from autopar.ir.placement import Layout
 from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
-from autopar.search.evaluate import Priced, exposed_step_sync, exposed_sync, layout_of, needs_of, spread
+from autopar.search.evaluate import Priced, exposed_step_sync, layout_of, needs_of, spread
 from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
 from autopar.search.stage import Stage
+from autopar.search.waits import Waits, pass_seconds
 from autopar.search.workload import Tensor, Workload
 
 
@@ -69,24 +70,26 @@ def predict(
     pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
 ) -> Predicted:
     """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
-    blocks, cluster = priced.blocks, pricing.ops.cluster
+    cluster, waits = pricing.ops.cluster, Waits.of(pricing, leaders, priced, stages, shape)
+    priced, pricing = waits.calm, waits.pricing
+    blocks = priced.blocks
     forward, backward, inputs, weights, gathered = [], [], [], [], []
     for number, stage in enumerate(stages):
         inside = range(stage.first, stage.last + 1)
-        exposed = exposed_sync([blocks[b] for b in inside], pricing.prefetch)
-        whole = sum(blocks[b].backward_s(stage.level(b)) for b in inside) + exposed[1]
+        ahead, whole, exposed = pass_seconds(priced, stage, pricing.prefetch)
+        whole += waits.backward_s[number]
         later = sum(blocks[b].weights_s for b in inside)
-        forward.append(priced.prelude_s + sum(blocks[b].forward_s for b in inside) + exposed[0])
+        forward.append(ahead + waits.forward_s[number])
         backward.append(whole)
-        gathered.append(sum(exposed))
+        gathered.append(exposed)
         # The first stage sends no gradient: its whole backward can wait.
         inputs.append(whole - later if number else 0.0)
         weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
     held = [[stages[number] for number in shape.stages_of(rank)] for rank in range(shape.num_ranks)]
     optimiser, sync = [], []
-    for own in held:
+    for rank, own in enumerate(held):
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        sync.append(exposed_step_sync(mine))
+        sync.append(exposed_step_sync(mine) + waits.sync_s[rank])
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     links = [
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
@@ -96,15 +99,15 @@ def predict(
         point_to_point_time(blocks[stage.first].send_bytes or 0.0, link)
         for stage, link in zip(stages[1:], links, strict=True)
     ]
-    passing = [0.0] * len(stages)
+    copies = [0.0] * len(stages)
     if cluster.device.is_cpu:
-        # The core that computes also sends and receives. How long it waits for the other is up to the simulation.
+        # The core that computes also sends and receives.
         for number, link in enumerate(links):
             if shape.rank_of(number) != shape.rank_of(number + 1):
                 for neighbour in (number, number + 1):
-                    passing[neighbour] += point_to_point_time(0.0, replace(link, wait_s=0.0))
+                    copies[neighbour] += point_to_point_time(0.0, link)
         for passes in (forward, backward, inputs):
-            passes[:] = [seconds + extra for seconds, extra in zip(passes, passing, strict=True)]
+            passes[:] = map(sum, zip(passes, copies, strict=True))
     timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
     summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
     shared = sums_over_stages(pricing, priced, stages, shape)
@@ -139,6 +142,7 @@ def predict(
             sync[fullest],
             tails[fullest],
             sum(gathered[number] for number in shape.stages_of(fullest)),
+            pricing.num_microbatches * sum(waits.of_passes()[number] for number in shape.stages_of(fullest)),
         ),
         costs=StepCosts(
             blocks=blocks,
@@ -147,7 +151,7 @@ def predict(
             shape=shape,
             sends=sends,
             shared_s=shared,
-            passing_s=passing,
+            passing_s=[own + passes / 2 for own, passes in zip(copies, waits.of_passes(), strict=True)],
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
@@ -196,6 +200,7 @@ def _breakdown(
     sync_s: float,
     tail_s: float,
     gathered_s: float,
+    waiting_s: float,
 ) -> dict[str, float]:
     count = pricing.num_microbatches
     inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
@@ -207,6 +212,8 @@ def _breakdown(
     parts.update(_by_axis(pricing, leaders, stages, count * sum(b.communication.total_s for b in blocks)))
     if sync_s + count * gathered_s > 0:
         parts["gradient_sync"] = sync_s + count * gathered_s
+    if waiting_s:
+        parts["waiting"] = waiting_s
     parts["optimizer"] = tail_s - sync_s
     parts["bubble"] = max(0.0, step_s - sum(parts.values()))
     return parts

@@ -167,9 +167,12 @@ def test_nodes_of_several_kinds_are_as_slow_as_the_slowest() -> None:
     assert both.device.name == f"{a100.device.name} and {h200.device.name}"
 
 
-def test_a_wait_is_part_of_every_collective() -> None:
-    cluster = Cluster.from_yaml("gpu: cpu\nnum_gpus: 4\nintra_node: {wait_us: 2000}\n")
+def test_jitter_is_part_of_every_collective_and_adds_up_at_random() -> None:
+    cluster = Cluster.from_yaml("gpu: cpu\nnum_gpus: 4\njitter_us: 700\n")
     group = cluster.group(Mesh.of(dp=4), 0)
-    alike = replace(cluster, intra_node=replace(cluster.intra_node, wait_s=0.0))
-    slow, fast = (collective_time(Collective.ALL_REDUCE, 1e6, group, one) for one in (cluster, alike))
-    assert slow - fast == pytest.approx(2e-3)
+    calm = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
+    slow, fast = (collective_time(Collective.ALL_REDUCE, 1e6, group, one) for one in (cluster, calm))
+    assert slow - fast == pytest.approx(0.7e-3)
+    assert cluster.device.waiting_s(4e-3, 1) == pytest.approx(1.4e-3)
+    assert cluster.device.waiting_s(1e-3, 9) == pytest.approx(2.1e-3)
+    assert calm.device.waiting_s(1.0, 100) == 0.0
