@@ -1,10 +1,11 @@
-"""The commands: search, estimate, show, check, profile, train."""
+"""The commands: search, estimate, show, compare, check, profile, train."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Callable
+from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +117,7 @@ app.command(
 
 
 @app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --report plan.html"))
-def show(plan: opt.PlanFile, report: opt.Report = None) -> None:
+def show(plan: opt.PlanFile, report: opt.Report = None, json: opt.Json = False) -> None:
     """Print a plan, or write a page about it."""
     from autopar.report.page import plan_report
     from autopar.report.terminal import print_plan
@@ -124,7 +125,23 @@ def show(plan: opt.PlanFile, report: opt.Report = None) -> None:
     loaded = Plan.load(plan)
     if report is not None:
         plan_report(loaded, report)
+    if json:
+        typer.echo(loaded.model_dump_json(indent=2, exclude_none=True))
+        return
     print_plan(loaded)
+
+
+@app.command(epilog=_example("autopar compare plan.yaml other_plan.yaml", "autopar compare a.yaml b.yaml --json"))
+def compare(first: opt.PlanFile, second: opt.PlanFile, json: opt.Json = False) -> None:
+    """Lay two plans side by side: which is faster, what that comes from, and what they place differently."""
+    from autopar.report.comparison import comparison, in_words, print_comparison
+
+    names = str(first), str(second)
+    found = comparison(Plan.load(first), Plan.load(second))
+    if json:
+        typer.echo(to_json({"plans": names, "difference": in_words(found, names), **found}, indent=2))
+        return
+    print_comparison(found, names)
 
 
 @app.command(
@@ -139,12 +156,13 @@ def check(
     seq: opt.Seq = None,
     ranks: Annotated[str | None, typer.Option("--ranks", help="also run these, as in 0,7,1023")] = None,
     cluster: opt.ClusterFile = None,
+    json: opt.Json = False,
 ) -> None:
     """Run ranks of a plan on fake tensors, without its devices: do they agree, do they fit. Exit code 1 if not."""
     gc.enable()
     from autopar.cli.check import run_check
 
-    if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster):
+    if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster, json=json):
         raise typer.Exit(1)
 
 

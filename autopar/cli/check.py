@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,9 +21,18 @@ from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
 from autopar.report.units import gib
 
+if TYPE_CHECKING:
+    from autopar.checking.check import Checked, CheckedRank
+
 
 def run_check(
-    model: str, plan_file: Path, *, seq: int | None = None, ranks: str | None = None, cluster_file: Path | None = None
+    model: str,
+    plan_file: Path,
+    *,
+    seq: int | None = None,
+    ranks: str | None = None,
+    cluster_file: Path | None = None,
+    json: bool = False,
 ) -> bool:
     """Check a plan and print what was found; whether there is nothing wrong. Raises AutoparError."""
     plan = Plan.load(plan_file)
@@ -32,18 +44,50 @@ def run_check(
     from autopar.ir.capture import capture
     from autopar.passes.normalise import normalise
 
-    with progress_on_stderr(quiet=False) as progress:
+    with progress_on_stderr(quiet=json) as progress:
         progress("capturing the model")
         inputs = source.meta_inputs(plan.batch.global_size, seq)
         captured = normalise(capture(source.meta_model(), inputs, name=source.name))
         checked = check_plan(source.build, captured, plan, cluster, ranks=chosen, progress=progress)
+    if json:
+        typer.echo(dumps(_summary(checked), indent=2))
+    else:
+        _print(checked, plan)
+    return not checked.problems
+
+
+def _summary(checked: Checked) -> dict[str, Any]:
+    """The object that ``--json`` prints. Bytes are those of tensors, at the fullest moment of a step."""
+    return {
+        "agree_and_fit": not checked.problems,
+        "problems": list(checked.problems),
+        "budget_bytes": checked.budget_bytes,
+        "ranks": [
+            {
+                "rank": own.trace.rank,
+                "stages": list(own.stages),
+                "num_communications": len(own.trace.communications),
+                "peak_bytes": own.peak_bytes,
+                "predicted_bytes": _predicted_bytes(own),
+                "between_steps_bytes": own.trace.persistent_bytes,
+            }
+            for own in checked.ranks
+        ],
+    }
+
+
+def _predicted_bytes(own: CheckedRank) -> float:
+    """What the allocator loses is no part of what tensors hold."""
+    return own.predicted.total - own.predicted.workspace
+
+
+def _print(checked: Checked, plan: Plan) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("rank", "stages", "communications a step", "peak memory", "predicted", "between steps"):
         table.add_column(column, justify="right")
     for own in checked.ranks:
-        # What the allocator loses is no part of what tensors hold.
-        predicted = own.predicted.total - own.predicted.workspace
+        predicted = _predicted_bytes(own)
         table.add_row(
             str(own.trace.rank),
             ", ".join(map(str, own.stages)),
@@ -58,7 +102,6 @@ def run_check(
     if not checked.problems:
         words = f"the {len(checked.ranks)} ranks that were run agree, and fit into {gib(checked.budget_bytes)}"
         console.print(f"[green]{words}[/]; the other {plan.num_ranks - len(checked.ranks):,} run the same programs")
-    return not checked.problems
 
 
 def _cluster(plan: Plan, path: Path | None) -> Cluster:

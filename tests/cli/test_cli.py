@@ -114,7 +114,25 @@ def test_show_reads_a_plan_and_writes_a_report(
     assert (tmp_path / "plan.html").stat().st_size > 1_000_000
 
 
-@pytest.mark.parametrize("command", ["search", "estimate", "show", "train"])
+def test_compare_says_what_separates_two_plans(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(tmp_path / name) for name in ("dp.yaml", "tp.yaml")]
+    for name, degree in zip(names, ("--dp", "--tp"), strict=True):
+        assert autopar(monkeypatch, "estimate", net, "--gpus", "4", "--gpu", "cpu", degree, "4", "-o", name) == 0
+    capsys.readouterr()
+    assert autopar(monkeypatch, "compare", *names) == 0
+    shown = capsys.readouterr().out
+    assert "dp 4" in shown and "tp 4" in shown and "÷ 4" in shown
+    assert autopar(monkeypatch, "compare", *names, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["mesh"] == ["dp 4", "tp 4"]
+    assert found["ops"] and found["same_model"]
+    assert autopar(monkeypatch, "show", names[0], "--json") == 0
+    assert Plan.model_validate_json(capsys.readouterr().out) == Plan.load(names[0])
+
+
+@pytest.mark.parametrize("command", ["search", "estimate", "show", "compare", "check", "train"])
 def test_help_shows_examples(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert autopar(monkeypatch, command, "--help") == 0
     assert f"autopar {command} " in capsys.readouterr().out.partition("Examples:")[2]

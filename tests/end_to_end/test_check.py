@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -170,6 +171,11 @@ def test_the_command(
 
     assert autopar("--ranks", "3") == 0
     assert "agree" in capsys.readouterr().out
+    assert autopar("--ranks", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["agree_and_fit"] is True and found["problems"] == []
+    assert {"rank": 3, "stages": [0]}.items() <= found["ranks"][-1].items()
+    assert 0 < found["ranks"][0]["peak_bytes"] < found["budget_bytes"]
     assert autopar("--ranks", "4") == 2
     assert "ranks 0 to 3" in capsys.readouterr().err
     cluster = tmp_path / "cluster.yaml"
