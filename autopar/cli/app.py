@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, compare, check, profile, train."""
+"""The commands: search, estimate, show, explain, compare, check, profile, train."""
 
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         precision: opt.Precision = None,
         remat: opt.Remat = None,
         constrain: opt.Constrain = None,
+        like: opt.Like = None,
+        forbid: opt.Forbid = None,
         output: opt.Output = None,
         report: opt.Report = None,
         trace: opt.Trace = None,
@@ -90,7 +92,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
             precision=precision, remat=remat,
-            constrain=tuple(constrain or ()),
+            constrain=tuple(constrain or ()), like=like, forbid=tuple(forbid or ()),
             output=output, report=report, trace=trace, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip
 
@@ -129,6 +131,27 @@ def show(plan: opt.PlanFile, report: opt.Report = None, json: opt.Json = False) 
         typer.echo(loaded.model_dump_json(indent=2, exclude_none=True))
         return
     print_plan(loaded)
+
+
+@app.command(
+    epilog=_example(
+        "autopar explain plan.yaml",
+        "autopar explain plan.yaml mlp.up/linear",
+        "autopar explain plan.yaml 'layers.*/mlp.up/linear' --model examples/gpt.py --json",
+    )
+)
+def explain(
+    plan: opt.PlanFile,
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="as the plan names it, or BLOCK/OP")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="MODEL, if the plan does not say it")] = None,
+    seq: opt.Seq = None,
+    cluster: opt.ClusterFile = None,
+    json: opt.Json = False,
+) -> None:
+    """Say what a plan communicates, or why an op is placed so: what follows from it, and the next best placements."""
+    from autopar.cli.explain import run_explain
+
+    run_explain(plan, op, model=model, seq=seq, cluster_file=cluster, json=json)
 
 
 @app.command(epilog=_example("autopar compare plan.yaml other_plan.yaml", "autopar compare a.yaml b.yaml --json"))

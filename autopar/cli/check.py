@@ -36,7 +36,7 @@ def run_check(
 ) -> bool:
     """Check a plan and print what was found; whether there is nothing wrong. Raises AutoparError."""
     plan = Plan.load(plan_file)
-    cluster = _cluster(plan, cluster_file)
+    cluster = cluster_of(plan, cluster_file)
     chosen = _numbers(ranks)
     source = load_model_file(model)
     # Imported here so that a mistyped file is answered at once.
@@ -104,7 +104,8 @@ def _print(checked: Checked, plan: Plan) -> None:
         console.print(f"[green]{words}[/]; the other {plan.num_ranks - len(checked.ranks):,} run the same programs")
 
 
-def _cluster(plan: Plan, path: Path | None) -> Cluster:
+def cluster_of(plan: Plan, path: Path | None) -> Cluster:
+    """The cluster that a plan was made for, or the one of a file. Raises PlanMismatch, InvalidCluster."""
     if path is None:
         return make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
     cluster = cluster_from_dict(read_yaml(path), source=str(path))

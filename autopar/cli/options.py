@@ -146,6 +146,25 @@ Constrain = Annotated[
     ),
 ]
 
+Like = Annotated[
+    Path | None,
+    typer.Option(
+        "--like",
+        metavar="PLAN",
+        help="mesh, pipeline, schedule, microbatches and ZeRO as in this plan",
+        rich_help_panel=_PIN,
+    ),
+]
+Forbid = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--forbid",
+        metavar="'OP: AXIS=FACTOR ...'",
+        help="a placement that an op may not have, as in 'mlp.up/linear: tp=n'; * for replicated",
+        rich_help_panel=_PIN,
+    ),
+]
+
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here", rich_help_panel=_OUT)]
 Report = Annotated[Path | None, typer.Option("--report", help="write a page about it here", rich_help_panel=_OUT)]
 Trace = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.description import cluster_from_dict
 from autopar.cost_model.experts import Loads
 from autopar.ir.annotations import parse_annotation
-from autopar.ir.errors import InfeasiblePlan, InvalidCluster
+from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
+from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
 from autopar.search.constraints import Constraints
+from autopar.search.forbidden import parse_forbidden
+from autopar.search.like import constraints_like, forbidden_like, with_axes_of
 
 _DEFAULT_GPU = "h100-sxm"
 
@@ -56,6 +59,8 @@ class Request:
     precision: PrecisionName | None = None
     remat: RematName | None = None
     constrain: tuple[str, ...] = ()
+    like: Path | None = None
+    forbid: tuple[str, ...] = ()
     output: Path | None = None
     report: Path | None = None
     trace: Path | None = None
@@ -71,6 +76,9 @@ class Request:
             described = read_yaml(self.cluster_file)
             if not isinstance(described, dict):
                 return cluster_from_dict(described, source=source)
+        elif self.like is not None:
+            reference = Plan.load(self.like).cluster
+            described = {"gpu": reference.gpu, "num_gpus": reference.num_gpus, "gpus_per_node": reference.gpus_per_node}
         flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
         described = {**described, **{name: value for name, value in flags.items() if value is not None}}
         if "num_gpus" not in described and "nodes" not in described:
@@ -80,7 +88,7 @@ class Request:
     def constraints(self, cluster: Cluster) -> Constraints:
         usual = PrecisionName.fp32 if cluster.device.name.lower() == "cpu" else PrecisionName.bf16
         precision = self.precision or usual
-        return Constraints(
+        given = Constraints(
             pp=self.pp,
             dp=self.dp,
             tp=self.tp,
@@ -102,7 +110,24 @@ class Request:
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),
+            forbidden=tuple(map(parse_forbidden, self.forbid)),
         )
+        return given if self.like is None else self._like(Plan.load(self.like), given)
+
+    def _like(self, plan: Plan, given: Constraints) -> Constraints:
+        """What ``plan`` has, and of ``given`` what it leaves open."""
+        twice = [f"--{name}" for name in ("pp", "dp", "tp", "cp", "ep", "sp") if getattr(self, name) is not None]
+        if twice:
+            raise InvalidInput(f"--like {self.like} says what {' and '.join(twice)} would say too\n  try: one of them")
+        own = constraints_like(plan)
+        pinned = {
+            field.name: getattr(given, field.name)
+            for field in fields(Constraints)
+            if getattr(given, field.name) not in (None, ()) and field.name not in ("precision", "memory_fraction")
+        }
+        forbidden = tuple(forbidden_like(plan, one) for one in given.forbidden)
+        precision = given.precision if self.precision is not None else own.precision
+        return replace(own, **{**pinned, "forbidden": forbidden, "precision": precision})
 
     def run(self) -> None:
         """Search, write the files that were asked for, print. Raises AutoparError."""
@@ -131,6 +156,9 @@ class Request:
                 raise
             typer.echo(json.dumps(infeasible_summary(str(error)), indent=2))
             raise typer.Exit(2) from error
+        found = planned.plan if self.like is None else with_axes_of(planned.plan, Plan.load(self.like))
+        named = found.model.model_copy(update={"source": self.model, "seq": self.seq})
+        planned = replace(planned, result=replace(planned.result, plan=found.model_copy(update={"model": named})))
         if self.output is not None:
             planned.plan.save(self.output)
         if self.report is not None:

@@ -26,10 +26,15 @@ class _Model(BaseModel):
 
 
 class ModelRef(_Model):
-    """Which model the plan was made for."""
+    """Which model the plan was made for.
+
+    source, seq: MODEL and --seq of the command line that made the plan, for commands that need the model again.
+    """
 
     name: str
     fingerprint: str
+    source: str | None = None
+    seq: PositiveInt | None = None
 
 
 class ClusterRef(_Model):

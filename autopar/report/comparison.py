@@ -44,7 +44,7 @@ def comparison(first: Plan, second: Plan) -> dict[str, Any]:
     parts = list(dict.fromkeys([*spent[0], *spent[1]])) if all(spent) else []
     settings = [_settings(plan) for plan in plans]
     return {
-        "same_model": first.model == second.model,
+        "same_model": first.model.fingerprint == second.model.fingerprint,
         "same_cluster": first.cluster == second.cluster,
         "settings": {name: [own[name] for own in settings] for name in settings[0]},
         "figures": {key: [p and getattr(p, key) for p in predictions] for _, key, _ in _FIGURES},

@@ -17,11 +17,13 @@ from autopar.ir.rule import Assignment
 from autopar.search.annotations import check_annotations
 from autopar.search.constraints import Constraints, NoOption
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
+from autopar.search.forbidden import check_forbidden
 from autopar.search.infeasible import explain
 from autopar.search.leaf import Configuration, Inner, Solver
 from autopar.search.outer import Outer, Progress
 from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict
+from autopar.search.pricing import Pricing
 from autopar.search.refine import refine
 from autopar.search.result import Baseline, SearchResult
 from autopar.search.stage import LEVELS, Stage
@@ -53,6 +55,8 @@ def search_captured(
     _check_experts(load, constraints)
     _check_expert_load(load, constraints)
     check_annotations(load, constraints)
+    axes = constraints.pinned_axes() if constraints.axes is None else constraints.axes
+    check_forbidden(load, constraints.forbidden, tuple(axis.name for axis in axes))
     solver = Solver(
         load=load,
         cluster=cluster,
@@ -138,6 +142,15 @@ def predict_plan(
     captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
 ) -> Predicted:
     """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
+    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
+    priced = evaluate_stages(pricing, leaders, stages)
+    return predict(pricing, leaders, priced, stages, plan.pipelining)
+
+
+def priced_plan(
+    captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
+) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
+    """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
     load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
     solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
     leaders = leaders_of(load, plan)
@@ -176,8 +189,7 @@ def predict_plan(
         )
         for s in plan.stages
     ]
-    priced = evaluate_stages(pricing, leaders, stages)
-    return predict(pricing, leaders, priced, stages, configuration.pipelining)
+    return pricing, leaders, stages
 
 
 def leaders_of(load: Workload, plan: Plan) -> tuple[Assignment, ...]:

@@ -11,7 +11,7 @@ repeats of its block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -26,17 +26,15 @@ from autopar.ir.clusters import Cluster
 from autopar.ir.derived import left_to_sum
 from autopar.ir.placement import Layout, Partial
 from autopar.ir.products import is_product
-from autopar.ir.rule import Assignment, Choice
+from autopar.ir.rule import Assignment
 from autopar.search.codes import decode, decode_need, encode_need, need_code, rows_class
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
 from autopar.search.known_prices import FlowShape, ParameterShape
 from autopar.search.options import Options
 from autopar.search.pricing import Pricing
+from autopar.search.roles import Rules
 from autopar.search.workload import ParameterGroup, Transfer, Workload
-
-# The choices that a cluster may make along a mesh axis (by position).
-Allowed = Callable[[Cluster, int], tuple[Choice, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,25 +67,29 @@ class Built:
         return tuple(own.leader(option) for own, option in zip(self.options, selection, strict=True))
 
 
-def build(pricing: Pricing, allowed: Allowed, weights: Weights) -> Built:
+def build(pricing: Pricing, allowed: Rules, weights: Weights) -> Built:
     """The instance of one configuration. Deterministic."""
     return _Builder(pricing, allowed, weights).run()
 
 
-def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> Options:
+def options_of(pricing: Pricing, group: Cluster, allowed: Rules) -> Options:
     """What a cluster may do so that every factor of every member divides."""
     mesh, known = pricing.mesh, pricing.moves.options
     choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
-    key = (group.index, pricing.num_microbatches, choices)
+    forbidden = allowed.forbidden(group)
+    key = (group.index, pricing.num_microbatches, choices, forbidden)
     if key not in known:
         where = {choice: pick for pick, choice in enumerate(group.choices)}
         every = list(product(*([where[choice] for choice in own] for own in choices)))
         picks = np.array(every, dtype=np.int64).reshape(len(every), len(mesh))
         picks = picks[pricing.ops.codes.allows(group, picks, mesh, pricing.num_microbatches)]
+        for one in forbidden:
+            picks = picks[~np.all([picks[:, axis] == where.get(choice, -1) for axis, choice in one], axis=0)]
         if not len(picks):
             what = group.leader.name if group.leader is not None else "the step inputs"
             raise NoOption(
-                f"{what} cannot be divided as pinned on mesh {mesh}: its sizes do not divide.\n"
+                f"{what} cannot be divided as pinned on mesh {mesh}: its sizes do not divide"
+                f"{', or what is left is forbidden' if forbidden else ''}.\n"
                 f"  its choices: {dict(zip(mesh.names, choices, strict=True))}\n"
                 "  try: other degrees, fewer microbatches, or other placements in autopar.constrain"
             )
@@ -100,7 +102,7 @@ def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> Options:
 
 
 class _Builder:
-    def __init__(self, pricing: Pricing, allowed: Allowed, weights: Weights) -> None:
+    def __init__(self, pricing: Pricing, allowed: Rules, weights: Weights) -> None:
         self.pricing = pricing
         self.load: Workload = pricing.workload
         self.codes = pricing.ops.codes

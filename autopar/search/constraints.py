@@ -27,6 +27,7 @@ from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision, split_obstacle
 from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
+from autopar.search.forbidden import Forbidden
 
 Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
@@ -53,7 +54,8 @@ class Constraints:
     plan to fit. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
-    (``autopar.constrain``). whole_backward: without schedules that run a backward in two parts, which compiled blocks
+    (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
+    whole_backward: without schedules that run a backward in two parts, which compiled blocks
     cannot.
     """
 
@@ -80,6 +82,7 @@ class Constraints:
     expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
+    forbidden: tuple[Forbidden, ...] = ()
     whole_backward: bool = False
 
     @classmethod

@@ -15,6 +15,7 @@ from autopar.ir.rule import Choice, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
 from autopar.search.annotations import agrees
 from autopar.search.constraints import Constraints, NoOption, role_of_axis
+from autopar.search.forbidden import forbidden_choices
 from autopar.search.workload import Workload
 
 # Share of the model's floating point operations from which an op, in all its repeats, counts as part of its work.
@@ -111,6 +112,12 @@ class Rules:
             self.known[key] = self._find(group, axis)
         return self.known[key]
 
+    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+        """Choices on mesh axes, by position, that the leader may not make at once."""
+        if not self.constraints.forbidden:
+            return ()
+        return forbidden_choices(self.load, self.constraints.forbidden, group, self.mesh.names)
+
     def _find(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
         name = self.mesh.names[axis]
         if group.leader is None:
@@ -141,6 +148,8 @@ class Rules:
         not divide, may still be repeated.
         """
         assert group.leader is not None
+        if self.forbidden(group):
+            return allowed  # what is left when its usual choice is ruled out is the question
         named = role_of_axis(self.mesh.names[axis])
         flops = self.load.rule(group.leader).flops * self.load.repeats.get(group.leader, 1)
         heavy = flops * 3 >= HEAVY * self.load.model_flops

@@ -132,7 +132,7 @@ def test_compare_says_what_separates_two_plans(
     assert Plan.model_validate_json(capsys.readouterr().out) == Plan.load(names[0])
 
 
-@pytest.mark.parametrize("command", ["search", "estimate", "show", "compare", "check", "train"])
+@pytest.mark.parametrize("command", ["search", "estimate", "show", "explain", "compare", "check", "train"])
 def test_help_shows_examples(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert autopar(monkeypatch, command, "--help") == 0
     assert f"autopar {command} " in capsys.readouterr().out.partition("Examples:")[2]

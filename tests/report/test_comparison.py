@@ -62,7 +62,7 @@ def test_a_plan_without_a_prediction_and_one_of_another_model() -> None:
     plan = sample_plan(predicted=False)
     renamed = plan.model_copy(
         update={
-            "model": plan.model.model_copy(update={"name": "other"}),
+            "model": plan.model.model_copy(update={"name": "other", "fingerprint": "another"}),
             "blocks": [
                 *plan.blocks[:2],
                 plan.blocks[2].model_copy(update={"name": "tail", "ops": {"norm": {"dp": "b"}}}),

@@ -1,0 +1,62 @@
+"""The command ``explain``: what a plan communicates, and why an op is placed as it is."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+
+import typer
+
+from autopar.cli.check import cluster_of
+from autopar.cli.progress import progress_on_stderr
+from autopar.ir.errors import InvalidInput, PlanMismatch
+from autopar.ir.plan import Plan
+from autopar.model_file import load_model_file
+
+
+def run_explain(
+    plan_file: Path,
+    op: str | None,
+    *,
+    model: str | None = None,
+    seq: int | None = None,
+    cluster_file: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Print an explanation. Raises AutoparError."""
+    plan = Plan.load(plan_file)
+    named = model or plan.model.source
+    if named is None:
+        raise InvalidInput(
+            f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
+        )
+    cluster = cluster_of(plan, cluster_file)
+    source = load_model_file(named)
+    # Imported here so that a mistyped file is answered at once.
+    from autopar.ir.capture import capture
+    from autopar.passes.normalise import normalise
+    from autopar.report.explanation import described, overview, print_explanation, print_overview
+    from autopar.search.explanation import explain_op
+
+    with progress_on_stderr(quiet=json) as progress:
+        progress("capturing the model")
+        inputs = source.meta_inputs(plan.batch.global_size, seq or plan.model.seq)
+        captured = normalise(capture(source.meta_model(), inputs, name=source.name))
+        if captured.fingerprint != plan.model.fingerprint:
+            raise PlanMismatch(
+                f"{plan_file} is for {plan.model.name} ({plan.model.fingerprint}), {named} is {captured.name} "
+                f"({captured.fingerprint})\n  try: --model and --seq of the search that made the plan, or search again"
+            )
+        if op is None:
+            found = overview(captured, cluster, plan)
+        else:
+            explained = explain_op(captured, cluster, plan, op, progress=progress)
+    if op is None:
+        if json:
+            typer.echo(dumps(found, indent=2))
+        else:
+            print_overview(found)
+    elif json:
+        typer.echo(dumps(described(explained), indent=2))
+    else:
+        print_explanation(explained, plan, str(plan_file), named)

@@ -1,0 +1,210 @@
+"""What a plan communicates, and why an op is placed as it is, on a terminal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.report.comparison import comparison, in_words
+from autopar.report.units import gib, percent, seconds
+from autopar.search.api import priced_plan
+from autopar.search.communications import Communication, communications
+from autopar.search.explanation import Alternative, Explanation
+from autopar.search.workload import Workload
+
+# Of the communications of a plan, those that together are so much of its time are printed.
+_MOST = 0.98
+
+# Shares of memory from which it is said to bind.
+_TIGHT = 0.9
+
+
+def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str, Any]:
+    """Every communication of a plan, those that take longest first.
+
+    ``times``: how often it is there in a step, over all blocks and microbatches. ``num_bytes``: of a microbatch on one
+    rank. ``step_s``: seconds that all of them take on a rank that has every block, waits for other ranks not counted.
+    """
+    load = Workload.of(captured, plan.precision)
+    pricing, leaders, _ = priced_plan(captured, cluster, plan, workload=load)
+    found = []
+    for around, own in communications(pricing, leaders):
+        repeats = max(load.repeats.get(node, 1) for node in around)
+        times = repeats * plan.batch.num_microbatches
+        found.append({**_described(own), "times": times, "step_s": times * own.time.total_s})
+    found.sort(key=lambda one: -float(one["step_s"]))
+    return {
+        "step_time_s": None if plan.prediction is None else plan.prediction.step_time_s,
+        "breakdown_s": {} if plan.prediction is None else plan.prediction.breakdown_s,
+        "communications": found,
+    }
+
+
+def print_overview(found: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Prints where the step's time goes and what is communicated for it."""
+    console = console or Console(highlight=False)
+    if found["breakdown_s"]:
+        total = found["step_time_s"]
+        spent = (
+            f"{part.replace('_', ' ')} {seconds(s)} ({s / total:.0%})" for part, s in found["breakdown_s"].items() if s
+        )
+        console.print(Text(f"{seconds(total)} a step: " + ", ".join(spent)), soft_wrap=True)
+    if not found["communications"]:
+        console.print("no op communicates with another rank")
+        return
+    table = _table("forward", "backward", "over", "of", "for", "size", "one", "times", "a step")
+    whole, shown = sum(one["step_s"] for one in found["communications"]), 0.0
+    for number, one in enumerate(found["communications"]):
+        if number and shown >= _MOST * whole:
+            rest = len(found["communications"]) - number
+            table.add_row(Text(f"and {rest} more", "dim"), *[""] * 7, seconds(whole - shown))
+            break
+        shown += one["step_s"]
+        table.add_row(
+            one["forward"] or "–", one["backward"] or "–", one["axis"], one["tensor"], _few(one["users"]),
+            _size(one["num_bytes"]), seconds(one["forward_s"] + one["backward_s"]), f"{one['times']:,}",
+            seconds(one["step_s"]),
+        )  # fmt: skip
+    console.print(table)
+    console.print(Text("autopar explain PLAN OP says why an op is placed as it is", "dim"))
+
+
+def described(found: Explanation) -> dict[str, Any]:
+    """An explanation, as one JSON-ready mapping."""
+    return {
+        "block": found.block,
+        "op": found.op,
+        "repeats": found.repeats,
+        "placement": [list(one) for one in found.placement],
+        "followers": list(found.followers),
+        "factors": list(found.factors),
+        "forward_s": found.time.forward_s,
+        "backward_s": found.time.backward_s,
+        "communications": [_described(own) for own in found.communications],
+        "step_time_s": found.step_time_s,
+        "peak_share": found.peak_share,
+        "alternatives": [
+            {
+                "placement": [list(one) for one in other.placement],
+                "step_time_s": None if other.prediction is None else other.prediction.step_time_s,
+                "reason": other.reason,
+                "faster_with_network_times": other.better_at,
+                "plan": None if other.plan is None else other.plan.model_dump(mode="json", exclude_none=True),
+            }
+            for other in found.alternatives
+        ],
+    }
+
+
+def print_explanation(
+    found: Explanation, plan: Plan, plan_file: str, model: str, *, console: Console | None = None
+) -> None:
+    """Prints one explanation. plan_file, model: for the command that makes the runner-up."""
+    console = console or Console(highlight=False)
+    title = Text.assemble(
+        (found.op, "bold"), f" in {found.block}" + (f" × {found.repeats}" if found.repeats > 1 else "")
+    )
+    console.print(title + Text(f": {_words(plan, found.placement)}"))
+    console.print(
+        f"{seconds(found.time.forward_s)} forward, {seconds(found.time.backward_s)} backward of a microbatch on a rank"
+        + (f", with {_few(found.followers)}, placed as it is" if found.followers else ""),
+        soft_wrap=True,
+    )
+    console.print(f"it can be divided along {', '.join(found.factors) or 'nothing'}", soft_wrap=True)
+    if found.peak_share > _TIGHT:
+        console.print(f"memory binds: the plan takes {percent(found.peak_share)} of what it may", soft_wrap=True)
+    if found.communications:
+        table = _table("forward", "backward", "over", "of", "for", "size", "forward", "backward")
+        for own in found.communications:
+            table.add_row(
+                own.forward or "–", own.backward or "–", own.axis, own.tensor, _few(own.users), _size(own.num_bytes),
+                seconds(own.time.forward_s) if own.time.forward_s else "–",
+                seconds(own.time.backward_s) if own.time.backward_s else "–",
+            )  # fmt: skip
+        console.print(table)
+    else:
+        console.print("nothing is communicated for it")
+    _print_alternatives(found, plan, console)
+    command = ["autopar", "search", model, "--like", plan_file]
+    command += ["--forbid", f"{found.block}/{found.op}: " + " ".join(f"{a}={f or '*'}" for a, f in found.placement)]
+    if plan.model.seq is not None:
+        command += ["--seq", str(plan.model.seq)]
+    command += ["--global-batch", str(plan.batch.global_size)]
+    console.print(Text(f"what is found without this placement: {shlex.join(command)}", "dim"), soft_wrap=True)
+
+
+def _print_alternatives(found: Explanation, plan: Plan, console: Console) -> None:
+    table = _table("placement", "step", "", "peak memory", "would be faster with")
+    memory = "" if plan.prediction is None else gib(plan.prediction.peak_memory_bytes)
+    table.add_row(Text(_words(plan, found.placement), "bold"), seconds(found.step_time_s), "", memory, "")
+    for other in found.alternatives:
+        prediction = other.prediction
+        if prediction is None:
+            table.add_row("any other", "none", "", "", other.reason.splitlines()[0])
+            continue
+        change = f"{prediction.step_time_s / found.step_time_s - 1:+.1%}"
+        table.add_row(
+            _words(plan, other.placement), seconds(prediction.step_time_s), change,
+            gib(prediction.peak_memory_bytes), _faster_with(other),
+        )  # fmt: skip
+    console.print(table)
+    if found.alternatives and found.alternatives[0].plan is not None:
+        second = found.alternatives[0].plan
+        pair = comparison(plan, second)
+        changed = [own["op"] for own in pair["ops"] if own["op"] != found.op]
+        words = in_words(pair, ("the plan", "the second"))
+        console.print(
+            Text(words + (f"; it also places {_few(changed)} otherwise" if changed else ""), "dim"), soft_wrap=True
+        )
+
+
+def _faster_with(other: Alternative) -> str:
+    speed = other.better_at
+    if speed is None:
+        return "no network from an eighth to 8 × as fast"
+    return f"a network {speed:g} × as fast" if speed > 1 else f"a network {1 / speed:g} × slower"
+
+
+def _described(own: Communication) -> dict[str, Any]:
+    return {
+        "tensor": own.tensor,
+        "users": list(own.users),
+        "axis": own.axis,
+        "forward": own.forward,
+        "backward": own.backward,
+        "num_bytes": own.num_bytes,
+        "forward_s": own.time.forward_s,
+        "backward_s": own.time.backward_s,
+    }
+
+
+def _size(num_bytes: float | None) -> str:
+    return "–" if num_bytes is None else gib(num_bytes)
+
+
+def _words(plan: Plan, placement: Iterable[tuple[str, str | None]]) -> str:
+    return ", ".join(f"{factor} over {axis} {plan.mesh[axis]}" for axis, factor in placement if factor) or "replicated"
+
+
+def _few(names: Iterable[str]) -> str:
+    """The first two of them, by their last part if they are in one block."""
+    every = [
+        name.rpartition("/")[0].rpartition(".")[2] + "/" + name.rpartition("/")[2] if "/" in name else name
+        for name in names
+    ]
+    return ", ".join(every[:2]) + (f" and {len(every) - 2} more" if len(every) > 2 else "")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
