@@ -9,6 +9,9 @@ plans of every kind are estimated there.
 All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts; those
 that may be the fastest in some more rounds.
 
+A machine that others share is not idle when this one is: printed, too, is what share of the time that this machine's cores
+wanted to run went to others (steal). Above a few percent the times say little.
+
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
 median; those predicted; how much longer the searched plan takes than the fastest of all (regret); and the rank
 correlation of measured and predicted (Spearman). All times are written to ``OUT/NETWORK/MODEL.json``.
@@ -346,6 +349,17 @@ def table(network: str, model: str, plans: dict[str, tuple[str, float]], times: 
     print(f"\n{len(least)} plans in {rounds} rounds, {len(final)} in {len(times['searched'])}.", flush=True)
 
 
+def ticks() -> list[int]:
+    """Of all cores together since they started: user, nice, system, idle, waiting, interrupts of two kinds, stolen."""
+    return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
+def stolen(before: list[int], after: list[int]) -> float:
+    """Share of the time that cores wanted to run in which others had them."""
+    user, nice, system, _, _, hard, soft, steal = (b - a for a, b in zip(before, after, strict=True))
+    return steal / max(1, user + nice + system + hard + soft + steal)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -378,10 +392,14 @@ def main() -> int:
                 files = {name: path for name, (path, _) in plans.items()}
                 settings = {name: getattr(options, name) for name in ("rounds", "final", "untimed")}
                 job.write_text(json.dumps({"model": model, "plans": files, **settings}))
+                before = ticks()
                 times = run_ranks(job)
-                found = {"cluster": description, "predicted": {n: s for n, (_, s) in plans.items()}, "times": times}
+                lost = stolen(before, ticks())
+                predicted = {name: seconds for name, (_, seconds) in plans.items()}
+                found = {"cluster": description, "predicted": predicted, "times": times, "stolen": lost}
                 (folder / f"{model}.json").write_text(json.dumps(found))
                 table(network, model, plans, times)
+                print(f"\nOther machines took {lost:.1%} of the time that the cores wanted to run.", flush=True)
     return 0
 
 
