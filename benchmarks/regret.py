@@ -9,7 +9,7 @@ plans of every kind are estimated there.
 All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts; those
 that may be the fastest in some more rounds.
 
-A machine that others share is not idle when this one is: printed, too, is what share of the time that this machine's cores
+Where others share the machine it is not idle when this one is: printed, too, is what share of the time that the cores
 wanted to run went to others (steal). Above a few percent the times say little.
 
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
