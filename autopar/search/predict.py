@@ -139,10 +139,11 @@ def predict(
             priced,
             held[fullest],
             max(ends),
-            sync[fullest],
-            tails[fullest],
+            sync[fullest] - waits.sync_s[fullest],
+            optimiser[fullest],
             sum(gathered[number] for number in shape.stages_of(fullest)),
-            pricing.num_microbatches * sum(waits.of_passes()[number] for number in shape.stages_of(fullest)),
+            waits.sync_s[fullest]
+            + pricing.num_microbatches * sum(waits.of_passes()[number] for number in shape.stages_of(fullest)),
         ),
         costs=StepCosts(
             blocks=blocks,
@@ -198,7 +199,7 @@ def _breakdown(
     stages: Sequence[Stage],
     step_s: float,
     sync_s: float,
-    tail_s: float,
+    optimiser_s: float,
     gathered_s: float,
     waiting_s: float,
 ) -> dict[str, float]:
@@ -214,7 +215,7 @@ def _breakdown(
         parts["gradient_sync"] = sync_s + count * gathered_s
     if waiting_s:
         parts["waiting"] = waiting_s
-    parts["optimizer"] = tail_s - sync_s
+    parts["optimizer"] = optimiser_s
     parts["bubble"] = max(0.0, step_s - sum(parts.values()))
     return parts
 

@@ -5,8 +5,9 @@ random, so t seconds of work with n meetings in between cost
 
     n * jitter(t / n)  =  jitter * sqrt(t * n / 1 ms)        jitter: after a millisecond (``Device.jitter_s``)
 
-A collective by itself cannot know what it comes after. So prices count each as after a millisecond, which bounds them
-from below and makes fewer collectives better; how many there are is seen in what is left without that.
+A step ends when its slowest rank does, which counts as one more. A collective by itself cannot know what it comes
+after. So prices count each as after a millisecond, which bounds them from below and makes fewer collectives better; how
+many there are is seen in what is left without that.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from autopar.search.evaluate import Priced, evaluate_stages, exposed_step_sync, 
 from autopar.search.pricing import Pricing
 from autopar.search.stage import Stage
 
+FORWARD, BACKWARD = 0, 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
     """calm, pricing: blocks and prices without waits. forward_s, backward_s: waited in a pass of each stage. sync_s: by
-    each rank of the pipeline at collectives of a step."""
+    each rank of the pipeline at collectives of a step, and at its end."""
 
     calm: Priced
     pricing: Pricing
@@ -43,35 +46,45 @@ class Waits:
     ) -> Waits:
         """priced: ``evaluate`` of ``leaders`` with ``pricing``."""
         device = pricing.ops.cluster.device
-        if not device.jitter_s:
+        if not device.jitter_s or pricing.mesh.size * shape.num_ranks == 1:
             none = (0.0,) * len(stages)
             return cls(calm=priced, pricing=pricing, forward_s=none, backward_s=none, sync_s=none[: shape.num_ranks])
         own = replace(pricing, moves=pricing.moves.calm)
         calm = evaluate_stages(own, leaders, stages)
-
-        def waiting(work_s: float, seconds: float, calm_s: float, others: int = 0) -> float:
-            return device.waiting_s(work_s, (seconds - calm_s) / device.jitter_s + others)
-
-        forward, backward = [], []
+        # Of each stage, forward and backward: seconds of work, and how often ranks meet.
+        passes = []
         for number, stage in enumerate(stages):
             blocks = calm.blocks[stage.first : stage.last + 1]
+            levels = (stage.level(b) for b in range(stage.first, stage.last + 1))
+            work = (
+                calm.prelude_s + sum(b.compute.forward_s for b in blocks),
+                sum(b.compute.backward_s + b.recomputed_s[level] for b, level in zip(blocks, levels, strict=True)),
+            )
             around = {shape.rank_of(n) for n in (number - 1, number + 1) if 0 <= n < len(stages)}
             received = int(not around <= {shape.rank_of(number)})
-            with_waits, without = (pass_seconds(each, stage, own.prefetch) for each in (priced, calm))
-            work = calm.prelude_s + sum(b.compute.forward_s for b in blocks)
-            forward.append(waiting(work, with_waits[0], without[0], received))
-            levels = (stage.level(b) for b in range(stage.first, stage.last + 1))
-            work = sum(b.compute.backward_s + b.recomputed_s[level] for b, level in zip(blocks, levels, strict=True))
-            backward.append(waiting(work, with_waits[1], without[1], received))
+            noisy, quiet = (pass_seconds(each, stage, own.prefetch) for each in (priced, calm))
+            passes.append(
+                [(work[way], received + (noisy[way] - quiet[way]) / device.jitter_s) for way in (FORWARD, BACKWARD)]
+            )
         sync = []
         for rank in range(shape.num_ranks):
-            held = [b for n in shape.stages_of(rank) for b in range(stages[n].first, stages[n].last + 1)]
-            with_waits_s, without_s = (exposed_step_sync([each.blocks[b] for b in held]) for each in (priced, calm))
-            work = sum(calm.blocks[b].compute.backward_s for b in held)
-            sync.append(waiting(work, with_waits_s, without_s))
+            held = shape.stages_of(rank)
+            blocks_of = [b for n in held for b in range(stages[n].first, stages[n].last + 1)]
+            noisy_s, quiet_s = (exposed_step_sync([each.blocks[b] for b in blocks_of]) for each in (priced, calm))
+            meetings = (noisy_s - quiet_s) / device.jitter_s
+            waited = device.waiting_s(sum(calm.blocks[b].compute.backward_s for b in blocks_of), meetings)
+            # The step ends with its slowest rank, whatever it meets for before.
+            work_s, often = (
+                own.num_microbatches * sum(one[kind] for n in held for one in passes[n]) for kind in (0, 1)
+            )
+            sync.append(waited + device.waiting_s(work_s / (often + meetings + 1), 1))
         return cls(
-            calm=calm, pricing=own, forward_s=tuple(forward), backward_s=tuple(backward), sync_s=tuple(sync)
-        )  # fmt: skip
+            calm=calm,
+            pricing=own,
+            forward_s=tuple(device.waiting_s(*one[FORWARD]) for one in passes),
+            backward_s=tuple(device.waiting_s(*one[BACKWARD]) for one in passes),
+            sync_s=tuple(sync),
+        )
 
     def of_passes(self) -> list[float]:
         """Of each stage, forward and backward of a microbatch together."""

@@ -74,3 +74,12 @@ def test_a_pass_of_a_pipeline_waits_for_what_it_receives() -> None:
     calm, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
     for before, after in zip(calm.forward_s, noisy.forward_s, strict=True):
         assert after - before == pytest.approx(JITTER_S * (before / 1e-3) ** 0.5, rel=0.2)
+
+
+def test_a_step_ends_with_its_slowest_rank_however_seldom_they_meet() -> None:
+    own = plan(dp=4, num_microbatches=1)
+    calm, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
+    work = calm.breakdown_s["compute"]
+    # One meeting at most beside the end: the sum of a count.
+    assert JITTER_S * (work / 1e-3) ** 0.5 <= noisy.step_time_s - calm.step_time_s
+    assert noisy.step_time_s - calm.step_time_s < 2.5 * JITTER_S * (work / 1e-3) ** 0.5
