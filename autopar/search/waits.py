@@ -6,8 +6,8 @@ random, so t seconds of work with n meetings in between cost
     n * jitter(t / n)  =  jitter * sqrt(t * n / 1 ms)        jitter: after a millisecond (``Device.jitter_s``)
 
 A step ends when its slowest rank does, which counts as one more. A collective by itself cannot know what it comes
-after. So prices count each as after a millisecond, which bounds them from below and makes fewer collectives better; how
-many there are is seen in what is left without that.
+after. So prices count each as after a millisecond, which makes fewer collectives better and bounds them from below (not
+for models so small that ranks meet more often). How many there are is seen in what is left without that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """calm, pricing: blocks and prices without waits. forward_s, backward_s: waited in a pass of each stage. sync_s: by
-    each rank of the pipeline at collectives of a step, and at its end."""
+    """What ranks wait in a step.
+
+    calm, pricing: blocks and prices without waits. forward_s, backward_s: in a pass of each stage. sync_s: of each
+    rank of the pipeline, at collectives of a step and at its end.
+    """
 
     calm: Priced
     pricing: Pricing
