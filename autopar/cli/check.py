@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from autopar.cli.progress import progress_on_stderr
 from autopar.cli.request import read_yaml
@@ -19,6 +18,7 @@ from autopar.cost_model.description import cluster_from_dict
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
+from autopar.report.table import plain_table
 from autopar.report.units import gib
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ def _predicted_bytes(own: CheckedRank) -> float:
 
 def _print(checked: Checked, plan: Plan) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("rank", "stages", "communications a step", "peak memory", "predicted", "between steps"):
-        table.add_column(column, justify="right")
+    columns = "rank", "stages", "communications a step", "peak memory", "predicted", "between steps"
+    table = plain_table(*columns, right=True)
     for own in checked.ranks:
         predicted = _predicted_bytes(own)
         table.add_row(

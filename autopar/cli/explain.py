@@ -30,7 +30,7 @@ def run_explain(
         raise InvalidInput(
             f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
         )
-    cluster = cluster_of(plan, cluster_file)
+    cluster, length = cluster_of(plan, cluster_file), seq or plan.model.seq
     source = load_model_file(named)
     # Imported here so that a mistyped file is answered at once.
     from autopar.ir.capture import capture
@@ -40,7 +40,7 @@ def run_explain(
 
     with progress_on_stderr(quiet=json) as progress:
         progress("capturing the model")
-        inputs = source.meta_inputs(plan.batch.global_size, seq or plan.model.seq)
+        inputs = source.meta_inputs(plan.batch.global_size, length)
         captured = normalise(capture(source.meta_model(), inputs, name=source.name))
         if captured.fingerprint != plan.model.fingerprint:
             raise PlanMismatch(
@@ -59,4 +59,7 @@ def run_explain(
     elif json:
         typer.echo(dumps(described(explained), indent=2))
     else:
-        print_explanation(explained, plan, str(plan_file), named)
+        like = ["autopar", "search", named, "--like", str(plan_file), "--global-batch", str(plan.batch.global_size)]
+        like += [] if length is None else ["--seq", str(length)]
+        like += [] if cluster_file is None else ["--cluster", str(cluster_file)]
+        print_explanation(explained, like)

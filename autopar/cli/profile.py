@@ -7,11 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
 from autopar.profiling.profile import Profile, profile
+from autopar.report.table import plain_table
 from autopar.runtime.launch import ensure_process_group
 
 _HEAD = "# Measured by autopar profile. Every figure can be edited; autopar search takes it with --cluster.\n"
@@ -42,9 +42,7 @@ def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, 
 
 def _print(found: Profile, output: Path) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("measured against the fitted cost model", "runs", "median error", "largest error"):
-        table.add_column(column, justify="left" if "model" in column else "right")
+    table = plain_table("measured against the fitted cost model", "runs", "median error", "largest error")
     for series in found.series():
         errors = sorted((point.error for point in series.points), key=abs)
         table.add_row(series.name, str(len(errors)), f"{abs(errors[len(errors) // 2]):.0%}", f"{errors[-1]:+.0%}")

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.data import block_names, microbatch_size, remat_level, schedule_words
+from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, plural, seconds, significant
 
 # Parts of a step that are less of the difference between two steps are not named.
@@ -80,7 +80,7 @@ def print_comparison(found: Mapping[str, Any], names: tuple[str, str], *, consol
     for key, what in (("same_model", "models"), ("same_cluster", "clusters")):
         if not found[key]:
             console.print(f"[yellow]These plans are for different {what}.[/]")
-    table = _table(*names)
+    table = plain_table("", *names, "")
     for title, key, shown in _FIGURES:
         one, two = found["figures"][key]
         if one is not None and two is not None:
@@ -94,7 +94,7 @@ def print_comparison(found: Mapping[str, Any], names: tuple[str, str], *, consol
             table.add_row(setting, one, two)
     console.print(table)
     if found["stages"][0] != found["stages"][1]:
-        stages = _table(*names)
+        stages = plain_table("", *names, "")
         for number in range(max(map(len, found["stages"]))):
             cells = [own[number] if number < len(own) else "" for own in found["stages"]]
             if cells[0] != cells[1]:
@@ -107,7 +107,7 @@ def _print_ops(ops: list[dict[str, Any]], names: tuple[str, str], console: Conso
     if not ops:
         console.print(Text("every op is placed alike", "dim"))
         return
-    table, block = _table(*names), None
+    table, block = plain_table("", *names, ""), None
     for own in ops[:_MOST_OPS]:
         if own["block"] != block:
             block = own["block"]
@@ -116,15 +116,6 @@ def _print_ops(ops: list[dict[str, Any]], names: tuple[str, str], console: Conso
     console.print(table)
     if len(ops) > _MOST_OPS:
         console.print(Text(f"and {plural(len(ops) - _MOST_OPS, 'more op')}; --json has all", "dim"))
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in names:
-        table.add_column(name, overflow="fold")
-    table.add_column("")
-    return table
 
 
 def _divided(placement: Mapping[str, int] | None) -> str:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.report.comparison import comparison, in_words
+from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, seconds
 from autopar.search.api import priced_plan
 from autopar.search.communications import Communication, communications
 from autopar.search.explanation import Alternative, Explanation
-from autopar.search.workload import Workload
 
 # Of the communications of a plan, those that together are so much of its time are printed.
 _MOST = 0.98
@@ -33,12 +32,10 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
     ``times``: how often it is there in a step, over all blocks and microbatches. ``num_bytes``: of a microbatch on one
     rank. ``step_s``: seconds that all of them take on a rank that has every block, waits for other ranks not counted.
     """
-    load = Workload.of(captured, plan.precision)
-    pricing, leaders, _ = priced_plan(captured, cluster, plan, workload=load)
+    pricing, leaders, _ = priced_plan(captured, cluster, plan)
     found = []
-    for around, own in communications(pricing, leaders):
-        repeats = max(load.repeats.get(node, 1) for node in around)
-        times = repeats * plan.batch.num_microbatches
+    for _, own in communications(pricing, leaders):
+        times = own.repeats * plan.batch.num_microbatches
         found.append({**_described(own), "times": times, "step_s": times * own.time.total_s})
     found.sort(key=lambda one: -float(one["step_s"]))
     return {
@@ -60,7 +57,7 @@ def print_overview(found: Mapping[str, Any], *, console: Console | None = None) 
     if not found["communications"]:
         console.print("no op communicates with another rank")
         return
-    table = _table("forward", "backward", "over", "of", "for", "size", "one", "times", "a step")
+    table = plain_table("forward", "backward", "over", "of", "for", "size", "one", "times", "a step")
     whole, shown = sum(one["step_s"] for one in found["communications"]), 0.0
     for number, one in enumerate(found["communications"]):
         if number and shown >= _MOST * whole:
@@ -82,21 +79,21 @@ def described(found: Explanation) -> dict[str, Any]:
     return {
         "block": found.block,
         "op": found.op,
-        "repeats": found.repeats,
+        "repeats": _repeats(found),
         "placement": [list(one) for one in found.placement],
         "followers": list(found.followers),
         "factors": list(found.factors),
         "forward_s": found.time.forward_s,
         "backward_s": found.time.backward_s,
         "communications": [_described(own) for own in found.communications],
-        "step_time_s": found.step_time_s,
+        "step_time_s": _step_s(found.plan),
         "peak_share": found.peak_share,
         "alternatives": [
             {
                 "placement": [list(one) for one in other.placement],
                 "step_time_s": None if other.prediction is None else other.prediction.step_time_s,
                 "reason": other.reason,
-                "faster_with_network_times": other.better_at,
+                "faster_with_network_times": other.faster_with,
                 "plan": None if other.plan is None else other.plan.model_dump(mode="json", exclude_none=True),
             }
             for other in found.alternatives
@@ -104,14 +101,11 @@ def described(found: Explanation) -> dict[str, Any]:
     }
 
 
-def print_explanation(
-    found: Explanation, plan: Plan, plan_file: str, model: str, *, console: Console | None = None
-) -> None:
-    """Prints one explanation. plan_file, model: for the command that makes the runner-up."""
+def print_explanation(found: Explanation, like: Sequence[str], *, console: Console | None = None) -> None:
+    """Prints one explanation. like: the command that searches around the plan, to which the placement is added."""
     console = console or Console(highlight=False)
-    title = Text.assemble(
-        (found.op, "bold"), f" in {found.block}" + (f" × {found.repeats}" if found.repeats > 1 else "")
-    )
+    plan, repeats = found.plan, _repeats(found)
+    title = Text.assemble((found.op, "bold"), f" in {found.block}" + (f" × {repeats}" if repeats > 1 else ""))
     console.print(title + Text(f": {_words(plan, found.placement)}"))
     console.print(
         f"{seconds(found.time.forward_s)} forward, {seconds(found.time.backward_s)} backward of a microbatch on a rank"
@@ -122,7 +116,7 @@ def print_explanation(
     if found.peak_share > _TIGHT:
         console.print(f"memory binds: the plan takes {percent(found.peak_share)} of what it may", soft_wrap=True)
     if found.communications:
-        table = _table("forward", "backward", "over", "of", "for", "size", "forward", "backward")
+        table = plain_table("forward", "backward", "over", "of", "for", "size", "forward", "backward")
         for own in found.communications:
             table.add_row(
                 own.forward or "–", own.backward or "–", own.axis, own.tensor, _few(own.users), _size(own.num_bytes),
@@ -132,32 +126,31 @@ def print_explanation(
         console.print(table)
     else:
         console.print("nothing is communicated for it")
-    _print_alternatives(found, plan, console)
-    command = ["autopar", "search", model, "--like", plan_file]
-    command += ["--forbid", f"{found.block}/{found.op}: " + " ".join(f"{a}={f or '*'}" for a, f in found.placement)]
-    if plan.model.seq is not None:
-        command += ["--seq", str(plan.model.seq)]
-    command += ["--global-batch", str(plan.batch.global_size)]
-    console.print(Text(f"what is found without this placement: {shlex.join(command)}", "dim"), soft_wrap=True)
+    _print_alternatives(found, console)
+    placement = " ".join(f"{axis}={factor or '*'}" for axis, factor in found.placement)
+    command = shlex.join([*like, "--forbid", f"{found.block}/{found.op}: {placement}"])
+    console.print(Text(f"what is found without this placement: {command}", "dim"), soft_wrap=True)
 
 
-def _print_alternatives(found: Explanation, plan: Plan, console: Console) -> None:
-    table = _table("placement", "step", "", "peak memory", "would be faster with")
-    memory = "" if plan.prediction is None else gib(plan.prediction.peak_memory_bytes)
-    table.add_row(Text(_words(plan, found.placement), "bold"), seconds(found.step_time_s), "", memory, "")
+def _print_alternatives(found: Explanation, console: Console) -> None:
+    plan, step = found.plan, _step_s(found.plan)
+    table = plain_table("placement", "step", "", "peak memory", "would be faster with")
+    assert plan.prediction is not None
+    memory = gib(plan.prediction.peak_memory_bytes)
+    table.add_row(Text(_words(plan, found.placement), "bold"), seconds(step), "", memory, "")
     for other in found.alternatives:
         prediction = other.prediction
         if prediction is None:
             table.add_row("any other", "none", "", "", other.reason.splitlines()[0])
             continue
-        change = f"{prediction.step_time_s / found.step_time_s - 1:+.1%}"
+        change = f"{prediction.step_time_s / step - 1:+.1%}"
         table.add_row(
             _words(plan, other.placement), seconds(prediction.step_time_s), change,
             gib(prediction.peak_memory_bytes), _faster_with(other),
         )  # fmt: skip
     console.print(table)
-    if found.alternatives and found.alternatives[0].plan is not None:
-        second = found.alternatives[0].plan
+    second = found.alternatives[0].plan
+    if second is not None:
         pair = comparison(plan, second)
         changed = [own["op"] for own in pair["ops"] if own["op"] != found.op]
         words = in_words(pair, ("the plan", "the second"))
@@ -167,7 +160,7 @@ def _print_alternatives(found: Explanation, plan: Plan, console: Console) -> Non
 
 
 def _faster_with(other: Alternative) -> str:
-    speed = other.better_at
+    speed = other.faster_with
     if speed is None:
         return "no network from an eighth to 8 × as fast"
     return f"a network {speed:g} × as fast" if speed > 1 else f"a network {1 / speed:g} × slower"
@@ -186,6 +179,16 @@ def _described(own: Communication) -> dict[str, Any]:
     }
 
 
+def _repeats(found: Explanation) -> int:
+    """Of the op's block."""
+    return next(block.repeats for block in found.plan.blocks if block.name == found.block)
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None, "an explanation predicts its plan"
+    return plan.prediction.step_time_s
+
+
 def _size(num_bytes: float | None) -> str:
     return "–" if num_bytes is None else gib(num_bytes)
 
@@ -201,10 +204,3 @@ def _few(names: Iterable[str]) -> str:
         for name in names
     ]
     return ", ".join(every[:2]) + (f" and {len(every) - 2} more" if len(every) > 2 else "")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.data import block_names, microbatch_size, remat_level, schedule_words
+from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _baseline(baseline: Baseline, step_time_s: float) -> str:
 
 def _stages(plan: Plan) -> RenderableType:
     names = block_names(plan)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = plain_table()
     for column, justify in (("stage", "right"), ("ranks", "left"), ("blocks", "left"), ("remat", "left"),
                             ("forward", "right"), ("backward", "right"), ("memory", "right")):  # fmt: skip
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
@@ -130,7 +131,7 @@ def _stages(plan: Plan) -> RenderableType:
 
 
 def _blocks(plan: Plan, styles: dict[str, str]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("block")
     table.add_column("op")
     for axis in plan.mesh:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.redistributions import redistribution
-from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.ir.placement import Layout
-from autopar.ir.redistribution import Collective, redistribute
+from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment
 from autopar.search.evaluate import layout_of, needs_of, spread
 from autopar.search.pricing import Pricing
@@ -28,7 +28,7 @@ class Communication:
 
     tensor: what moves, by the op or step input that makes it. users: ops that need it so. axis: of the mesh. forward,
     backward: collectives, "" for none. num_bytes: of a microbatch on one rank, where it is largest; None inside an op.
-    time: of a microbatch.
+    time: of a microbatch. repeats: blocks that have it.
     """
 
     tensor: str
@@ -38,6 +38,7 @@ class Communication:
     backward: str
     num_bytes: float | None
     time: OpTime
+    repeats: int
 
 
 def name_of(load: Workload, node: fx.Node) -> str:
@@ -54,35 +55,52 @@ def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterato
     assignments, inputs = spread(load, leaders), leaders[load.clusters.inputs.index]
     passing = load.passing(assignments)
     for transfer in load.transfers:
-        source = layout_of(pricing, transfer.tensor, assignments, inputs)
-        for value, grad in needs_of(load, transfer, assignments, passing):
-            users = [
-                node
-                for node, position in transfer.uses
-                if load.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))[0] == value
-            ]
-            around = {transfer.tensor.node, *users}
-            names = tuple(dict.fromkeys(name_of(load, node) for node in users))
-            for step in _steps(pricing, transfer.tensor, source, value, grad, names):
-                yield around, step
+        tensor = transfer.tensor
+        source = layout_of(pricing, tensor, assignments, inputs)
+        for (value, grad), users in needs_of(load, transfer, assignments, passing).items():
+            for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
+                forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
+                if forward.communicates or backward.communicates:
+                    yield (
+                        {tensor.node, *users},
+                        Communication(
+                            tensor=name_of(load, tensor.node),
+                            users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
+                            axis=pricing.mesh.names[step.axis],
+                            forward=forward.value if forward.communicates else "",
+                            backward=backward.value if backward.communicates else "",
+                            num_bytes=num_bytes,
+                            time=time,
+                            repeats=len(transfer.blocks),
+                        ),
+                    )
     for node, assignment in assignments.items():
         own = pricing.lowering(node, assignment)
         if own.total_s:
             lowered = load.rule(node).lowered
             axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
             name = name_of(load, node)
-            yield {node}, Communication(
-                tensor=name, users=(name,), axis=", ".join(axes), forward="inside the op", backward="inside the op",
-                num_bytes=None,
-                time=own,
-            )  # fmt: skip
+            yield (
+                {node},
+                Communication(
+                    tensor=name,
+                    users=(name,),
+                    axis=", ".join(axes),
+                    forward="inside the op",
+                    backward="inside the op",
+                    num_bytes=None,
+                    time=own,
+                    repeats=load.repeats[node],
+                ),
+            )
 
 
-def _steps(
-    pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout, users: tuple[str, ...]
-) -> Iterator[Communication]:
+def priced_steps(
+    pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout
+) -> Iterator[tuple[Step, float, OpTime]]:
+    """Steps of a redistribution, with the bytes of a microbatch that a rank has where it has most, and the seconds."""
     num_bytes = tensor.bytes_of_microbatch(pricing.num_microbatches)
-    rows, before = tensor.rows_of_microbatch(pricing.num_microbatches), OpTime(0.0, 0.0)
+    rows, before = tensor.rows_of_microbatch(pricing.num_microbatches), ZERO
     local = num_bytes / pricing.pieces(source)
     steps = redistribute(source, value, grad)
     for number, step in enumerate(steps):
@@ -90,15 +108,5 @@ def _steps(
         after = local * size if step.forward in _GROWING else local / size if step.forward in _SHRINKING else local
         until = redistribution(pricing.moves.links, steps[: number + 1], source, rows).at(num_bytes)
         time = until + -1.0 * before
-        made = step.forward, step.backward if tensor.differentiable else Collective.NONE
-        if any(kind.communicates for kind in made):
-            yield Communication(
-                tensor=name_of(pricing.workload, tensor.node),
-                users=users,
-                axis=pricing.mesh.names[step.axis],
-                forward=made[0].value if made[0].communicates else "",
-                backward=made[1].value if made[1].communicates else "",
-                num_bytes=max(local, after),
-                time=OpTime(time.forward_s, time.backward_s if tensor.differentiable else 0.0),
-            )
+        yield step, max(local, after), OpTime(time.forward_s, time.backward_s if tensor.differentiable else 0.0)
         local, before = after, until

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -329,12 +329,12 @@ class _Ops:
 
 def needs_of(
     load: Workload, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], passing: Passing
-) -> Iterable[tuple[Layout, Layout]]:
-    """What the users of a transfer need, each once: layouts of the value and, of the gradient, what is left to sum."""
-    found: dict[tuple[Layout, Layout], None] = {}
+) -> Mapping[tuple[Layout, Layout], list[fx.Node]]:
+    """What the users of a transfer need: layouts of the value and, of the gradient, what is left to sum -> who does."""
+    found: dict[tuple[Layout, Layout], list[fx.Node]] = {}
     for node, position in transfer.uses:
         value, grad = load.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
-        found[value, left_to_sum(grad, passing.get(transfer.tensor.node, ()))] = None
+        found.setdefault((value, left_to_sum(grad, passing.get(transfer.tensor.node, ()))), []).append(node)
     return found
 
 

@@ -26,9 +26,6 @@ class Forbidden:
     pattern: str
     placement: tuple[tuple[str, str | None], ...]
 
-    def matches(self, block: str, op: str) -> bool:
-        return any(name == self.pattern or fnmatchcase(name, self.pattern) for name in (op, f"{block}/{op}"))
-
     def renamed(self, axes: Mapping[str, str]) -> Forbidden:
         """With other names for the axes."""
         return Forbidden(
@@ -66,17 +63,21 @@ def deciding_ops(load: Workload) -> Iterator[tuple[str, str, fx.Node]]:
             yield kind.name, folding.key[group.leader], group.leader
 
 
+def named_ops(load: Workload, pattern: str) -> list[fx.Node]:
+    """Deciding ops that ``pattern`` means: those of just this name, or else those that it matches."""
+    known = list(deciding_ops(load))
+    exact = [node for block, op, node in known if pattern in (op, f"{block}/{op}")]
+    return exact or [
+        node for block, op, node in known if fnmatchcase(op, pattern) or fnmatchcase(f"{block}/{op}", pattern)
+    ]
+
+
 def check_forbidden(load: Workload, forbidden: tuple[Forbidden, ...], axes: tuple[str, ...]) -> None:
     """Raise InvalidInput for an op, an axis or a factor that is not there."""
-    known = list(deciding_ops(load))
     for one in forbidden:
-        found = [node for block, op, node in known if one.matches(block, op)]
+        found = named_ops(load, one.pattern)
         if not found:
-            names = list(dict.fromkeys(name for block, op, _ in known for name in (op, f"{block}/{op}")))
-            close = difflib.get_close_matches(one.pattern, names, n=3, cutoff=0.3)
-            raise InvalidInput(
-                f"{one}: no op that a plan places has such a name.\n  names like it: {', '.join(close) or 'none'}"
-            )
+            raise InvalidInput(f"{one}: {unknown_op(load, one.pattern)}")
         for axis, factor in one.placement:
             if axis not in axes:
                 raise InvalidInput(
@@ -91,16 +92,24 @@ def check_forbidden(load: Workload, forbidden: tuple[Forbidden, ...], axes: tupl
                 )
 
 
+def unknown_op(load: Workload, name: str) -> str:
+    """What to say of a name that no deciding op has."""
+    folding = load.folding
+    for group in load.clusters.clusters:
+        for member in group.members[1:]:
+            if group.leader is not None and folding.key.get(member) == name:
+                return f"{name!r} is placed as {folding.key[group.leader]!r} is.\n  try: that one"
+    names = list(dict.fromkeys(key for block, op, _ in deciding_ops(load) for key in (op, f"{block}/{op}")))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+    return f"the plan places no op {name!r}.\n  names like it: {', '.join(close) or 'none'}"
+
+
 def forbidden_choices(
     load: Workload, forbidden: tuple[Forbidden, ...], group: Cluster, axes: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, Choice], ...], ...]:
     """What the leader of a cluster may not do on mesh axes, by position, at once."""
-    block = None if group.leader is None else load.folding.block_of.get(group.leader)
-    if group.leader is None or block is None:
-        return ()
-    name, op = load.folding.kinds[load.folding.blocks[block].kind].name, load.folding.key[group.leader]
     return tuple(
         tuple((axes.index(axis), factor) for axis, factor in one.placement)
         for one in forbidden
-        if one.matches(name, op) and all(axis in axes for axis, _ in one.placement)
+        if group.leader in named_ops(load, one.pattern) and all(axis in axes for axis, _ in one.placement)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from autopar.ir.errors import InvalidInput
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.plan import Plan
@@ -17,6 +19,7 @@ def constraints_like(plan: Plan) -> Constraints:
         pp=plan.num_pipeline_ranks,
         axes=axes,
         zero=plan.zero,
+        shard=None if plan.shard_axes is None else prod(plan.mesh[axis] for axis in plan.shard_axes),
         schedule=plan.schedule if pipeline else None,
         virtual_stages=plan.virtual_stages if pipeline else None,
         num_microbatches=plan.batch.num_microbatches,

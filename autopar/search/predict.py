@@ -11,20 +11,18 @@ from functools import cached_property, partial
 
 from autopar.cost_model.collectives import point_to_point_time, time_over_stages
 from autopar.cost_model.memory import MemoryParts
-from autopar.cost_model.redistributions import redistribution
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.streams import Span
-from autopar.ir.placement import Layout
-from autopar.ir.redistribution import redistribute
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
+from autopar.search.communications import priced_steps
 from autopar.search.evaluate import Priced, exposed_step_sync, layout_of, needs_of, spread
 from autopar.search.moments import fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
 from autopar.search.stage import Stage
 from autopar.search.waits import Waits, pass_seconds
-from autopar.search.workload import Tensor, Workload
+from autopar.search.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +235,8 @@ def _by_axis(
             continue
         source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
         for need in needs_of(load, transfer, assignments, passing):
-            for axis, seconds in _axis_seconds(pricing, transfer.tensor, source, *need).items():
-                spent[axis] += times * seconds
+            for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
+                spent[step.axis] += times * time.total_s
     for node, assignment in assignments.items():
         block = load.folding.block_of.get(node)
         lowered = load.rule(node).lowered
@@ -249,18 +247,6 @@ def _by_axis(
     if not whole or not total_s:
         return {}
     return {f"communication_{mesh.names[a]}": total_s * s / whole for a, s in enumerate(spent) if s}
-
-
-def _axis_seconds(pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> dict[int, float]:
-    steps = redistribute(source, value, grad)
-    rows = tensor.rows_of_microbatch(pricing.num_microbatches)
-    found: dict[int, float] = {}
-    before = 0.0
-    for number, step in enumerate(steps):
-        made = redistribution(pricing.moves.links, steps[: number + 1], source, rows).at(tensor.numel)
-        found[step.axis] = found.get(step.axis, 0.0) + made.total_s - before
-        before = made.total_s
-    return found
 
 
 def tokens_per_step(load: Workload) -> int:

@@ -101,7 +101,9 @@ def test_what_cannot_be_explained(plan: Path, tmp_path: Path, terminal: Terminal
     assert "places no op 'mlp.upp/linear'" in terminal("explain", plan, "mlp.upp/linear", code=2)
     assert "no mesh axis 'cp'" in terminal("search", GPT, "--like", plan, "--forbid", f"{op}: cp=n", code=2)
     assert "is no factor" in terminal("search", GPT, "--like", plan, "--forbid", f"{op}: tp=zz", code=2)
-    assert "no op that a plan places" in terminal("search", GPT, "--like", plan, "--forbid", "nothing: tp=n", code=2)
+    assert "the plan places no op 'nothing'" in terminal(
+        "search", GPT, "--like", plan, "--forbid", "nothing: tp=n", code=2
+    )
     assert "expected OP: AXIS=FACTOR" in terminal("search", GPT, "--like", plan, "--forbid", "mlp", code=2)
     assert "--like" in terminal("search", GPT, "--like", plan, "--tp", 2, code=2)
     anonymous = tmp_path / "anonymous.yaml"
