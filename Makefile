@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity parity-full choices bench dist clean
+.PHONY: help demo test test-all lint types format parity parity-full choices browser docs bench dist clean
 .DEFAULT_GOAL := help
 
 help:            ## print this list
@@ -53,6 +53,15 @@ parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; tw
 
 choices: $(VENV)/.dev  ## what the free search picks, and what the alternatives would have cost
 	$(BIN)/python benchmarks/choices.py
+
+browser: $(VENV)/.dev  ## pages of five plans in Chromium, which has to be there; pictures of them for docs/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	$(BIN)/python -m pytest tests/report/test_browser.py -q
+	$(BIN)/python scripts/pictures.py
+
+docs: $(VENV)/.dev  ## the documentation as a site, in out/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev  ## step time against DDP, FSDP2, DTensor and hand-split pipelines
 	$(BIN)/python benchmarks/execution.py

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.capture import capture
+from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
-from autopar.report.units import seconds
+from autopar.report.units import plural, seconds
 from autopar.search.api import estimate_captured, search_captured
 from autopar.search.constraints import Constraints
 from autopar.search.outer import Progress
@@ -22,10 +23,17 @@ from autopar.search.result import SearchResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the search found, and the seconds that capture and normalisation took before it."""
+    """What the search found, in what, and the seconds that capture and normalisation took before it.
+
+    constraints, pin_degrees: as given. capture_batch: captures the model for another global batch, if it can be.
+    """
 
     result: SearchResult
     capture_time_s: float
+    captured: CapturedModel = field(repr=False)
+    constraints: Constraints = field(default_factory=Constraints)
+    pin_degrees: bool = False
+    capture_batch: Callable[[int], CapturedModel] | None = field(default=None, repr=False)
 
     @property
     def plan(self) -> Plan:
@@ -37,6 +45,7 @@ def find_plan(
     cluster: Cluster,
     example_inputs: Any,
     *,
+    inputs_of: Callable[[int], Any] | None = None,
     constraints: Constraints | None = None,
     pin_degrees: bool = False,
     loss_fn: Callable[..., Any] | None = None,
@@ -46,7 +55,8 @@ def find_plan(
 ) -> Planned:
     """The best plan under ``constraints``.
 
-    model: on any device, meta included; only its structure is read. example_inputs: of one global batch.
+    model: on any device, meta included; only its structure is read. example_inputs: of one global batch. inputs_of: of
+    a global batch of so many samples, for whoever wants to plan for another one.
     pin_degrees: degrees that are not given are 1, and data parallelism takes the ranks left over; nothing but
     microbatches, ZeRO and rematerialisation is searched. progress: called with what is being done and,
     during the search, how much of it is done at most.
@@ -55,14 +65,26 @@ def find_plan(
     constraints = constraints or Constraints()
     progress("capturing the model")
     start = time.perf_counter()
-    captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target, name=name))
+
+    def captured_with(inputs: Any) -> CapturedModel:
+        return normalise(capture(model, inputs, loss_fn=loss_fn, example_target=example_target, name=name))
+
+    captured = captured_with(example_inputs)
     capture_time_s = time.perf_counter() - start
     searching = f"searching plans for {cluster.num_gpus} × {cluster.device.name}"
     progress(searching)
 
     def report(now: Progress) -> None:
         best = "no plan yet" if now.best_s is None else f"best {seconds(now.best_s)} a step"
-        progress(f"{searching}: {best}, none under {seconds(now.bound_s)}", now.share)
+        left = f", {plural(now.num_left, 'configuration')} left" if now.num_left else ""
+        progress(f"{searching}: {best}, none under {seconds(now.bound_s)}{left}", now.share)
 
     search = estimate_captured if pin_degrees else search_captured
-    return Planned(result=search(captured, cluster, constraints, report=report), capture_time_s=capture_time_s)
+    return Planned(
+        result=search(captured, cluster, constraints, report=report),
+        capture_time_s=capture_time_s,
+        captured=captured,
+        constraints=constraints,
+        pin_degrees=pin_degrees,
+        capture_batch=None if inputs_of is None else lambda size: captured_with(inputs_of(size)),
+    )

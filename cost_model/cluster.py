@@ -128,6 +128,10 @@ class Cluster:
         """The same cluster with another device memory, nothing of it reserved."""
         return replace(self, device=replace(self.device, memory_bytes=memory_bytes, reserved_bytes=0))
 
+    def with_network(self, speed: float) -> Cluster:
+        """The same cluster whose links, inside nodes and between them, carry ``speed`` times as much."""
+        return replace(self, intra_node=self.intra_node.slower(1 / speed), inter_node=self.inter_node.slower(1 / speed))
+
     @classmethod
     def from_yaml(cls, text: str, *, source: str = "cluster") -> Cluster:
         """A cluster from its YAML description; see ``description.ClusterDescription``."""

@@ -19,6 +19,7 @@ from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.planning import Planned
 from autopar.report.page import plan_report
+from autopar.report.study import study_found
 from autopar.report.terminal import print_plan
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
@@ -61,9 +62,9 @@ def main() -> int:
     for name, (constraints, words) in PLANS.items():
         console.rule(f"search: {words}")
         result = search_captured(captured, cluster, constraints, workload=workload)
-        planned = Planned(result=result, capture_time_s=capture_time_s)
+        planned = Planned(result=result, capture_time_s=capture_time_s, captured=captured, constraints=constraints)
         planned.plan.save(OUT / f"{name}.yaml")
-        plan_report(planned, OUT / f"{name}.html")
+        plan_report(study_found(planned, vary=name == "plan"), OUT / f"{name}.html")
         print_plan(planned.plan, planned, console=console)
     failed = []
     for name, (_, words) in PLANS.items():

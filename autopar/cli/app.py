@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, explain, compare, check, profile, train."""
+"""The commands: search, estimate, show, report, explain, compare, check, profile, train."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         forbid: opt.Forbid = None,
         output: opt.Output = None,
         report: opt.Report = None,
+        vary: opt.Vary = True,
         trace: opt.Trace = None,
         json: opt.Json = False,
     ) -> None:
@@ -93,7 +94,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
             precision=precision, remat=remat,
             constrain=tuple(constrain or ()), like=like, forbid=tuple(forbid or ()),
-            output=output, report=report, trace=trace, json=json, pin_degrees=pin_degrees,
+            output=output, report=report, vary=vary, trace=trace, json=json, pin_degrees=pin_degrees,
         ).run()  # fmt: skip
 
     return command
@@ -118,19 +119,37 @@ app.command(
 )(_planner(pin_degrees=True))
 
 
-@app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --report plan.html"))
-def show(plan: opt.PlanFile, report: opt.Report = None, json: opt.Json = False) -> None:
-    """Print a plan, or write a page about it."""
-    from autopar.report.page import plan_report
+@app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --json"))
+def show(plan: opt.PlanFile, json: opt.Json = False) -> None:
+    """Print a plan."""
     from autopar.report.terminal import print_plan
 
     loaded = Plan.load(plan)
-    if report is not None:
-        plan_report(loaded, report)
     if json:
         typer.echo(loaded.model_dump_json(indent=2, exclude_none=True))
         return
-    print_plan(loaded)
+    print_plan(loaded, whole=True)
+
+
+@app.command(
+    epilog=_example(
+        "autopar report plan.yaml",
+        "autopar report plan.yaml -o out/plan.html --model examples/gpt.py",
+    )
+)
+def report(
+    plan: opt.PlanFile,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="the page to write; else beside the plan, as .html")
+    ] = None,
+    model: opt.ModelOfPlan = None,
+    seq: opt.Seq = None,
+    cluster: opt.ClusterFile = None,
+) -> None:
+    """Write a page about a plan: what it does to each op, what that communicates, the step and its memory over time."""
+    from autopar.cli.report import run_report
+
+    run_report(plan, output or plan.with_suffix(".html"), model=model, seq=seq, cluster_file=cluster)
 
 
 @app.command(
@@ -143,7 +162,7 @@ def show(plan: opt.PlanFile, report: opt.Report = None, json: opt.Json = False) 
 def explain(
     plan: opt.PlanFile,
     op: Annotated[str | None, typer.Argument(metavar="[OP]", help="as the plan names it, or BLOCK/OP")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="MODEL, if the plan does not say it")] = None,
+    model: opt.ModelOfPlan = None,
     seq: opt.Seq = None,
     cluster: opt.ClusterFile = None,
     json: opt.Json = False,

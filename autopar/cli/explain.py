@@ -8,10 +8,10 @@ from pathlib import Path
 import typer
 
 from autopar.cli.check import cluster_of
+from autopar.cli.plan_model import capture_for
 from autopar.cli.progress import progress_on_stderr
-from autopar.ir.errors import InvalidInput, PlanMismatch
+from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
 
 
 def run_explain(
@@ -31,22 +31,11 @@ def run_explain(
             f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
         )
     cluster, length = cluster_of(plan, cluster_file), seq or plan.model.seq
-    source = load_model_file(named)
-    # Imported here so that a mistyped file is answered at once.
-    from autopar.ir.capture import capture
-    from autopar.passes.normalise import normalise
     from autopar.report.explanation import described, overview, print_explanation, print_overview
     from autopar.search.explanation import explain_op
 
     with progress_on_stderr(quiet=json) as progress:
-        progress("capturing the model")
-        inputs = source.meta_inputs(plan.batch.global_size, length)
-        captured = normalise(capture(source.meta_model(), inputs, name=source.name))
-        if captured.fingerprint != plan.model.fingerprint:
-            raise PlanMismatch(
-                f"{plan_file} is for {plan.model.name} ({plan.model.fingerprint}), {named} is {captured.name} "
-                f"({captured.fingerprint})\n  try: --model and --seq of the search that made the plan, or search again"
-            )
+        captured = capture_for(plan, plan_file, named, seq, progress=progress)
         if op is None:
             found = overview(captured, cluster, plan)
         else:

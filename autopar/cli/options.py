@@ -57,6 +57,8 @@ Model = Annotated[
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan written by autopar search", show_default=False)]
 
+ModelOfPlan = Annotated[str | None, typer.Option("--model", help="MODEL, if the plan does not say it")]
+
 GlobalBatch = Annotated[
     int | None,
     typer.Option("--global-batch", min=1, help="samples a step; the model file's default", rich_help_panel=_SIZE),
@@ -167,6 +169,14 @@ Forbid = Annotated[
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="write the plan here", rich_help_panel=_OUT)]
 Report = Annotated[Path | None, typer.Option("--report", help="write a page about it here", rich_help_panel=_OUT)]
+Vary = Annotated[
+    bool,
+    typer.Option(
+        "--vary/--no-vary",
+        help="for the page, search the best plans of other networks, memories and batches too",
+        rich_help_panel=_OUT,
+    ),
+]
 Trace = Annotated[
     Path | None,
     typer.Option("--trace", help="write the predicted step here, for Perfetto or Chrome", rich_help_panel=_OUT),

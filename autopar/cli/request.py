@@ -63,6 +63,7 @@ class Request:
     forbid: tuple[str, ...] = ()
     output: Path | None = None
     report: Path | None = None
+    vary: bool = True
     trace: Path | None = None
     json: bool = False
     pin_degrees: bool = False
@@ -146,6 +147,7 @@ class Request:
                     source.meta_model(),
                     cluster,
                     source.meta_inputs(self.global_batch, self.seq),
+                    inputs_of=lambda size: source.meta_inputs(size, self.seq),
                     constraints=constraints,
                     pin_degrees=self.pin_degrees,
                     name=source.name,
@@ -163,8 +165,11 @@ class Request:
             planned.plan.save(self.output)
         if self.report is not None:
             from autopar.report.page import plan_report
+            from autopar.report.study import study_found
 
-            plan_report(planned, self.report)
+            with progress_on_stderr(quiet=self.json) as progress:
+                study = study_found(planned, vary=self.vary, progress=progress)
+            plan_report(study, self.report)
         if self.trace is not None:
             from autopar.report.trace import write_trace
 

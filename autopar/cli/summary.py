@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.planning import Planned
-from autopar.report.data import microbatch_size, remat_level
+from autopar.report.words import microbatch_size, remat_level
 
 # Every key, in order; all but ``feasible`` are null where no plan fits.
 KEYS = (

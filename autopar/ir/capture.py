@@ -8,7 +8,11 @@ No parameter is copied and nothing is computed: a 70B model is captured on a lap
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,10 +100,25 @@ def _trace(model: nn.Module, call: Call, loss_fn: LossFunction | None, repetitio
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), _quietly():
         program = torch.export.export(twin, fakes, strict=False)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
     return _Trace(twin=twin, mode=mode, program=program, repeats=repeats)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Where a model cannot be followed torch prints and logs its graph; our error says what matters of it."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, said = log.level, io.StringIO()
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        log.setLevel(level)
+    # What the model itself had to say.
+    sys.stderr.write(said.getvalue())
 
 
 @dataclass(slots=True)

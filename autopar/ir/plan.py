@@ -298,6 +298,10 @@ class Plan(_Model):
         # The report stands above the plan: found by name when asked for, so that imports go one way.
         import_module("autopar.report.page").plan_report(self, path)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return str(import_module("autopar.report.page").render_plain(self))
+
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         try:

@@ -1,29 +1,35 @@
-"""What a report shows, as one JSON-ready mapping made from a plan and, where there is one, the search's result.
+"""What a report shows, as JSON-ready mappings made from a plan and, where its model is at hand, a study of it.
 
-The page and the terminal view read this and nothing else.
+The page reads this and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autopar.cost_model.simulator import Timeline, simulate
-from autopar.ir.plan import BlockPlan, Plan, StagePlan
-
-if TYPE_CHECKING:
-    from autopar.planning import Planned
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.errors import AutoparError
+from autopar.ir.plan import Plan, StagePlan
+from autopar.planning import Planned
+from autopar.report.axes import axes, cluster_picture
+from autopar.report.candidates import candidates
+from autopar.report.listing import Row, listings, plain_listing
+from autopar.report.sensitivity import Variation
+from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, steps_of_streams
+from autopar.report.study import Study
+from autopar.report.timeline import timeline_of
+from autopar.report.words import block_names, microbatch_size, one_line, remat_level, schedule_words
 
 Json = Any
 """What ``json.dumps`` takes."""
 
 
-def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
-    """The contents of a report.
-
-    Without the search's result the timeline is simulated again from the stage times in the plan's prediction.
-    """
-    timeline = _timeline(plan, planned)
+def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
+    """The contents of a report. study: of ``plan``, with what the plan file does not keep."""
+    rows = [plain_listing(block) for block in plan.blocks] if study is None else listings(study)
+    planned = None if study is None else study.planned
+    prediction = plan.prediction
     return {
         "model": plan.model.name,
         "fingerprint": plan.model.fingerprint,
@@ -41,50 +47,29 @@ def report_data(plan: Plan, planned: Planned | None = None) -> dict[str, Json]:
         "shard_axes": plan.shard_axes,
         "precision": plan.precision,
         "remat": remat_level(plan),
-        "prediction": None if plan.prediction is None else plan.prediction.model_dump(),
-        "blocks": [_block(plan, number) for number in range(len(plan.blocks))],
+        "words": one_line(plan),
+        "prediction": None if prediction is None else prediction.model_dump(),
+        "capacity_bytes": _capacity_bytes(plan) if study is None else study.capacity_bytes,
+        "axes": axes(plan),
+        "picture": cluster_picture(plan),
+        "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],
-        "timeline": None if timeline is None else _timeline_data(timeline),
+        "hidden_s": {} if study is None else hidden_s(study),
+        "candidates": [] if planned is None else candidates(planned.result),
+        "variations": [] if study is None else [_variation(one) for one in study.variations],
         "search": None if planned is None else _search_data(planned),
     }
 
 
-def schedule_words(plan: Plan) -> str:
-    """The schedule, with the stages of a rank where they are several."""
-    return plan.schedule + (f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else "")
+def step_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
+    """One predicted step over time: ``streams`` of each rank of the pipeline and, with a study, its ``memory``."""
+    if study is not None:
+        return {"streams": steps_of_streams(study), "memory": memory_over_step(study)}
+    timeline = timeline_of(plan)
+    return {"streams": None if timeline is None else steps_of_passes(timeline), "memory": []}
 
 
-def microbatch_size(plan: Plan) -> int:
-    """Samples of one microbatch on one data-parallel rank."""
-    return plan.batch.global_size // (plan.batch.num_microbatches * plan.data_parallel_size)
-
-
-def remat_level(plan: Plan) -> str:
-    """The rematerialisation of the whole plan in a word: ``none``, ``selective``, ``full`` or ``mixed``."""
-    counts: dict[str, int] = {}
-    for stage in plan.stages:
-        rest = stage.last - stage.first + 1
-        for level, count in stage.remat.items():
-            counts[level] = counts.get(level, 0) + count
-            rest -= count
-        counts["none"] = counts.get("none", 0) + rest
-    used = [level for level, count in counts.items() if count]
-    return used[0] if len(used) == 1 else "mixed"
-
-
-def block_names(plan: Plan) -> list[str]:
-    """One name per block instance, in order: the distinct block's, with the repeat's number for ``*``."""
-    names: list[str] = []
-    for block in plan.blocks:
-        for repeat in range(block.repeats):
-            if "*" in block.name:
-                names.append(block.name.replace("*", str(repeat), 1))
-            else:
-                names.append(block.name if block.repeats == 1 else f"{block.name} {repeat}")
-    return names
-
-
-def _block(plan: Plan, number: int) -> dict[str, Json]:
+def _block(plan: Plan, number: int, rows: list[Row]) -> dict[str, Json]:
     block = plan.blocks[number]
     first = sum(b.repeats for b in plan.blocks[:number])
     return {
@@ -92,27 +77,8 @@ def _block(plan: Plan, number: int) -> dict[str, Json]:
         "repeats": block.repeats,
         "first": first,
         "last": first + block.repeats - 1,
-        "groups": _op_groups(block),
+        "rows": rows,
     }
-
-
-def _op_groups(block: BlockPlan) -> list[dict[str, Json]]:
-    """Ops under their module path, in order of appearance.
-
-    A module without modules inside it (a projection) is listed in the one around it: ``self_attn.q_proj/linear``
-    and ``self_attn/attention`` both under ``self_attn``.
-    """
-    paths = {key.rpartition("/")[0] for key in block.ops}
-    around = {path.rpartition(".")[0] for path in paths}
-    groups: dict[str, list[dict[str, Json]]] = {}
-    for key, axes in block.ops.items():
-        path, _, op = key.rpartition("/")
-        module, _, leaf = (path, "", "") if path in around else path.rpartition(".")
-        shown = f"{leaf}/{op}" if leaf else op
-        groups.setdefault(module, []).append({"key": key, "label": shown, "axes": dict(axes)})
-    # Ops of the block itself first: there is no heading that would end the module before them.
-    ordered = sorted(groups.items(), key=lambda group: group[0] != "")
-    return [{"module": module, "ops": ops} for module, ops in ordered]
 
 
 def _stage(plan: Plan, number: int) -> dict[str, Json]:
@@ -147,31 +113,43 @@ def _remat_of(stage: StagePlan) -> dict[str, int]:
     return {**counts, **({"none": rest} if rest else {})}
 
 
-def _timeline(plan: Plan, planned: Planned | None) -> Timeline | None:
-    if planned is not None:
-        return planned.result.predicted.timeline
-    prediction = plan.prediction
-    if prediction is None or len(prediction.stage_forward_s) != plan.num_stages:
+def _capacity_bytes(plan: Plan) -> float | None:
+    """Memory of a rank that a plan may take, if the catalogue knows its GPU."""
+    try:
+        cluster = make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
+    except AutoparError:
         return None
-    split = (prediction.stage_inputs_s, prediction.stage_weights_s) if prediction.stage_inputs_s else None
-    return simulate(plan.pipelining, prediction.stage_forward_s, prediction.stage_backward_s, split)
-
-
-def _timeline_data(timeline: Timeline) -> dict[str, Json]:
-    return {
-        "step_time_s": timeline.step_time_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "peak_live": list(timeline.peak_live),
-        "events": [[[*event.action, event.start_s, event.end_s] for event in rank] for rank in timeline.events],
-    }
+    return cluster.device.usable_bytes
 
 
 def _search_data(planned: Planned) -> dict[str, Json]:
+    result = planned.result
     return {
         "capture_time_s": planned.capture_time_s,
-        "search_time_s": planned.result.search_time_s,
-        "optimality_gap": planned.result.optimality_gap,
-        "num_configurations": planned.result.num_configurations,
-        "num_skipped": planned.result.num_skipped,
-        "interrupted": planned.result.interrupted,
+        "search_time_s": result.search_time_s,
+        "optimality_gap": result.optimality_gap,
+        "num_configurations": result.num_configurations,
+        "num_skipped": result.num_skipped,
+        "interrupted": result.interrupted,
+        "baselines": [
+            {
+                "name": one.name,
+                "configuration": one.configuration,
+                "step_time_s": one.step_time_s,
+                "at_least": one.at_least,
+            }
+            for one in result.baselines
+        ],
+    }
+
+
+def _variation(one: Variation) -> dict[str, Json]:
+    prediction = None if one.plan is None else one.plan.prediction
+    return {
+        "what": one.what,
+        "words": None if one.plan is None else one_line(one.plan),
+        "step_time_s": None if prediction is None else prediction.step_time_s,
+        "tokens_per_s_per_gpu": None if prediction is None else prediction.tokens_per_s_per_gpu,
+        "peak_memory_bytes": None if prediction is None else prediction.peak_memory_bytes,
+        "reason": one.reason,
     }

@@ -34,7 +34,7 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
     """
     pricing, leaders, _ = priced_plan(captured, cluster, plan)
     found = []
-    for _, own in communications(pricing, leaders):
+    for own in communications(pricing, leaders):
         times = own.repeats * plan.batch.num_microbatches
         found.append({**_described(own), "times": times, "step_s": times * own.time.total_s})
     found.sort(key=lambda one: -float(one["step_s"]))

@@ -9,25 +9,40 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.report.data import block_names, microbatch_size, remat_level, schedule_words
+from autopar.report.drawings import drawn_mesh, drawn_timeline
 from autopar.report.table import plain_table
+from autopar.report.timeline import timeline_of
 from autopar.report.units import gib, percent, plural, seconds, significant
+from autopar.report.words import block_names, microbatch_size, remat_level, schedule_words
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
     from autopar.search.result import Baseline
 
+# What of a plan is printed so that it fits a screen: stages, and ops of a block.
+_SCREEN_STAGES, _SCREEN_OPS = 8, 12
+
 _AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def print_plan(plan: Plan, planned: Planned | None = None, *, console: Console | None = None) -> None:
-    """Prints what the plan does to each block, its stages, and what is predicted of it."""
+def print_plan(
+    plan: Plan, planned: Planned | None = None, *, console: Console | None = None, whole: bool = False
+) -> None:
+    """Prints what the plan does to each block, its stages, and what is predicted of it, in about a screen.
+
+    whole: all of it, with a drawing of the mesh and of the step.
+    """
     console = console or Console()
     styles = {axis: _AXIS_STYLES[n % len(_AXIS_STYLES)] for n, axis in enumerate(plan.mesh)}
     console.print(_heading(plan, styles))
     console.print(_prediction(plan, planned))
-    console.print(_stages(plan))
-    console.print(_blocks(plan, styles))
+    if whole and plan.num_ranks > 1:
+        console.print(drawn_mesh(plan, styles))
+    console.print(_stages(plan, len(plan.stages) if whole else _SCREEN_STAGES))
+    timeline = timeline_of(plan) if whole and plan.num_stages > 1 else None
+    if timeline is not None:
+        console.print(drawn_timeline(plan, timeline, console.width))
+    console.print(_blocks(plan, styles, None if whole else _SCREEN_OPS))
 
 
 def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
@@ -107,14 +122,20 @@ def _baseline(baseline: Baseline, step_time_s: float) -> str:
     return f"{baseline.name} {seconds(baseline.step_time_s)} ({baseline.step_time_s / step_time_s - 1:+.0%})"
 
 
-def _stages(plan: Plan) -> RenderableType:
+def _stages(plan: Plan, most: int) -> RenderableType:
+    """The stages; of more than ``most``, the first ones, the last, and how many there are between."""
     names = block_names(plan)
     table = plain_table()
     for column, justify in (("stage", "right"), ("ranks", "left"), ("blocks", "left"), ("remat", "left"),
                             ("forward", "right"), ("backward", "right"), ("memory", "right")):  # fmt: skip
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     size = plan.stage_mesh.size
+    head = len(plan.stages) if len(plan.stages) <= most else most - 2
     for number, stage in enumerate(plan.stages):
+        if head <= number < len(plan.stages) - 1:
+            if number == head:
+                table.add_row("…", Text(f"{len(plan.stages) - head - 1} more", "dim"), *[""] * 5)
+            continue
         first, last = names[stage.first], names[stage.last]
         place = plan.pipelining.rank_of(number)
         ranks = f"{place * size}–{(place + 1) * size - 1}" if size > 1 else str(place)
@@ -130,21 +151,25 @@ def _stages(plan: Plan) -> RenderableType:
     return table
 
 
-def _blocks(plan: Plan, styles: dict[str, str]) -> RenderableType:
+def _blocks(plan: Plan, styles: dict[str, str], most: int | None) -> RenderableType:
+    """The ops of every block; of each but ``most``, if it is given."""
     table = plain_table()
     table.add_column("block")
     table.add_column("op")
     for axis in plan.mesh:
         table.add_column(f"{axis} {plan.mesh[axis]}", header_style=styles[axis])
     for block in plan.blocks:
-        _add_block(table, plan, block, styles)
+        _add_block(table, plan, block, styles, len(block.ops) if most is None else most)
     return table
 
 
-def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str]) -> None:
+def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str], most: int) -> None:
     title = block.name if block.repeats == 1 else f"{block.name} × {block.repeats}"
     if not block.ops:
         table.add_row(Text(title, "bold"), Text("replicated", "dim"), *("" for _ in plan.mesh))
     for number, (key, axes) in enumerate(block.ops.items()):
+        if number == most:
+            table.add_row("", Text(f"… {len(block.ops) - most} more", "dim"), *("" for _ in plan.mesh))
+            break
         cells = [Text(axes[axis], styles[axis]) if axis in axes else Text("–", "dim") for axis in plan.mesh]
         table.add_row(Text(title if number == 0 else "", "bold"), key, *cells)

@@ -24,6 +24,14 @@ def significant(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def count(value: float) -> str:
+    """A large number in words: ``12.3 million``, ``4.56 billion``."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
+    return f"{value:,.0f}"
+
+
 def percent(fraction: float) -> str:
     return f"{fraction * 100:.1f} %"
 

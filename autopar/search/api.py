@@ -92,6 +92,10 @@ def search_captured(
         search_time_s=time.perf_counter() - start,
         baselines=_baselines(outer),
         interrupted=outer.interrupted,
+        candidates=tuple(outer.candidates),
+        workload=load,
+        cluster=cluster,
+        constraints=constraints,
     )
 
 

@@ -6,7 +6,7 @@ Those between ops are steps of redistributions (``ir.redistribution``); those in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -28,7 +28,7 @@ class Communication:
 
     tensor: what moves, by the op or step input that makes it. users: ops that need it so. axis: of the mesh. forward,
     backward: collectives, "" for none. num_bytes: of a microbatch on one rank, where it is largest; None inside an op.
-    time: of a microbatch. repeats: blocks that have it.
+    time: of a microbatch. repeats: blocks that have it. source, readers: representative ops behind the names.
     """
 
     tensor: str
@@ -39,6 +39,8 @@ class Communication:
     num_bytes: float | None
     time: OpTime
     repeats: int
+    source: fx.Node = field(repr=False)
+    readers: tuple[fx.Node, ...] = field(repr=False)
 
 
 def name_of(load: Workload, node: fx.Node) -> str:
@@ -49,8 +51,8 @@ def name_of(load: Workload, node: fx.Node) -> str:
     return f"{load.folding.kinds[load.folding.blocks[block].kind].name}/{load.folding.key.get(node, node.name)}"
 
 
-def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[tuple[set[fx.Node], Communication]]:
-    """Every one of a plan, repeats of a block once, with the representative ops that it is between."""
+def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[Communication]:
+    """Every one of a plan, repeats of a block once."""
     load = pricing.workload
     assignments, inputs = spread(load, leaders), leaders[load.clusters.inputs.index]
     passing = load.passing(assignments)
@@ -61,18 +63,17 @@ def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterato
             for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
                 forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
                 if forward.communicates or backward.communicates:
-                    yield (
-                        {tensor.node, *users},
-                        Communication(
-                            tensor=name_of(load, tensor.node),
-                            users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
-                            axis=pricing.mesh.names[step.axis],
-                            forward=forward.value if forward.communicates else "",
-                            backward=backward.value if backward.communicates else "",
-                            num_bytes=num_bytes,
-                            time=time,
-                            repeats=len(transfer.blocks),
-                        ),
+                    yield Communication(
+                        tensor=name_of(load, tensor.node),
+                        users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
+                        axis=pricing.mesh.names[step.axis],
+                        forward=forward.value if forward.communicates else "",
+                        backward=backward.value if backward.communicates else "",
+                        num_bytes=num_bytes,
+                        time=time,
+                        repeats=len(transfer.blocks),
+                        source=tensor.node,
+                        readers=tuple(users),
                     )
     for node, assignment in assignments.items():
         own = pricing.lowering(node, assignment)
@@ -80,18 +81,17 @@ def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterato
             lowered = load.rule(node).lowered
             axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
             name = name_of(load, node)
-            yield (
-                {node},
-                Communication(
-                    tensor=name,
-                    users=(name,),
-                    axis=", ".join(axes),
-                    forward="inside the op",
-                    backward="inside the op",
-                    num_bytes=None,
-                    time=own,
-                    repeats=load.repeats[node],
-                ),
+            yield Communication(
+                tensor=name,
+                users=(name,),
+                axis=", ".join(axes),
+                forward="inside the op",
+                backward="inside the op",
+                num_bytes=None,
+                time=own,
+                repeats=load.repeats[node],
+                source=node,
+                readers=(node,),
             )
 
 

@@ -198,14 +198,15 @@ class Constraints:
         named = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}
         ranks = prod(named.values())
         text = " * ".join(f"{name}={size}" for name, size in named.items())
+        text += f" = {ranks}" if len(named) > 1 else ""
         if num_gpus % ranks:
             raise InfeasiblePlan(
-                f"{text} = {ranks} does not divide the {num_gpus} ranks.\n"
+                f"{text} does not divide the {num_gpus} ranks.\n"
                 f"  try: degrees whose product divides {num_gpus}"
             )
         if len(named) == 1 + len(ROLES) and ranks != num_gpus:
             raise InfeasiblePlan(
-                f"{text} = {ranks}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
+                f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
             )
 
     def levels(self) -> tuple[int, ...]:

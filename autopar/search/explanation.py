@@ -113,7 +113,9 @@ def explain_op(
         followers=tuple(load.folding.key.get(member, member.name) for member in group.members[1:]),
         factors=tuple(choice for choice in group.choices if choice is not None),
         time=time,
-        communications=tuple(own for around, own in communications(pricing, leaders) if around & members),
+        communications=tuple(
+            own for own in communications(pricing, leaders) if members.intersection((own.source, *own.readers))
+        ),
         peak_share=predicted.peak_bytes / (cluster.device.usable_bytes * constraints.memory_fraction),
         alternatives=tuple(alternatives),
     )
@@ -141,10 +143,8 @@ def _placement(plan: Plan, block: str, op: str) -> tuple[tuple[str, str | None],
 def _faster_with(captured: CapturedModel, cluster: Cluster, plan: Plan, other: Plan, load: Workload) -> float | None:
     """The first of the speeds of the network at which ``other`` would be faster than ``plan``."""
     for speed in _SPEEDS:
-        links = {name: getattr(cluster, name).slower(1 / speed) for name in ("intra_node", "inter_node")}
-        now, then = (
-            predict_plan(captured, replace(cluster, **links), each, workload=load).step_time_s for each in (plan, other)
-        )
+        there = cluster.with_network(speed)
+        now, then = (predict_plan(captured, there, each, workload=load).step_time_s for each in (plan, other))
         if then < now:
             return speed
     return None

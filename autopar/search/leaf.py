@@ -75,6 +75,20 @@ class Configuration:
     def pipelining(self) -> Pipelining:
         return Pipelining(self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages)
 
+    @property
+    def kind(self) -> str:
+        """What people call it."""
+        sizes = {"dp": 0, "tp": 1, "cp": 1, "ep": 1}
+        for axis in self.mesh.axes:
+            role = role_of_axis(axis.name) or "dp"
+            sizes[role] = sizes[role] + 1 if role == "dp" else axis.size
+        words = {"expert": sizes["ep"], "context": sizes["cp"], "tensor": sizes["tp"], "pipeline": self.num_stages}
+        if used := [word for word, size in words.items() if size > 1]:
+            return " and ".join(used) + " parallel"
+        if not self.zero:
+            return "DDP"
+        return f"{'HSDP' if sizes['dp'] > 1 else 'FSDP'}, ZeRO-{self.zero}"
+
     def __str__(self) -> str:
         zero = f", zero {self.zero}{', offloaded' if self.offload else ''}" if self.zero else ""
         return f"pp={self.num_stages} on {self.mesh}, {self.num_microbatches} microbatches{zero}"

@@ -17,11 +17,12 @@ buckets live there from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
-from autopar.ir.schedule import Order
+from autopar.ir.schedule import Action, Order
 from autopar.search.evaluate import BlockPrice, Priced
 from autopar.search.stage import Stage
 
@@ -33,40 +34,95 @@ def fullest_moment(
 
     whole_copies: what it adds to its states that parameters of two of its stages are held once, but whole.
     """
-    own = sorted({action.stage for action in order})
-    inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
-    every = [block for blocks in inside.values() for block in blocks]
-    lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
-    states = replace(sum((block.states for block in every), whole_copies), gradients=lasting)
-    arriving = {number: sum(map(_arriving, blocks)) for number, blocks in inside.items()}
-    kept = {number: kept_of(priced, stages, number) for number in own}
-    later = {number: sum(block.later_bytes for block in inside[number]) if number else 0.0 for number in own}
-    moments = {
-        (number, first): _stage_moment(inside[number], stages[number], first=first, prefetch=prefetch)
-        for number in own
-        for first in (False, True)
-    }
-    fullest = states
-    most, now, begun = 0.0, 0.0, set[int]()
-    for stage, kind, _ in order:
-        if kind == "F":
-            now += kept[stage]
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
+    fullest, most = rank.states, 0.0
+    for action, moment, others, waiting in rank.passes(order):
+        if action.kind == "F":
             continue
-        moment = moments[stage, stage not in begun]
-        others, waiting = sum(arriving[other] for other in begun if other != stage), now - kept[stage]
         total = moment.total + others + (1 + FRAGMENTATION) * (moment.activations + waiting) - moment.activations
         if total > most:
-            most = total
-            workspace = FRAGMENTATION * (moment.activations + waiting)
-            fullest = states + moment + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
-        if kind == "I":
-            now += later[stage]
-        else:
-            begun.add(stage)
-            now -= kept[stage] + (later[stage] if kind == "W" else 0.0)
-    # The optimiser, when all gradients are there and no activation is.
-    resting = sum((block.resting for block in every), MemoryParts(transient=max(b.optimiser_bytes for b in every)))
-    return max(fullest, resting, key=lambda parts: parts.total)
+            most, fullest = total, rank.held(moment, others, waiting)
+    return max(fullest, rank.resting, key=lambda parts: parts.total)
+
+
+def each_moment(
+    priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, *, prefetch: int
+) -> Iterator[tuple[Action, MemoryParts]]:
+    """What one rank holds in each of its passes: at the end of a forward, at the fullest of a backward.
+
+    The arguments are those of ``fullest_moment``, which is the fullest of these, or the optimiser's.
+    """
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
+    for action, moment, others, waiting in rank.passes(order):
+        yield action, rank.held(moment, others, waiting)
+
+
+class _Moment(NamedTuple):
+    """moment: what the pass holds itself. others: gradients of other stages. waiting: kept of other passes."""
+
+    action: Action
+    moment: MemoryParts
+    others: float
+    waiting: float
+
+
+_NOTHING = MemoryParts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """By stage of a rank: bytes of gradients that the first backward brings, kept of a microbatch and until its weight
+    gradients are computed; moments: (stage, whether it is the first of the step) -> the backward's.
+
+    states: there all the time. resting: while the optimiser runs, when all gradients are there and no activation is.
+    """
+
+    states: MemoryParts
+    resting: MemoryParts
+    arriving: dict[int, float]
+    kept: dict[int, float]
+    later: dict[int, float]
+    moments: dict[tuple[int, bool], MemoryParts]
+
+    @staticmethod
+    def of(priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, prefetch: int) -> _Rank:
+        own = sorted({action.stage for action in order})
+        inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
+        every = [block for blocks in inside.values() for block in blocks]
+        lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
+        return _Rank(
+            states=replace(sum((block.states for block in every), whole_copies), gradients=lasting),
+            resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
+            arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
+            kept={number: kept_of(priced, stages, number) for number in own},
+            later={number: sum(block.later_bytes for block in inside[number]) if number else 0.0 for number in own},
+            moments={
+                (number, first): _stage_moment(inside[number], stages[number], first=first, prefetch=prefetch)
+                for number in own
+                for first in (False, True)
+            },
+        )
+
+    def passes(self, order: Order) -> Iterator[_Moment]:
+        now, begun = 0.0, set[int]()
+        for action in order:
+            stage, kind, _ = action
+            if kind == "F":
+                now += self.kept[stage]
+                yield _Moment(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
+                continue
+            moment = self.moments[stage, stage not in begun]
+            others = sum(self.arriving[other] for other in begun if other != stage)
+            yield _Moment(action, moment, others, now - self.kept[stage])
+            if kind == "I":
+                now += self.later[stage]
+            else:
+                begun.add(stage)
+                now -= self.kept[stage] + (self.later[stage] if kind == "W" else 0.0)
+
+    def held(self, moment: MemoryParts, others: float, waiting: float) -> MemoryParts:
+        workspace = FRAGMENTATION * (moment.activations + waiting)
+        return self.states + moment + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
 
 
 def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:

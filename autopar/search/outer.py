@@ -70,11 +70,12 @@ class _Pace:
 
 class Progress(NamedTuple):
     """How far a search is. share: of the work that it may do. best_s, bound_s: a step of the best plan so far, and what
-    no plan of the space can beat; None while there is none."""
+    no plan of the space can beat; None while there is none. num_left: configurations that may still be tried."""
 
     share: float
     best_s: float | None
     bound_s: float
+    num_left: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class Outer:
     offload: whether what ZeRO shards is in host memory.
     unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
     refusal: why the last configuration in which an op had no choice left was passed over.
-    baselines: the best of each kind of baseline that was tried. interrupted: by the user; ``best`` is what there was.
+    baselines: the best of each kind of baseline that was tried. candidates: every plan that fits.
+    interrupted: by the user; ``best`` is what there was.
     report: called now and then.
     """
 
@@ -101,9 +103,10 @@ class Outer:
     refusal: NoOption | None = None
     closest: list[tuple[Configuration, Inner]] = field(default_factory=list)
     baselines: dict[str, tuple[Configuration, Outcome]] = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
     _slower: dict[Hashable, float] = field(default_factory=dict)
     _better_at: int = 0
-    _good: list[Candidate] = field(default_factory=list)
+    _left: int = 0
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
     bounds: Bounds = field(init=False)
@@ -132,7 +135,7 @@ class Outer:
 
     def _say(self) -> None:
         best = None if self.best is None else self.best.step_time_s
-        self.report(Progress(min(1.0, self.solver.work / self.max_work), best, self.bound))
+        self.report(Progress(min(1.0, self.solver.work / self.max_work), best, self.bound, self._left))
 
     def _run(self) -> Candidate | None:
         self.seed()
@@ -165,6 +168,7 @@ class Outer:
                 elif heap and outlook > max(hope, heap[0][0]):
                     heapq.heappush(heap, (outlook, next(self._order), lower, item))
                 elif isinstance(item, Configuration):
+                    self._left = len(heap)
                     self.expand(item)
                     self.bound = max(self.bound, min(self.unproved, min((one[2] for one in heap), default=inf)))
                     self._say()
@@ -209,7 +213,7 @@ class Outer:
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""
         self._say()
-        name = self.space.name_of(configuration)
+        name = configuration.kind
         known = self.baselines.get(name)
         # One with a plan says more than one that was passed over.
         if known is None or (outcome.step_time_s is None, outcome.least_s) < (
@@ -345,8 +349,7 @@ class Outer:
             if not self.good_enough(found.step_time_s):
                 self._better_at = self.solver.work
             self.best = found
-        if not found.hopeless:
-            self._good.append(found)
+        self.candidates.append(found)
         return found
 
     def final(self) -> Candidate | None:
@@ -354,5 +357,6 @@ class Outer:
         if self.best is None:
             return None
         limit = self.best.step_time_s * (1 + TOLERANCE)
-        good = sorted((c for c in self._good if c.step_time_s <= limit), key=lambda c: c.step_time_s)[:MAX_FINAL]
+        known = (c for c in self.candidates if not c.hopeless and c.step_time_s <= limit)
+        good = sorted(known, key=lambda c: c.step_time_s)[:MAX_FINAL]
         return min(good, key=lambda c: c.predicted.overlapped_s) if len(good) > 1 else self.best

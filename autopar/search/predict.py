@@ -14,10 +14,10 @@ from autopar.cost_model.memory import MemoryParts
 from autopar.cost_model.simulator import Timeline, simulate
 from autopar.cost_model.streams import Span
 from autopar.ir.rule import Assignment
-from autopar.ir.schedule import Pipelining
+from autopar.ir.schedule import Action, Pipelining
 from autopar.search.communications import priced_steps
 from autopar.search.evaluate import Priced, exposed_step_sync, layout_of, needs_of, spread
-from autopar.search.moments import fullest_moment, kept_of, most_kept
+from autopar.search.moments import each_moment, fullest_moment, kept_of, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
 from autopar.search.stage import Stage
@@ -30,7 +30,8 @@ class Predicted:
     """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
 
     memory: of each rank of the pipeline, at its fullest moment; kept_bytes: the most that its passes keep for later
-    ones. explain: makes ``breakdown_s``; costs: what ``spans`` runs.
+    ones. explain: makes ``breakdown_s``; costs: what ``spans`` runs. moments: of a rank of the pipeline, what it holds
+    in each of its passes, in order.
     """
 
     step_time_s: float
@@ -42,6 +43,7 @@ class Predicted:
     kept_bytes: tuple[float, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
+    moments: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
     costs: StepCosts = field(repr=False, compare=False)
 
     @cached_property
@@ -128,6 +130,7 @@ def predict(
             fullest_moment(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
             for own, order in zip(held, shape.orders(), strict=True)
         ),
+        moments=partial(_moments, pricing, priced, stages, shape),
         kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         explain=partial(
@@ -175,6 +178,13 @@ def sums_over_stages(
             seconds = time_over_stages(payload, pricing.mesh, holders, pricing.ops.cluster)
             found[holders] = found.get(holders, 0.0) + seconds
     return found
+
+
+def _moments(
+    pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
+) -> list[tuple[Action, MemoryParts]]:
+    copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
+    return list(each_moment(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autopar.cost_model.cluster import Cluster
 from autopar.ir.plan import Plan
+from autopar.search.constraints import Constraints
+from autopar.search.leaf import Candidate
 from autopar.search.predict import Predicted
+from autopar.search.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,8 @@ class SearchResult:
     most this share of ``predicted.step_time_s`` could be saved by another plan of the search space, as far as
     lower bounds prove. num_configurations: configurations whose inner problem was solved; num_skipped: those
     that a bound excluded. baselines: what the plan was compared with, the fastest first; none is faster.
-    interrupted: by the user, before it was done.
+    interrupted: by the user, before it was done. workload, cluster, constraints: what was searched.
+    candidates: every plan that was found to fit, as they were found.
     """
 
     plan: Plan
@@ -39,5 +44,9 @@ class SearchResult:
     num_configurations: int
     num_skipped: int
     search_time_s: float
+    workload: Workload = field(repr=False, compare=False)
+    cluster: Cluster = field(repr=False, compare=False)
+    constraints: Constraints = field(repr=False, compare=False)
     baselines: tuple[Baseline, ...] = ()
     interrupted: bool = False
+    candidates: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)

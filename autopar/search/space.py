@@ -158,24 +158,3 @@ class Space:
             return []
         possible = len(root.mesh) == 1 and self.constraints.zero in (None, 0) and self.may_be_whole()
         return [*self.with_zero(root)[-1:], *([replace(root, zero=0)] if possible else [])]
-
-    def name_of(self, configuration: Configuration) -> str:
-        """What people call a baseline."""
-        sizes = {"dp": 0, "tp": 1, "ep": 1}
-        for axis in configuration.mesh.axes:
-            role = role_of_axis(axis.name) or "dp"
-            sizes[role] = sizes[role] + 1 if role == "dp" else axis.size
-        if configuration.num_stages == sizes["tp"] == sizes["ep"] == 1:
-            if not configuration.zero:
-                return "DDP"
-            return f"{'HSDP' if sizes['dp'] > 1 else 'FSDP'}, ZeRO-{configuration.zero}"
-        parts = [
-            word
-            for word, used in (
-                ("expert", sizes["ep"] > 1),
-                ("tensor", sizes["tp"] > 1),
-                ("pipeline", configuration.num_stages > 1),
-            )
-            if used
-        ]
-        return " and ".join(parts) + " parallel"

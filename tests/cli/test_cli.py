@@ -76,7 +76,7 @@ def test_search_writes_plan_and_report(
     loaded = Plan.load(plan)
     assert loaded.num_ranks == 4
     assert printed["mesh"] == dict(loaded.mesh)
-    assert "Where each op is sharded" in page.read_text()
+    assert "If things were otherwise" in page.read_text()
     assert autopar(monkeypatch, "show", str(plan)) == 0
     assert "net on 4 × cpu" in capsys.readouterr().out.lower()
 
@@ -109,9 +109,13 @@ def test_show_reads_a_plan_and_writes_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample_plan().save(tmp_path / "plan.yaml")
-    assert autopar(monkeypatch, "show", str(tmp_path / "plan.yaml"), "--report", str(tmp_path / "plan.html")) == 0
+    assert autopar(monkeypatch, "show", str(tmp_path / "plan.yaml")) == 0
     assert "9.84 s a step" in capsys.readouterr().out
+    assert autopar(monkeypatch, "report", str(tmp_path / "plan.yaml")) == 0
+    assert "does not say where its model is" in capsys.readouterr().err
     assert (tmp_path / "plan.html").stat().st_size > 1_000_000
+    assert autopar(monkeypatch, "report", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "no" / "plan.html")) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_compare_says_what_separates_two_plans(

@@ -1,0 +1,31 @@
+"""The model that a plan was made for, captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.model_file import load_model_file
+
+
+def capture_for(
+    plan: Plan, plan_file: Path, named: str, seq: int | None, *, progress: Callable[[str], object]
+) -> CapturedModel:
+    """The model ``named``, with the plan's batch and sequence length. Raises PlanMismatch if it is another one."""
+    source = load_model_file(named)
+    # Imported here so that a mistyped file is answered at once.
+    from autopar.ir.capture import capture
+    from autopar.passes.normalise import normalise
+
+    progress("capturing the model")
+    inputs = source.meta_inputs(plan.batch.global_size, seq or plan.model.seq)
+    captured = normalise(capture(source.meta_model(), inputs, name=source.name))
+    if captured.fingerprint != plan.model.fingerprint:
+        raise PlanMismatch(
+            f"{plan_file} is for {plan.model.name} ({plan.model.fingerprint}), {named} is {captured.name} "
+            f"({captured.fingerprint})\n  try: --model and --seq of the search that made the plan, or search again"
+        )
+    return captured

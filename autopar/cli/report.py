@@ -1,0 +1,45 @@
+"""The command ``report``: a page about a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from autopar.cli.check import cluster_of
+from autopar.cli.plan_model import capture_for
+from autopar.cli.progress import progress_on_stderr
+from autopar.ir.errors import InvalidInput
+from autopar.ir.plan import Plan
+
+
+def run_report(
+    plan_file: Path,
+    output: Path,
+    *,
+    model: str | None = None,
+    seq: int | None = None,
+    cluster_file: Path | None = None,
+) -> None:
+    """Write the page. Raises AutoparError."""
+    plan = Plan.load(plan_file)
+    cluster, named = cluster_of(plan, cluster_file), model or plan.model.source
+    if not output.resolve().parent.is_dir():
+        raise InvalidInput(f"{output}: there is no folder {output.resolve().parent}.\n  try: make it first")
+    from autopar.report.page import plan_report
+    from autopar.report.study import study_plan
+
+    if named is None:
+        plan_report(plan, output)
+        typer.echo(
+            f"{plan_file} does not say where its model is, so the page leaves out what is communicated for each op and "
+            "memory over the step\n  try: --model file.py, or --model file.py:name",
+            err=True,
+        )
+    else:
+        with progress_on_stderr(quiet=False) as progress:
+            captured = capture_for(plan, plan_file, named, seq, progress=progress)
+            progress("predicting the plan")
+            study = study_plan(captured, cluster, plan)
+        plan_report(study, output)
+    typer.echo(f"report written to {output}")

@@ -1,0 +1,78 @@
+"""A plan together with its model and its cluster: what a report needs that the plan file does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.cluster import Cluster
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.rule import Assignment
+from autopar.planning import Planned
+from autopar.report.sensitivity import Variation, variations
+from autopar.search.api import priced_plan
+from autopar.search.evaluate import evaluate_stages
+from autopar.search.plan_of import prediction_of
+from autopar.search.predict import Predicted, predict
+from autopar.search.pricing import Pricing
+from autopar.search.result import SearchResult
+from autopar.search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """plan: as predicted now; pricing, leaders, predicted: of it. planned: how it was found, if it was found just now.
+
+    variations: the best plans of other clusters and batches, if they were searched.
+    """
+
+    plan: Plan
+    pricing: Pricing
+    leaders: tuple[Assignment, ...]
+    predicted: Predicted
+    planned: Planned | None = None
+    variations: tuple[Variation, ...] = ()
+
+    @property
+    def load(self) -> Workload:
+        return self.pricing.workload
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.pricing.ops.cluster
+
+    @property
+    def result(self) -> SearchResult | None:
+        return None if self.planned is None else self.planned.result
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of a rank that a plan may take."""
+        share = 1.0 if self.result is None else self.result.constraints.memory_fraction
+        return self.cluster.device.usable_bytes * share
+
+
+def study_plan(captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None) -> Study:
+    """A plan that is predicted again, for instance one from a file. It is taken to fit the model."""
+    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
+    predicted = predict(pricing, leaders, evaluate_stages(pricing, leaders, stages), stages, plan.pipelining)
+    return Study(
+        plan=plan.model_copy(update={"prediction": prediction_of(pricing, predicted)}),
+        pricing=pricing,
+        leaders=leaders,
+        predicted=predicted,
+    )
+
+
+def study_found(
+    planned: Planned,
+    *,
+    vary: bool = True,
+    progress: Callable[..., None] = lambda doing, share=None: None,
+) -> Study:
+    """A plan that was just found. vary: search the best plans of other networks, memories and batches too."""
+    result = planned.result
+    load = result.workload
+    study = study_plan(load.captured, result.cluster, result.plan, workload=load)
+    return replace(study, planned=planned, variations=variations(planned, progress=progress) if vary else ())

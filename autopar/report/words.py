@@ -1,0 +1,52 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from autopar.ir.plan import Plan
+from autopar.report.units import plural
+
+
+def one_line(plan: Plan) -> str:
+    """A plan in a line: mesh, ZeRO, microbatches, rematerialisation."""
+    axes = [f"pp {plan.num_pipeline_ranks}"] if plan.num_pipeline_ranks > 1 else []
+    axes += [f"{name} {size}" for name, size in plan.mesh.items() if size > 1]
+    parts = [" ".join(axes) or "one rank", f"ZeRO-{plan.zero}"]
+    parts.append(plural(plan.batch.num_microbatches, "microbatch", "microbatches"))
+    if plan.num_pipeline_ranks > 1:
+        parts.append(plan.schedule)
+    return ", ".join(parts)
+
+
+def schedule_words(plan: Plan) -> str:
+    """The schedule, with the stages of a rank where they are several."""
+    return plan.schedule + (f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else "")
+
+
+def microbatch_size(plan: Plan) -> int:
+    """Samples of one microbatch on one data-parallel rank."""
+    return plan.batch.global_size // (plan.batch.num_microbatches * plan.data_parallel_size)
+
+
+def remat_level(plan: Plan) -> str:
+    """The rematerialisation of the whole plan in a word: ``none``, ``selective``, ``full`` or ``mixed``."""
+    counts: dict[str, int] = {}
+    for stage in plan.stages:
+        rest = stage.last - stage.first + 1
+        for level, count in stage.remat.items():
+            counts[level] = counts.get(level, 0) + count
+            rest -= count
+        counts["none"] = counts.get("none", 0) + rest
+    used = [level for level, count in counts.items() if count]
+    return used[0] if len(used) == 1 else "mixed"
+
+
+def block_names(plan: Plan) -> list[str]:
+    """One name per block instance, in order: the distinct block's, with the repeat's number for ``*``."""
+    names: list[str] = []
+    for block in plan.blocks:
+        for repeat in range(block.repeats):
+            if "*" in block.name:
+                names.append(block.name.replace("*", str(repeat), 1))
+            else:
+                names.append(block.name if block.repeats == 1 else f"{block.name} {repeat}")
+    return names

@@ -1,0 +1,183 @@
+"""The page in a browser: nothing is fetched, nothing fails, it fits every screen, and it can be used.
+
+Needs the extra ``browser`` and Chromium: ``make browser``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.cli import main
+from tests.report.sample import sample_plan
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'autopar[browser]'")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
+
+ROOT = Path(__file__).parents[2]
+SCREENS = {"phone": (390, 844), "laptop": (1366, 768), "wide": (2560, 1440)}
+EVIL = "<img src=x onerror=alert(1)>"
+
+CONVOLUTIONS = """
+import torch
+from torch import nn
+
+def model():
+    width = 64
+    layers = [nn.Conv2d(3, width, 3, padding=1), nn.ReLU()]
+    for _ in range(6):
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    return WithLoss(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)))
+
+class WithLoss(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images, labels):
+        return nn.functional.cross_entropy(self.inner(images), labels)
+
+def example_inputs(batch_size=64, seq_len=None):
+    return torch.zeros(batch_size, 3, 32, 32), torch.zeros(batch_size, dtype=torch.long)
+"""
+
+SEARCHES = {
+    "gpt": ["examples/gpt.py", "--gpus", "4", "--gpu", "cpu", "--pp", "2"],
+    "convolutions": ["{tmp}/convolutions.py", "--gpus", "8"],
+    "llama3-70b": ["examples/llama3_70b.py", "--gpus", "64", "--gpu", "a100-80gb", "--global-batch", "512",
+                   "--seq", "4096", "--no-vary"],
+    "deepseek-v3": ["examples/deepseek_v3.py", "--gpus", "2048", "--global-batch", "8192", "--seq", "4096",
+                    "--no-vary"],
+    "llama31-405b": ["examples/llama31_405b.py", "--gpus", "16384", "--global-batch", "2048", "--seq", "8192",
+                     "--no-vary"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "convolutions.py").write_text(CONVOLUTIONS)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for name, arguments in SEARCHES.items():
+            page = folder / f"{name}.html"
+            words = [word.format(tmp=folder) for word in arguments]
+            patch.setattr(sys, "argv", ["autopar", "search", *words, "--json", "--report", str(page)])
+            with pytest.raises(SystemExit) as left:
+                main()
+            assert not left.value.code
+            found[name] = page
+    plan = sample_plan()
+    block = plan.blocks[0].model_copy(update={"name": EVIL, "ops": {f"{EVIL}/linear": {"dp": "d0"}}})
+    plan.model_copy(update={"blocks": [block, *plan.blocks[1:]]}).report(folder / "evil.html")
+    return {**found, "evil": folder / "evil.html"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+def opened(browser: Any, path: Path, screen: str = "laptop", scheme: str = "light") -> tuple[Any, list[str]]:
+    """The page, drawn, and all that went wrong or was asked of a network."""
+    width, height = SCREENS[screen]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda own: None if own.url.startswith(("file:", "data:")) else wrong.append(own.url))
+    page.on("dialog", lambda dialog: wrong.append(dialog.message))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=true]", state="attached", timeout=20_000)
+    return page, wrong
+
+
+@pytest.mark.parametrize("name", [*SEARCHES, "evil"])
+def test_page_is_whole_on_every_screen(pages: dict[str, Path], browser: Any, name: str) -> None:
+    for screen, (width, _) in SCREENS.items():
+        for scheme in ("light", "dark"):
+            page, wrong = opened(browser, pages[name], screen, scheme)
+            assert not wrong, (screen, scheme, wrong)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (screen, scheme)
+            paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            assert paint < 2000, (screen, scheme, paint)
+            page.close()
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama31-405b"])
+def test_page_can_be_used(pages: dict[str, Path], browser: Any, name: str) -> None:
+    page, wrong = opened(browser, pages[name])
+    # Blocks open and close.
+    block = page.locator("details.block").first
+    was = block.evaluate("own => own.open")
+    block.locator("summary").click()
+    assert block.evaluate("own => own.open") is not was
+    # The timeline zooms, by a button and by dragging, and shows all of it again.
+    span = "() => document.getElementById('timeline').layout.xaxis.range.map(Number)"
+    whole = page.evaluate(span)
+    page.get_by_role("button", name="zoom in").click()
+    nearer = page.evaluate(span)
+    assert nearer[1] - nearer[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    page.get_by_role("button", name="whole step").click()
+    assert page.evaluate(span) == pytest.approx(whole)
+    page.locator("#timeline").scroll_into_view_if_needed()
+    box = page.locator("#timeline .nsewdrag").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.2 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.25 * box["width"], middle, steps=5)
+    page.mouse.up()
+    page.wait_for_function(f"() => (({span})())[1] < {whole[1] / 3}")
+    # Candidates say what they are.
+    page.locator("#candidates").scroll_into_view_if_needed()
+    place = page.evaluate(
+        """() => {
+          const chart = document.getElementById("candidates");
+          const trace = chart.data.find((one) => one.name === "the plan");
+          const { xaxis, yaxis } = chart._fullLayout;
+          const box = chart.getBoundingClientRect();
+          return [box.x + xaxis._offset + xaxis.d2p(trace.x[0]), box.y + yaxis._offset + yaxis.d2p(trace.y[0])];
+        }"""
+    )
+    page.mouse.move(place[0] - 30, place[1])
+    page.mouse.move(*place, steps=4)
+    page.wait_for_selector("#candidates .hoverlayer text")
+    assert "the plan" in page.locator("#candidates .hoverlayer").text_content()
+    # How long training takes follows the tokens.
+    answer = page.locator("#training-answer").inner_text()
+    page.locator("#tokens").fill("123")
+    assert page.locator("#training-answer").inner_text() != answer
+    # The picture of the cluster changes with the axis.
+    radios = page.locator("#picture-axes input")
+    cells = page.locator(".rank").all_inner_texts()
+    radios.last.check()
+    assert radios.count() == 1 or page.locator(".rank").all_inner_texts() != cells
+    assert not wrong
+
+
+def test_names_that_look_like_markup_are_text(pages: dict[str, Path], browser: Any) -> None:
+    page, wrong = opened(browser, pages["evil"])
+    assert EVIL in page.locator("details.block summary").first.inner_text()
+    assert page.locator("img").count() == 0
+    assert not wrong
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["gpt", "deepseek-v3"])
+def test_no_serious_obstacle_for_assistive_tools(pages: dict[str, Path], browser: Any, name: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'autopar[browser]'")
+    page, _ = opened(browser, pages[name], scheme=scheme)
+    found = axe.Axe().run(page).response["violations"]
+    serious = [(one["id"], [node["html"][:200] for node in one["nodes"][:3]]) for one in found
+               if one["impact"] in ("serious", "critical")]  # fmt: skip
+    assert not serious
