@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.report.words import one_line
+from autopar.report.words import line_of, one_line
 from autopar.search.leaf import Candidate
+from autopar.search.plan_of import named
 from autopar.search.result import SearchResult
 
 
 def candidates(result: SearchResult) -> list[dict[str, Any]]:
     """Every one, the fastest first; ``baseline`` is the name of the baseline that it is, ``front`` whether no other is
     both faster and smaller, ``chosen`` whether it became the plan."""
+    prediction = result.predicted
     names = {(one.configuration, one.step_time_s): one.name for one in result.baselines if not one.at_least}
     found: list[dict[str, Any]] = [
         {
@@ -23,8 +25,9 @@ def candidates(result: SearchResult) -> list[dict[str, Any]]:
             "chosen": False,
         }
         for tried in result.candidates
+        # The plan itself comes last.
+        if (tried.predicted.step_time_s, tried.predicted.peak_bytes) != (prediction.step_time_s, prediction.peak_bytes)
     ]
-    prediction = result.predicted
     found.append(
         {
             "kind": "",
@@ -44,9 +47,7 @@ def candidates(result: SearchResult) -> list[dict[str, Any]]:
 
 
 def _words(one: Candidate) -> str:
-    parts = [str(one.configuration)]
-    if one.configuration.num_stages > 1:
-        parts.append(one.configuration.schedule)
-    if one.is_rematerialised:
-        parts.append("with rematerialisation")
-    return ", ".join(parts)
+    mesh = {axis.name: axis.size for axis in named(one.pricing.workload, one.pricing.mesh, one.leaders).axes}
+    own = one.configuration
+    line = line_of(own.num_stages, mesh, own.zero, own.num_microbatches, own.schedule)
+    return line + (", with rematerialisation" if one.is_rematerialised else "")

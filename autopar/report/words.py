@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.ir.plan import Plan
 from autopar.report.units import plural
 
 
 def one_line(plan: Plan) -> str:
-    """A plan in a line: mesh, ZeRO, microbatches, rematerialisation."""
-    axes = [f"pp {plan.num_pipeline_ranks}"] if plan.num_pipeline_ranks > 1 else []
-    axes += [f"{name} {size}" for name, size in plan.mesh.items() if size > 1]
-    parts = [" ".join(axes) or "one rank", f"ZeRO-{plan.zero}"]
-    parts.append(plural(plan.batch.num_microbatches, "microbatch", "microbatches"))
-    if plan.num_pipeline_ranks > 1:
-        parts.append(plan.schedule)
-    return ", ".join(parts)
+    """A plan in a line: mesh, ZeRO, microbatches, schedule."""
+    return line_of(plan.num_pipeline_ranks, plan.mesh, plan.zero, plan.batch.num_microbatches, plan.schedule)
+
+
+def line_of(num_places: int, mesh: Mapping[str, int], zero: int, num_microbatches: int, schedule: str) -> str:
+    """The same of its parts. num_places: ranks of the pipeline."""
+    sizes = {"pp": num_places, **mesh}
+    parts = [" ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank", f"ZeRO-{zero}"]
+    parts.append(plural(num_microbatches, "microbatch", "microbatches"))
+    return ", ".join(parts + [schedule] * (num_places > 1))
 
 
 def schedule_words(plan: Plan) -> str:

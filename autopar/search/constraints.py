@@ -201,13 +201,10 @@ class Constraints:
         text += f" = {ranks}" if len(named) > 1 else ""
         if num_gpus % ranks:
             raise InfeasiblePlan(
-                f"{text} does not divide the {num_gpus} ranks.\n"
-                f"  try: degrees whose product divides {num_gpus}"
+                f"{text} does not divide the {num_gpus} ranks.\n  try: degrees whose product divides {num_gpus}"
             )
         if len(named) == 1 + len(ROLES) and ranks != num_gpus:
-            raise InfeasiblePlan(
-                f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search"
-            )
+            raise InfeasiblePlan(f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search")
 
     def levels(self) -> tuple[int, ...]:
         """ZeRO levels above 0 to consider."""
