@@ -6,6 +6,7 @@ AutoparError
 ├── InvalidPlan           a plan file or object is malformed, or contradicts itself
 ├── PlanMismatch          a plan was made for another model, mesh or batch
 ├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
+├── InexpressiblePlan     what a plan is exported to has no words for it
 ├── InvalidCluster        an unknown GPU or a malformed cluster description
 ├── InvalidModelFile      the MODEL of the command line does not say what to train
 ├── InvalidInput          a call's arguments do not fit the captured program
@@ -37,6 +38,10 @@ class PlanMismatch(AutoparError):
 
 class InfeasiblePlan(AutoparError):
     """No plan satisfies the memory limits and constraints."""
+
+
+class InexpressiblePlan(AutoparError):
+    """The system that a plan is exported to cannot do what it says."""
 
 
 class InvalidCluster(AutoparError):
