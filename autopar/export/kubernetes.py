@@ -1,0 +1,80 @@
+"""What jobs on Kubernetes have in common: the plan as a config map, pods with devices, shared memory, YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from autopar import __version__
+from autopar.export.exported import Options, commented
+from autopar.export.nodes import Nodes
+from autopar.ir.plan import Plan
+
+Json = dict[str, Any]
+
+PLAN_FOLDER = "/etc/autopar"
+PLAN_PATH = f"{PLAN_FOLDER}/plan.yaml"
+_AMD = ("mi2", "mi3", "mi4")
+
+
+def image_of(options: Options) -> str:
+    return options.image or f"autopar:{__version__}"
+
+
+def image_notes(options: Options, model: str) -> list[str]:
+    notes = [
+        f"The image {image_of(options)} has to hold torch, autopar and the model's {model}, found from its folder."
+    ]
+    return notes if options.image else [*notes, "Another image: --image NAME."]
+
+
+def config_map(name: str, files: dict[str, str]) -> Json:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
+
+
+def resources(plan: Plan, nodes: Nodes) -> Json:
+    """Of a container with all ranks of a node."""
+    if not nodes.gpus:
+        return {"requests": {"cpu": str(nodes.ranks_each)}}
+    device = "amd.com/gpu" if plan.cluster.gpu.startswith(_AMD) else "nvidia.com/gpu"
+    return {"limits": {device: str(nodes.ranks_each)}, "requests": {device: str(nodes.ranks_each)}}
+
+
+def pod(name: str, container: Json, **spec: Any) -> Json:
+    """A pod template of one container, which finds ``files`` of the config map in ``PLAN_FOLDER``.
+
+    Shared memory is as much as there is: NCCL and data loaders need more than the 64 MiB of a container.
+    """
+    mounts = [
+        {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    volumes = [
+        {"name": "plan", "configMap": {"name": name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {"spec": {**spec, "containers": [{**container, "volumeMounts": mounts}], "volumes": volumes}}
+
+
+def documents(notes: list[str], heading: str, *found: Json) -> str:
+    """YAML documents below a head of comments."""
+    return commented(notes, heading) + "".join("---\n" + dump(document) for document in found)
+
+
+def dump(document: Json) -> str:
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, so that a plan in a config map can be read; nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,53 @@
+"""Kubeflow: a PyTorchJob (training operator, kubeflow.org/v1) that runs ``autopar.training`` under the plan.
+
+A pod has the ranks of a node. The operator tells torchrun by its environment (PET_NNODES, PET_NODE_RANK and so on) how
+many pods there are and which one it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.export.exported import Exported, Options
+from autopar.export.jobs import as_argument, job_name, training_job
+from autopar.export.kubernetes import PLAN_PATH, Json, config_map, documents, image_notes, image_of, pod, resources
+from autopar.export.nodes import nodes_of
+from autopar.export.strategy import Strategy
+
+
+def write(strategy: Strategy, options: Options) -> Exported:
+    """Nothing of the plan is lost: the job runs it. Raises InvalidInput if there is no model to train."""
+    plan = strategy.plan
+    job = replace(training_job(plan, options, "pytorchjob"), plan=PLAN_PATH)
+    nodes, name = nodes_of(plan), job_name(plan)
+    notes = image_notes(options, job.model)
+    container: Json = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": image_of(options),
+        # Kubernetes puts variables in for $(NAME); $$( is left as $(.
+        "command": ["torchrun", "-m", "autopar.training", as_argument(job).replace("$(", "$$(")],
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "resources": resources(plan, nodes),
+    }
+
+    def replicas(count: int) -> Json:
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod(name, container)}
+
+    specs = {"Master": replicas(1)}
+    if nodes.count > 1:
+        specs["Worker"] = replicas(nodes.count - 1)
+    found: Json = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name},
+        "spec": {
+            "nprocPerNode": str(nodes.ranks_each),
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
+            "pytorchReplicaSpecs": specs,
+        },
+    }
+    heading = (
+        f"{plan.model.name} under an autopar plan: {strategy.in_words()}.\nWritten by autopar export --to pytorchjob."
+    )
+    text = documents(notes, heading, config_map(name, {"plan.yaml": plan.to_yaml()}), found)
+    return Exported(target="pytorchjob", name="pytorchjob.yaml", text=text, notes=tuple(notes))
