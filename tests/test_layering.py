@@ -27,7 +27,7 @@ ONLY_IN = {
     "highspy": ("autopar.search",),
     "transformers": ("autopar.hf_config",),
     "plotly": ("autopar.report",),
-    "jinja2": ("autopar.report",),
+    "jinja2": ("autopar.report", "autopar.export"),
     "rich": ("autopar.cli", "autopar.report"),
     "typer": ("autopar.cli",),
 }

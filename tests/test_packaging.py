@@ -52,7 +52,12 @@ def test_wheel_holds_every_module_under_autopar(wheel_files: set[str]) -> None:
         f"{prefix}/{path.relative_to(folder)}" for prefix, folder in folders.items() for path in folder.rglob("*.py")
     }
     assert expected <= wheel_files
-    assert {"autopar/py.typed", "autopar/report/assets/plan.html", "autopar/report/assets/plan.js"} <= wheel_files
+    assets = {
+        "autopar/report/assets/plan.html",
+        "autopar/report/assets/start.js",
+        "autopar/export/templates/fsdp.py.jinja",
+    }
+    assert {"autopar/py.typed", *assets} <= wheel_files
     top = {name.partition("/")[0] for name in wheel_files}
     assert {name for name in top if not name.endswith(".dist-info")} == {"autopar"}
 

@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, report, explain, compare, check, profile, train."""
+"""The commands: search, estimate, show, report, explain, compare, check, profile, export, train."""
 
 from __future__ import annotations
 
@@ -227,6 +227,31 @@ def profile(
     from autopar.cli.profile import run_profile
 
     run_profile(output, like=like, seconds=seconds, report=report)
+
+
+@app.command(
+    epilog=_example(
+        "autopar export plan.yaml --to deepspeed -o ds_config.json",
+        "autopar export plan.yaml --to megatron | less",
+        "autopar export plan.yaml --to slurm --model examples/gpt.py --steps 5000 -o train.sbatch",
+        "autopar export plan.yaml --to pytorchjob --image registry/trainer:1 | kubectl apply -f -",
+    )
+)
+def export(
+    plan: opt.PlanFile,
+    to: opt.To,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write here, a file or a folder, instead of printing")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="MODEL of a job, if the plan does not say it")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="training steps of a job")] = 1000,
+    image: Annotated[str | None, typer.Option("--image", help="container image of a job")] = None,
+    json: opt.Json = False,
+) -> None:
+    """Write a plan as another system takes it, and say what of it is lost: a configuration, code, or a job."""
+    from autopar.cli.export import run_export
+
+    run_export(plan, to, output=output, model=model, steps=steps, image=image, json=json)
 
 
 @app.command(

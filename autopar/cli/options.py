@@ -181,4 +181,13 @@ Trace = Annotated[
     Path | None,
     typer.Option("--trace", help="write the predicted step here, for Perfetto or Chrome", rich_help_panel=_OUT),
 ]
+To = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="TARGET",
+        help="megatron, torchtitan, deepspeed, fsdp, accelerate, slurm, pytorchjob, rayjob or perfetto",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]
