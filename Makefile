@@ -60,7 +60,6 @@ browser: $(VENV)/.dev  ## pages of five plans in Chromium, which has to be there
 	$(BIN)/python scripts/pictures.py
 
 docs: $(VENV)/.dev  ## the documentation as a site, in out/site
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev  ## step time against DDP, FSDP2, DTensor and hand-split pipelines

@@ -2,7 +2,7 @@
 
     python scripts/pictures.py [PAGE ...]
 
-Without pages it plans the model at the head of the README and takes its report.
+Without pages it plans the model at the head of the README, as it is and as a pipeline, and takes their reports.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ SEARCH = [
     "512",
     "--seq",
     "4096",
-    "--pp",
-    "4",
     "--json",
 ]
 
-# Sections with a picture of their own.
+# Pages, with what is added to the search.
+PAGES: dict[str, list[str]] = {"llama3-70b": ["--no-vary"], "llama3-70b-pp4": ["--pp", "4"]}
+
+# Sections with a picture of their own, of a pipeline.
 SECTIONS = {"timeline": "#step-section", "memory": "#memory-section", "candidates": "section:has(#candidates)"}
 
 
@@ -46,27 +47,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         pages = given
         if not given:
-            pages = [Path(folder) / "llama3-70b.html"]
+            pages = [Path(folder) / f"{name}.html" for name in PAGES]
             autopar = Path(sys.executable).with_name("autopar")
-            subprocess.run(
-                [str(autopar), *SEARCH, "--report", str(pages[0])], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-            )
+            for page, added in zip(pages, PAGES.values(), strict=True):
+                command = [str(autopar), *SEARCH, *added, "--report", str(page)]
+                subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for path in pages:
             for scheme, suffix in (("light", ""), ("dark", "-dark")):
-                page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
-                page.goto(path.resolve().as_uri())
-                page.wait_for_selector("html[data-drawn=true]", state="attached")
-                page.wait_for_timeout(500)
-                take(page, path.stem, suffix)
-                page.close()
+                shown = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+                shown.goto(path.resolve().as_uri())
+                shown.wait_for_selector("html[data-drawn=true]", state="attached")
+                shown.wait_for_timeout(500)
+                take(shown, path.stem, suffix)
+                shown.close()
     return 0
 
 
 def take(page: Page, name: str, suffix: str) -> None:
     page.screenshot(path=IMAGES / f"report-{name}{suffix}.png")
-    if not suffix:
+    if not suffix and page.locator("#memory-rank option").count() > 1:
         for section, selector in SECTIONS.items():
             if page.locator(selector).count():
                 page.locator(selector).screenshot(path=IMAGES / f"report-{name}-{section}.png")
