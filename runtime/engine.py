@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import InvalidInput, PlanMismatch
@@ -28,11 +29,11 @@ from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies, cast_reads
 from autopar.runtime.outputs import Outputs, scale_outputs
-from autopar.runtime.parameters import cut_axes, materialize
+from autopar.runtime.parameters import blank_state, cut_axes, fill
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
-from autopar.runtime.state import Stored
-from autopar.runtime.zero import ZeroEngine, apply_zero
+from autopar.runtime.state import Stored, load_full
+from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 if TYPE_CHECKING:
     from autopar.runtime.loss_scaler import LossScaler
@@ -54,12 +55,14 @@ class Engine:
         forward_program: Callable[[], StageProgram] | None = None,
         seed: int = 0,
         compile_blocks: bool = False,
+        values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """programs: of every stage; for a model without a loss, those of the plain forward.
 
         forward_program: makes the program of the plain forward, if there is no pipeline; called when needed.
         seed: the same on all ranks; of parameters that have no values yet and of the model's random ops.
         compile_blocks: with ``torch.compile``, each distinct block once.
+        values: whole parameters and buffers that are not those of ``model``, by its names; lazy ones are read in part.
         """
         self.captured, self.plan = captured, plan
         register_fused_steps()
@@ -90,8 +93,9 @@ class Engine:
             for buffer in captured.buffers.values()
             if self.mesh.holds(self.stages.get(buffer.name, 0)) or any(buffer.name in p.buffers for p in own)
         ]
-        cut = cut_axes(programs)
-        state = agree(lambda: materialize(model, self.layouts, self.buffers, cut, self.mesh, self.device, seed))
+        sharded = [zero_meshes(part, plan, self.mesh, self._held_twice(part)) for part in own]
+        later = {name for meshes in sharded for name in meshes}
+        state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
@@ -106,9 +110,10 @@ class Engine:
         self._outputs: Outputs | None = None
         self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(dict.fromkeys(n for p in own for n in p.inputs))}
 
-        for stage in self.local:
-            stage.zero = self._apply_zero(stage)
+        for stage, meshes in zip(self.local, sharded, strict=True):
+            stage.zero = self._apply_zero(stage, meshes)
         self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
+        agree(lambda: fill(model, self.layouts, self.buffers, values or {}, self._put, seed))
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self._casts = {_STEP: self._cast_reads(own)}
@@ -168,9 +173,14 @@ class Engine:
             if stage.zero is not None:
                 stage.zero.reshard()
 
-    def _held_twice(self, layout: ParameterLayout) -> bool:
-        """Whether some rank has two stages that read a parameter. FSDP cannot have it in both, so it stays whole."""
-        return len({self.mesh.pipelining.rank_of(stage) for stage in layout.stages}) < len(layout.stages)
+    def _held_twice(self, program: StageProgram) -> set[str]:
+        """Parameters that two stages of some rank read. FSDP cannot have one in both, so they stay whole."""
+        rank_of = self.mesh.pipelining.rank_of
+        return {
+            name
+            for name, layout in program.parameters.items()
+            if len(set(map(rank_of, layout.stages))) < len(layout.stages)
+        }
 
     def _stored(self, name: str, layout: ParameterLayout) -> Stored:
         managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)
@@ -180,15 +190,24 @@ class Engine:
             zero_axes=tuple(a for a in layout.zero_axes if a in self.program.shard_axes) if managed else (),
         )
 
-    def _apply_zero(self, stage: LocalStage) -> ZeroEngine | None:
-        return apply_zero(
+    def _apply_zero(self, stage: LocalStage, meshes: Mapping[str, DeviceMesh]) -> ZeroEngine | None:
+        zero = apply_zero(
             stage.module,
             stage.program,
             self.mesh,
             self.plan,
             find=lambda name: stage.module.slot(name).get(),
-            unmanaged=[name for name, layout in stage.program.parameters.items() if self._held_twice(layout)],
+            meshes=meshes,
         )
+        if zero is not None:
+            offload = self.plan.stages[stage.program.stage].offload
+            slots = [stage.module.slot(name) for name in sorted(zero.managed)]
+            zero.allocate(slots, torch.device("cpu") if offload else self.device)
+        return zero
+
+    def _put(self, name: str, whole: torch.Tensor) -> None:
+        """Keep this rank's part of a parameter or buffer."""
+        load_full(self.tensor(name), whole, name, self.stored.get(name), self.mesh)
 
     def _cast_reads(self, programs: Sequence[StageProgram]) -> dict[str, torch.dtype]:
         """What ``programs`` read in another dtype, but for parameters that FSDP casts."""

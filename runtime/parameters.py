@@ -1,13 +1,16 @@
-"""This rank's part of every parameter and buffer: cut from the user's model, or initialised if it is on meta."""
+"""This rank's part of every parameter and buffer: made without values, then filled from wherever they come."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import InvalidInput
@@ -37,88 +40,122 @@ def local_shard(full: torch.Tensor, layout: Layout, mesh: JobMesh) -> torch.Tens
     return full
 
 
-def materialize(
+def blank_state(
     model: nn.Module,
     layouts: Mapping[str, ParameterLayout],
     buffers: Sequence[str],
     cut: Sequence[int],
     mesh: JobMesh,
     device: torch.device,
-    seed: int,
+    later: Container[str],
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a stage, by original name.
+    """Parameters and buffers of this rank without values, by original name.
 
     A parameter is a DTensor over the mesh axes ``cut``, but for those that ZeRO has it on; plain if none is left.
-
-    The model's own tensors are copied, only this rank's part of them; those on the meta device are initialised
-    by the modules they belong to (``initialize``), from ``seed`` and the module's name, so that every plan
-    starts from the same values.
+    later: names of those that are on the meta device for now, since ZeRO will leave this rank but a part of them.
+    Those of a model of fake tensors are fake, and take no memory anyway.
     """
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     state: dict[str, torch.Tensor] = {}
-    # Name in the model -> what is stored of it: itself, or pieces.
-    wanted: dict[str, list[str]] = {name: [name] for name in buffers}
     for name, layout in layouts.items():
-        wanted.setdefault(layout.parameter.whole_names[0], []).append(name)
-
-    def keep(whole_name: str, whole: torch.Tensor) -> None:
-        for name in wanted[whole_name]:
-            layout = layouts.get(name)
-            keep_one(name, whole if layout is None else layout.parameter.of(whole), layout)
-
-    def keep_one(name: str, full: torch.Tensor, layout: ParameterLayout | None) -> None:
-        source = full.detach()
-        part = source if layout is None else local_shard(source, layout.layout, mesh)
-        piece = part.to(device).contiguous()
-        if piece is part:
-            piece = part.clone()
-        if layout is None:
-            state[name] = piece
-            return
+        parameter = layout.parameter
+        source = named[parameter.whole_names[0]].detach()
+        own = torch.device("meta") if name in later and not is_fake(source) else device
+        whole = torch.empty(parameter.shape, device="meta")
+        piece = source.new_empty(local_shard(whole, layout.layout, mesh).shape, dtype=parameter.dtype, device=own)
         axes = [axis for axis in cut if axis not in layout.zero_axes]
         submesh = mesh.submesh(axes)
         if submesh is not None:
             placements = [layout.layout[axis] for axis in axes]
             piece = DTensor.from_local(
-                piece, submesh, placements, run_check=False, shape=full.shape, stride=_strides(full.shape)
+                piece, submesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
-        trainable = layout.parameter.requires_grad
-        state[name] = nn.Parameter(piece, requires_grad=trainable)
+        state[name] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
+    return state | {name: named[name].new_empty(named[name].shape, device=device) for name in buffers}
 
-    missing = [name for name in wanted if named[name].is_meta]
+
+def fill(
+    model: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    buffers: Sequence[str],
+    values: Mapping[str, torch.Tensor],
+    put: Callable[[str, torch.Tensor], None],
+    seed: int,
+) -> None:
+    """Pass the whole value of every parameter and buffer to ``put(name, value)``, which keeps this rank's part.
+
+    values: by names of the model, before its own; lazy ones are read as far as ``put`` reads them. The model's own
+    tensors come next; those on the meta device are initialised by the modules they belong to (``initialize``), from
+    ``seed`` and the module's name, so that every plan starts from the same values.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    # Name in the model -> what is stored of it: itself, or pieces.
+    wanted: dict[str, list[str]] = {name: [name] for name in buffers}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, layout in layouts.items():
+        whole = layout.parameter.whole_names[0]
+        wanted.setdefault(whole, []).append(name)
+        aliases[whole] = layout.parameter.whole_names
+
+    def keep(whole_name: str, whole: torch.Tensor) -> None:
+        for name in wanted[whole_name]:
+            put(name, whole if name not in layouts else layouts[name].parameter.of(whole))
+
+    missing = []
     for name in wanted:
-        if not named[name].is_meta:
-            keep(name, named[name])
+        given = next((values[alias] for alias in aliases.get(name, (name,)) if alias in values), None)
+        if given is not None or not named[name].is_meta:
+            keep(name, named[name].detach() if given is None else given)
+        else:
+            missing.append(name)
     if missing:
-        initialize(model, missing, keep, seed)
-    return {name: state[name] for name in (*layouts, *buffers)}
+        initialize(model, missing, keep, seed, given=values)
 
 
-def initialize(model: nn.Module, names: Sequence[str], keep: Callable[[str, torch.Tensor], None], seed: int) -> None:
+def initialize(
+    model: nn.Module,
+    names: Sequence[str],
+    keep: Callable[[str, torch.Tensor], None],
+    seed: int,
+    *,
+    given: Container[str] = (),
+) -> None:
     """Give values to tensors of a meta model and pass each to ``keep(name, value)``.
 
-    Module by module on the CPU: ``reset_parameters()`` of the module, then ``_init_weights(module)`` of the model
-    if it has one (as Hugging Face models and many others do). Raises InvalidInput, naming them, if tensors are
-    left without a value. The user's model stays on meta.
+    Module by module on the CPU: ``reset_parameters()`` of the module, then ``_init_weights(module)`` of the innermost
+    module around it that has one (as Hugging Face models and many others do). Raises InvalidInput, naming them, if
+    tensors are left without a value. The user's model stays on meta.
+
+    given: names of tensors that have values from elsewhere, for which no memory is taken.
     """
     of_module: dict[str, list[str]] = {}
     for name in names:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
-    hook = getattr(model, "_init_weights", None)
     unset: list[str] = []
     for path, own in of_module.items():
         original = model.get_submodule(path)
+
+        def blank(leaf: str, value: torch.Tensor | None, path: str = path) -> torch.Tensor | None:
+            if value is None:
+                return None
+            name = f"{path}.{leaf}" if path else leaf
+            return torch.empty_like(value, device="meta") if name in given else _blank(value)
+
         # Shallow: only this module's own tensors become real.
         module = copy.copy(original)
-        module._parameters = {k: p if p is None else nn.Parameter(_blank(p)) for k, p in original._parameters.items()}
-        module._buffers = {k: b if b is None else _blank(b) for k, b in original._buffers.items()}
+        module._parameters = {
+            k: v if (v := blank(k, p)) is None else nn.Parameter(v, requires_grad=v.is_floating_point())
+            for k, p in original._parameters.items()
+        }
+        module._buffers = {k: blank(k, b) for k, b in original._buffers.items()}
         digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-            if callable(hook):
+            hook = _hook(model, path)
+            if hook is not None:
                 hook(module)
         for name in own:
             leaf = name.rpartition(".")[2]
@@ -127,7 +164,7 @@ def initialize(model: nn.Module, names: Sequence[str], keep: Callable[[str, torc
             if value.is_meta or _is_blank(value):
                 unset.append(f"{name} ({type(original).__name__})")
             else:
-                keep(name, value)
+                keep(name, value.detach())
     if unset:
         listed = "\n".join(f"  {name}" for name in unset[:8]) + ("\n  ..." if len(unset) > 8 else "")
         raise InvalidInput(
@@ -153,8 +190,12 @@ def _is_blank(tensor: torch.Tensor) -> bool:
     return bool(blank.any())
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(shape)]))
+def _hook(model: nn.Module, path: str) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights`` of the innermost module around ``path``, itself included, that has one and takes the
+    module to initialise; None if there is none."""
+    parts = path.split(".") if path else []
+    for end in range(len(parts), -1, -1):
+        hook = getattr(model.get_submodule(".".join(parts[:end])), "_init_weights", None)
+        if callable(hook) and len(inspect.signature(hook).parameters) == 1:
+            return hook
+    return None

@@ -21,7 +21,7 @@ what is reduce-scattered inside is all-reduced across, once a step at every leve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +29,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
-from autopar.runtime.blocks import BlockModule
+from autopar.runtime.blocks import BlockModule, Slot
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.stage_module import StageModule
 
 
-def _meshes(program: StageProgram, plan: Plan, mesh: JobMesh) -> dict[str, DeviceMesh]:
-    """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars."""
+def zero_meshes(
+    program: StageProgram, plan: Plan, mesh: JobMesh, unmanaged: Container[str] = ()
+) -> dict[str, DeviceMesh]:
+    """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars, none ``unmanaged``."""
     levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
     axes = {layout.zero_axes for layout in program.parameters.values()}
     meshes = {own: mesh.sharded(own, program.shard_axes) for own in sorted(axes)}
@@ -49,7 +52,7 @@ def _meshes(program: StageProgram, plan: Plan, mesh: JobMesh) -> dict[str, Devic
         # Copies on several stages have to be cut alike.
         level = plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero)
         own = meshes[layout.zero_axes]
-        if own is not None and level and layout.parameter.shape:
+        if own is not None and level and layout.parameter.shape and name not in unmanaged:
             found[name] = own
     return found
 
@@ -73,6 +76,21 @@ class ZeroEngine:
     def reshard(self) -> None:
         for module, _ in self.modules:
             module.reshard()
+
+    def allocate(self, slots: Iterable[Slot], device: torch.device) -> None:
+        """Give memory on ``device`` to this rank's parts of parameters, which were sharded on the meta device."""
+        for slot in slots:
+            old = slot.get()
+            assert isinstance(old, DTensor), "what FSDP has sharded"
+            if not old._local_tensor.is_meta:
+                continue  # a fake tensor
+            part = DTensor(torch.empty_like(old._local_tensor, device=device), old._spec, requires_grad=False)
+            slot.set(nn.Parameter(part, requires_grad=old.requires_grad))
+        with torch.no_grad():
+            for module, _ in self.modules:
+                for group in _groups(module):
+                    for parameter in group.fsdp_params:
+                        parameter.reset_sharded_param()
 
     def before_backward(self, last: bool) -> None:
         if self._last is last:
@@ -116,17 +134,16 @@ def apply_zero(
     mesh: JobMesh,
     plan: Plan,
     find: Callable[[str], torch.Tensor],
-    unmanaged: Iterable[str] = (),
+    meshes: Mapping[str, DeviceMesh],
 ) -> ZeroEngine | None:
     """Shard the parameters of ``stage``, each over its data axes; None if ZeRO applies to none.
 
-    find: gives a parameter by name. unmanaged: names of parameters to leave alone, though ZeRO could apply.
+    find: gives a parameter by name. meshes: what to shard and over which mesh (``zero_meshes``); these parameters
+    are on the meta device, and are until ``ZeroEngine.allocate``.
     """
     # FSDP warns when a block returns a view, since an in-place op on it would drop FSDP's hook. Graphs of
     # blocks are functional.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    excluded = set(unmanaged)
-    meshes = {name: own for name, own in _meshes(program, plan, mesh).items() if name not in excluded}
     if not meshes:
         return None
     ignored = {
