@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.ir.errors import AutoparError
+from autopar.ir.errors import AutoparError, InvalidInput
 
 T = TypeVar("T")
 
@@ -52,3 +52,18 @@ def from_first(work: Callable[[], str]) -> str:
     agree(run)
     dist.broadcast_object_list(text, src=0)
     return text[0]
+
+
+def agree_same(values: Mapping[str, object], what: str) -> None:
+    """Raise InvalidInput, on all ranks, unless each of ``values`` is the same on all of them."""
+    if dist.get_backend() == "fake":
+        return
+    found: list[Mapping[str, object]] = [values] * dist.get_world_size()
+    dist.all_gather_object(found, values)
+    for rank, other in enumerate(found):
+        for name, value in other.items():
+            if value != found[0][name]:
+                raise InvalidInput(
+                    f"{what}: ranks disagree on {name}: {found[0][name]} on rank 0, {value} on rank {rank}.\n"
+                    "  expected: the same on every rank"
+                )
