@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from autopar.ir.errors import InvalidInput
-from autopar.ir.graph import Parameter
 from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.pretrained import PretrainedFormat, save_pretrained
+from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
+from autopar.runtime.whole import ordered, stages_of, whole_tensors
 
 if TYPE_CHECKING:
     from autopar.runtime.loss_scaler import LossScaler
@@ -30,9 +33,10 @@ class ParallelModule(nn.Module):
     rank's pipeline stages are here. An optimiser takes ``parameters()`` as it would those of the model.
     """
 
-    def __init__(self, engine: Engine | Builder) -> None:
-        """engine: or, when capture waits for the first call, what makes it then."""
+    def __init__(self, engine: Engine | Builder, *, pretrained: PretrainedFormat | None = None) -> None:
+        """engine: or, when capture waits for the first call, what makes it then. pretrained: how a library keeps it."""
         super().__init__()
+        self._pretrained = pretrained
         self._engine = engine if isinstance(engine, Engine) else None
         self._build = None if isinstance(engine, Engine) else engine
         self._scaler: LossScaler | None = None
@@ -125,6 +129,46 @@ class ParallelModule(nn.Module):
         """This rank's rows of every tensor in ``batch`` (a tensor, or containers of them) of the global batch."""
         return self.engine.signature.shard(batch, self.data_parallel_rank)
 
+    def dataloader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        pin_memory: bool = False,
+    ) -> Dataloader:
+        """This rank's rows of the batches of ``dataset``, to be passed to ``step``. All ranks call together.
+
+        dataset: samples by number, or an iterable of them. batch_size: rows of the *global* batch, that of the plan
+        (None: the same). shuffle: anew in each epoch, from ``seed`` alone (None: unless the dataset is an iterable).
+        drop_last: leave out the rows of an epoch that do not fill a batch; else the epoch's first ones fill it up.
+        collate_fn, num_workers, pin_memory: as ``torch.utils.data.DataLoader`` has them; ``collate_fn`` gets this
+        rank's rows. Raises InvalidInput, on every rank, if no batch can be made.
+        """
+        size = self.plan.batch.global_size
+        if batch_size not in (None, size):
+            raise InvalidInput(
+                f"batch_size is {batch_size}; the plan's global batch has {size} rows, of which each of "
+                f"{self.data_parallel_size} data-parallel ranks gets {size // self.data_parallel_size}.\n"
+                f"  try: batch_size={size}, or a plan for another batch"
+            )
+        return Dataloader(
+            dataset,
+            size,
+            rank=self.data_parallel_rank,
+            ranks=self.data_parallel_size,
+            shuffle=shuffle,
+            seed=seed,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+        )
+
     # State.
 
     @property
@@ -164,7 +208,7 @@ class ParallelModule(nn.Module):
             for name, value in self.named_parameters(remove_duplicate=False)
         }
         found.update((name, value) for name, value in self.named_buffers() if name in persistent)
-        destination.update({prefix + name: found[name] for name in self._ordered(found)})
+        destination.update({prefix + name: found[name] for name in ordered(self.engine, found)})
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -198,46 +242,33 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict, plain tensors on the CPU of every rank. All ranks call together."""
-        engine = self.engine
-        engine.reshard()
-        parameters = list(engine.captured.parameters.values())
-        full = gather_full(parameters, self._sources(), self._here, engine.stored, engine.mesh, engine.device)
-        whole = join_pieces(parameters, full)
-        found = {alias: whole[p.whole_names[0]] for p in parameters for alias in p.whole_names}
-        nodes = {node.name: node.meta["val"] for node in engine.captured.graph.nodes if node.op == "placeholder"}
-        buffers = [
-            Parameter(names=(b.name,), shape=tuple(nodes[n].shape), dtype=nodes[n].dtype, requires_grad=False)
-            for n, b in engine.captured.buffers.items()
-            if b.persistent
-        ]
-        found.update(gather_full(buffers, self._sources(), self._here, engine.stored, engine.mesh, engine.device))
-        return {name: found[name] for name in self._ordered(found)}
+        lazy = whole_tensors(self.engine)
+        read = {id(value): value.read() for value in {id(value): value for value in lazy.values()}.values()}
+        return {name: read[id(value)] for name, value in lazy.items()}
+
+    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
+        """Write the model as the folder that ``from_pretrained`` of its library reads. All ranks call together.
+
+        Of Hugging Face models: config.json and model.safetensors, or several files of at most ``max_shard_size`` bytes
+        and their index. Rank 0 writes, tensor by tensor as they are gathered; an error leaves the folder as it was.
+        Raises InvalidInput if the model is of no such library, CheckpointError if it cannot be written.
+        """
+        if self._pretrained is None:
+            raise InvalidInput(
+                f"{self.engine.captured.name} is not a model of transformers, so there is no config to write.\n"
+                "  expected: what autopar.from_pretrained returns, or parallelize of a transformers.PreTrainedModel\n"
+                "  try: autopar.save(pm, optimizer, path), or torch.save(pm.full_state_dict(), file)"
+            )
+        save_pretrained(self, self._pretrained, path, max_shard_size)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""
         engine = self.engine
         parameters = [p for p in engine.captured.parameters.values() if p.requires_grad]
-        full = gather_full(parameters, self._sources(), self._gradient_here, engine.stored, engine.mesh, engine.device)
+        full = gather_full(
+            parameters, stages_of(engine), self._gradient_here, engine.stored, engine.mesh, engine.device
+        )
         return join_pieces(parameters, full)
-
-    def _sources(self) -> dict[str, int]:
-        """The stage that has each parameter and buffer; the first one has those that no stage reads."""
-        captured, stages = self.engine.captured, self.engine.stages
-        names = [*(p.name for p in captured.parameters.values()), *(b.name for b in captured.buffers.values())]
-        return {name: stages.get(name, 0) for name in names}
-
-    def _here(self, name: str) -> torch.Tensor | None:
-        return self.engine.tensor(name)
 
     def _gradient_here(self, name: str) -> torch.Tensor | None:
         return self.engine.tensor(name).grad
-
-    def _ordered(self, found: Mapping[str, Any]) -> list[str]:
-        """Names in the order of the original model's state dict."""
-        pieces: dict[str, list[str]] = {}
-        for parameter in self.engine.captured.parameters.values():
-            for whole, name in zip(parameter.whole_names, parameter.names, strict=True):
-                pieces.setdefault(whole, []).append(name)
-        order = [n for whole in self.engine.state_order for n in dict.fromkeys((whole, *pieces.get(whole, ())))]
-        known = [name for name in order if name in found]
-        return known + [name for name in found if name not in set(known)]
