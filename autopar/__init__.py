@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import ParallelModule as ParallelModule
+    from autopar.api import from_pretrained as from_pretrained
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
     from autopar.cost_model.cluster import Cluster as Cluster
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
     "constrain": "autopar.ir.annotations",
+    "from_pretrained": "autopar.api",
     "load": "autopar.runtime.checkpoint.loading",
     "parallelize": "autopar.api",
     "save": "autopar.runtime.checkpoint.saving",
@@ -50,6 +52,7 @@ __all__ = [
     "Plan",
     "__version__",
     "constrain",
+    "from_pretrained",
     "load",
     "parallelize",
     "save",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost_model.cluster import Cluster
+from autopar.huggingface.pretrained import format_of, open_pretrained
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
@@ -32,7 +33,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
 
-__all__ = ["ParallelModule", "constraints_of", "parallelize", "search"]
+__all__ = ["ParallelModule", "constraints_of", "from_pretrained", "parallelize", "search"]
 
 # Shorter names for fields of Constraints, as on the command line.
 _SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
@@ -68,10 +69,11 @@ def parallelize(
     ensure_process_group()
     request = _Request(model, mesh, loss_fn, plan, constraints, compile)
     request.check(dist.get_world_size())
+    form = format_of(model)
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
     if example_inputs is not None:
-        return ParallelModule(request.build(example_inputs, example_target))
+        return ParallelModule(request.build(example_inputs, example_target), pretrained=form)
 
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Engine:
         example: Any = args
@@ -79,7 +81,39 @@ def parallelize(
             example = inspect.signature(model.forward).bind(*args, **kwargs).arguments if args else dict(kwargs)
         return request.build(example, target)
 
-    return ParallelModule(build)
+    return ParallelModule(build, pretrained=form)
+
+
+def from_pretrained(
+    path: str | Path,
+    mesh: DeviceMesh | Cluster | int,
+    *,
+    example_inputs: Any,
+    example_target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    compile: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **constraints: Any,
+) -> ParallelModule:
+    """The model in a checkpoint folder of transformers, each rank reading what it holds of the weights and no more.
+
+    path: of a local folder with config.json, which names the architecture, and model.safetensors or several files with
+        an index, seen by every rank.
+    dtype: of parameters, converted from that of the files. The plan says what computation is done in.
+    The other arguments are those of ``parallelize``, and every rank calls it with the same ones.
+
+    Raises CheckpointError, on every rank, if tensors are missing, unknown or of another shape; InvalidModelFile if
+    the config names no architecture of the installed transformers.
+    """
+    ensure_process_group()
+    opened = agree(lambda: open_pretrained(str(path), dtype))
+    try:
+        request = _Request(opened.model, mesh, loss_fn, plan, constraints, compile, opened.values)
+        request.check(dist.get_world_size())
+        return ParallelModule(request.build(example_inputs, example_target), pretrained=opened.form)
+    finally:
+        opened.files.close()
 
 
 def search(
@@ -157,6 +191,8 @@ class _Request:
     plan: Plan | str | Path | None
     constraints: Mapping[str, Any]
     compile: bool
+    values: Mapping[str, torch.Tensor] | None = None
+    """Parameters and buffers that are not those of the model, by its names."""
 
     def check(self, world_size: int) -> None:
         """What is wrong with the request alone. The same on every rank; nothing is sent."""
@@ -201,6 +237,7 @@ class _Request:
             forward_program=forward_program,
             seed=int(seed),
             compile_blocks=self.compile,
+            values=self.values,
         )
 
     def _plan(self, captured: CapturedModel) -> Plan:

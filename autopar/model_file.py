@@ -61,7 +61,7 @@ class ModelFile:
 def load_model_file(model: str) -> ModelFile:
     """The model that ``model`` names. Raises InvalidModelFile, which says what the file should look like."""
     if model.startswith("hf:"):
-        from autopar.hf_config import load_hf_config
+        from autopar.huggingface.config import load_hf_config
 
         return load_hf_config(model.removeprefix("hf:"))
     path, _, name = model.partition(":")

@@ -25,7 +25,7 @@ ALLOWED = {
 # Heavy or optional packages, and the only layers that may need them.
 ONLY_IN = {
     "highspy": ("autopar.search",),
-    "transformers": ("autopar.hf_config",),
+    "transformers": ("autopar.huggingface",),
     "plotly": ("autopar.report",),
     "jinja2": ("autopar.report", "autopar.export"),
     "rich": ("autopar.cli", "autopar.report"),

@@ -16,12 +16,17 @@ _DEFAULT_BATCH = 8
 _LONGEST_DEFAULT_SEQUENCE = 4096
 
 
-def load_hf_config(path: str) -> ModelFile:
-    """The architecture that a config names, with random weights. Raises InvalidModelFile."""
+def read_config(path: str) -> tuple[Any, Any]:
+    """The config at ``path`` (a config.json or its folder), and the class of transformers that it names.
+
+    Raises InvalidModelFile.
+    """
     try:
         import transformers
     except ImportError as error:
-        raise InvalidModelFile("hf: needs transformers.\n  try: pip install 'autopar[transformers]'") from error
+        raise InvalidModelFile(
+            "Hugging Face models need transformers.\n  try: pip install 'autopar[transformers]'"
+        ) from error
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise InvalidModelFile(f"there is no Hugging Face config at {path}.\n  expected a config.json, or its folder")
@@ -33,20 +38,27 @@ def load_hf_config(path: str) -> ModelFile:
     if kind not in transformers.CONFIG_MAPPING:
         raise InvalidModelFile(f"{file}: transformers {transformers.__version__} knows no model_type {kind!r}")
     config = transformers.CONFIG_MAPPING[kind].from_dict(values)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache is for inference; training outputs would carry it
     architecture = (config.architectures or [None])[0]
     if architecture is None:
         raise InvalidModelFile(f'{file} names no class.\n  add "architectures": ["LlamaForCausalLM"], for example')
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise InvalidModelFile(f"{file}: transformers {transformers.__version__} has no class {architecture}")
+    return config, model_class
+
+
+def load_hf_config(path: str) -> ModelFile:
+    """The architecture that a config names, with random weights. Raises InvalidModelFile."""
+    config, model_class = read_config(path)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache is for inference; training outputs would carry it
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
 
     def build() -> nn.Module:
         return model_class(config)  # type: ignore[no-any-return]
 
     return ModelFile(
-        name=file.parent.name or architecture,
+        name=folder.name or model_class.__name__,
         build=build,
         inputs=lambda batch_size, seq_len: _inputs(config, model_class, batch_size or _DEFAULT_BATCH, seq_len),
     )

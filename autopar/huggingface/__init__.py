@@ -1,0 +1,1 @@
+"""Models of Hugging Face ``transformers``: read from a checkpoint folder, and written as one."""
