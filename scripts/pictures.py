@@ -18,19 +18,7 @@ from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-SEARCH = [
-    "search",
-    "examples/llama3_70b.py",
-    "--gpus",
-    "64",
-    "--gpu",
-    "a100-80gb",
-    "--global-batch",
-    "512",
-    "--seq",
-    "4096",
-    "--json",
-]
+SEARCH = "search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 --json"
 
 # Pages, with what is added to the search.
 PAGES: dict[str, list[str]] = {"llama3-70b": ["--no-vary"], "llama3-70b-pp4": ["--pp", "4"]}
@@ -50,7 +38,7 @@ def main() -> int:
             pages = [Path(folder) / f"{name}.html" for name in PAGES]
             autopar = Path(sys.executable).with_name("autopar")
             for page, added in zip(pages, PAGES.values(), strict=True):
-                command = [str(autopar), *SEARCH, *added, "--report", str(page)]
+                command = [str(autopar), *SEARCH.split(), *added, "--report", str(page)]
                 subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
