@@ -20,6 +20,7 @@ ALLOWED = {
     "autopar.passes": ("autopar.ir",),
     "autopar.runtime": ("autopar.ir",),
     "autopar.search": ("autopar.ir", "autopar.cost_model"),
+    "autopar.data": ("autopar.ir",),
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
 }
 # Heavy or optional packages, and the only layers that may need them.
@@ -30,6 +31,7 @@ ONLY_IN = {
     "jinja2": ("autopar.report", "autopar.export"),
     "rich": ("autopar.cli", "autopar.report"),
     "typer": ("autopar.cli",),
+    "ray": ("autopar.launching",),
 }
 
 
