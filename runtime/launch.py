@@ -8,32 +8,58 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from autopar.ir.errors import PlanMismatch
+from autopar.ir.errors import LaunchError, PlanMismatch
+from autopar.runtime.environment import Environment
+
+_JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_process_group() -> None:
+def in_job() -> bool:
+    """Whether this process is a rank of a job that torchrun or the like has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def ensure_process_group(environment: Environment | None = None) -> None:
     """Join the default process group if that has not happened: nccl on CUDA, gloo on CPUs.
 
     Rank and world size come from torchrun's environment; without it the job has one rank. Raises PlanMismatch
-    if a node has more ranks than GPUs.
+    if a node has more ranks than GPUs, on all of its ranks, and LaunchError if the ranks do not find each other.
     """
     if dist.is_initialized():
         return
+    environment = Environment() if environment is None else environment
+    environment.apply()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
+        ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if ranks > torch.cuda.device_count():
             raise PlanMismatch(
-                f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}.\n"
-                "  try: torchrun --nproc-per-node with at most the number of GPUs"
+                f"this node has {ranks} ranks and {torch.cuda.device_count()} GPUs.\n"
+                "  try: torchrun --nproc-per-node with at most the number of GPUs, or CUDA_VISIBLE_DEVICES= for CPUs"
             )
         torch.cuda.set_device(local_rank)
         backend, device_id = "nccl", torch.device("cuda", local_rank)
     else:
         backend, device_id = "gloo", None
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
+    timeout = environment.timeout
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id, timeout=timeout)
+        return
+    if missing := [name for name in _JOB if not os.environ.get(name)]:
+        raise LaunchError(
+            f"RANK is set, but not {', '.join(missing)}.\n"
+            f"  expected: all of {', '.join(_JOB)}, as torchrun sets them, or none of them"
+        )
+    try:
+        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        rank, size, address, port = (os.environ[name] for name in _JOB)
+        reason = str(error).strip().partition("\n")[0]
+        raise LaunchError(
+            f"rank {rank} of {size} could not join the job at {address}:{port}: {reason}\n"
+            f"  expected: {size} ranks that reach this address and each other\n"
+            "  try: the same job on every machine, --network-interface NAME, --timeout SECONDS, --debug"
+        ) from error
 
 
 def this_device() -> torch.device:

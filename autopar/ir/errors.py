@@ -10,6 +10,7 @@ AutoparError
 ├── InvalidCluster        an unknown GPU or a malformed cluster description
 ├── InvalidModelFile      the MODEL of the command line does not say what to train
 ├── InvalidInput          a call's arguments do not fit the captured program
+├── LaunchError           ranks cannot be started, or do not find each other
 └── CheckpointError       a checkpoint is broken, of another model, or cannot be written
 
 A message says what, where, expected and got, and what to try.
@@ -54,6 +55,10 @@ class InvalidModelFile(AutoparError):
 
 class InvalidInput(AutoparError):
     """The arguments of a call do not fit the captured program."""
+
+
+class LaunchError(AutoparError):
+    """Ranks cannot be started, or do not find each other."""
 
 
 class CheckpointError(AutoparError):
