@@ -4,7 +4,8 @@
     gpt.py:large      the function large() of gpt.py, with the same example_inputs
     hf:configs/llama  a local Hugging Face config.json (or its folder), with inputs made from the config
 
-An optional ``batches(batch_size, seq_len, seed)`` yields training data for ``autopar train``.
+An optional ``batches(batch_size, seq_len, seed)`` yields training data for ``autopar train``; an optional
+``from_tokens(tokens)`` makes inputs of the rows of tokens that ``--data`` holds (``autopar.data.inputs``).
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class ModelFile:
     build: returns a new model, on the current default device.
     inputs: example inputs of a global batch; None stands for the model's own default.
     batches: endless training data, or None.
+    from_tokens: inputs of (batch, seq_len + 1) token ids, or None.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int | None, int | None], Inputs]
     batches: Callable[[int | None, int | None, int], Iterator[Inputs]] | None = None
+    from_tokens: Callable[[torch.Tensor], Inputs] | None = None
 
     def meta_model(self) -> nn.Module:
         """The model on the meta device: shapes only, no memory for weights."""
@@ -78,6 +81,7 @@ def load_model_file(model: str) -> ModelFile:
         batches=None
         if batches is None
         else lambda batch_size, seq_len, seed: _call(batches, path, batch_size, seq_len, seed=seed),
+        from_tokens=getattr(module, "from_tokens", None),
     )
 
 

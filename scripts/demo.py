@@ -15,6 +15,7 @@ from rich.console import Console
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture import capture
+from autopar.launching.launch import launch
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.planning import Planned
@@ -24,7 +25,8 @@ from autopar.report.terminal import print_plan
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
 from autopar.search.workload import Workload
-from autopar.training import TOLERANCE, TrainingJob, launch
+from autopar.training.job import TrainingJob
+from autopar.training.report import TOLERANCE
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out"

@@ -16,6 +16,7 @@ from rich.markup import escape
 from autopar import __version__
 from autopar.cli import options as opt
 from autopar.cli.request import Request
+from autopar.cli.train import train
 from autopar.ir.errors import AutoparError
 from autopar.ir.plan import Plan
 
@@ -254,45 +255,15 @@ def export(
     run_export(plan, to, output=output, model=model, steps=steps, image=image, json=json)
 
 
-@app.command(
+app.command(
     epilog=_example(
-        "autopar train examples/gpt.py plan.yaml --steps 30",
         "autopar train examples/gpt.py plan.yaml --steps 30 --compare-single",
-        "autopar train examples/gpt.py plan.yaml --steps 90 --save run --save-every 30",
-        "autopar train examples/gpt.py other_plan.yaml --steps 120 --resume run",
+        "autopar train examples/gpt.py plan.yaml --data src/ --steps 90 --save run --save-every 30",
+        "autopar train examples/gpt.py other_plan.yaml --data src/ --steps 120 --resume run",
+        "torchrun --nnodes 2 --nproc-per-node 8 ... -m autopar train examples/gpt.py plan.yaml",
+        "autopar train examples/gpt.py plan.yaml --ray auto",
     )
-)
-def train(
-    model: opt.Model,
-    plan: opt.PlanFile,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="training steps in all, resumed ones included")] = 10,
-    seq: opt.Seq = None,
-    compare_single: Annotated[
-        bool, typer.Option("--compare-single", help="train beside it on one process and print both losses")
-    ] = False,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or sgd (with momentum)")] = "adamw",
-    lr: Annotated[float, typer.Option("--lr", min=0.0, help="learning rate")] = 1e-3,
-    seed: Annotated[int, typer.Option("--seed", help="of the weights and the data")] = 0,
-    save: Annotated[Path | None, typer.Option("--save", help="write checkpoints to this folder")] = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", min=1, help="steps between checkpoints; after the last if not given")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="go on from the checkpoint in this folder, saved under any plan")
-    ] = None,
-) -> None:
-    """Train on this machine under a plan, one process a rank: NCCL where it has the GPUs, gloo on CPUs otherwise."""
-    gc.enable()
-    from autopar.training import TrainingJob, launch
-
-    job = TrainingJob(
-        model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
-        learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,
-        resume=None if resume is None else str(resume),
-    )  # fmt: skip
-    code = launch(job)
-    if code:
-        raise typer.Exit(code)
+)(train)
 
 
 def run() -> None:

@@ -1,0 +1,109 @@
+"""The command ``train``."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options as opt
+
+_DATA = "Data"
+_CHECKPOINTS = "Checkpoints"
+_RANKS = "Ranks and network (docs/launching.md)"
+
+
+def train(
+    model: opt.Model,
+    plan: opt.PlanFile,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="training steps in all, resumed ones included")] = 10,
+    seq: opt.Seq = None,
+    compare_single: Annotated[
+        bool, typer.Option("--compare-single", help="train beside it on one process and print both losses")
+    ] = False,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or sgd (with momentum)")] = "adamw",
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="learning rate")] = 1e-3,
+    seed: Annotated[int, typer.Option("--seed", help="of the weights and the data")] = 0,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="WHERE",
+            help="text (a byte is a token) or arrays of tokens (.npy, .bin): a file, a folder or a pattern; stdlib for "
+            "the source of Python's standard library; the model file's own batches if not given",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    token_dtype: Annotated[
+        str, typer.Option("--token-dtype", help="of .bin files: uint8 to int64", rich_help_panel=_DATA)
+    ] = "uint16",
+    save: Annotated[
+        Path | None, typer.Option("--save", help="write checkpoints to this folder", rich_help_panel=_CHECKPOINTS)
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            "--save-every", min=1, help="steps between them; after the last if not given", rich_help_panel=_CHECKPOINTS
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="go on from the checkpoint in this folder, saved under any plan, and where it stood in the data",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="start the ranks on a Ray cluster: HOST:PORT, auto for the one that runs here, local for a new one",
+            rich_help_panel=_RANKS,
+        ),
+    ] = None,
+    cpus_per_rank: Annotated[
+        int, typer.Option("--cpus-per-rank", min=1, help="CPUs of Ray that each rank takes", rich_help_panel=_RANKS)
+    ] = 1,
+    network_interface: Annotated[
+        str | None,
+        typer.Option("--network-interface", metavar="NAME", help="of NCCL and gloo, as eth0", rich_help_panel=_RANKS),
+    ] = None,
+    infiniband: Annotated[
+        str | None,
+        typer.Option(
+            "--infiniband", metavar="ADAPTERS", help="of NCCL, as mlx5_0,mlx5_1; off for none", rich_help_panel=_RANKS
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", min=1.0, metavar="SECONDS", help="to join, and for a collective", rich_help_panel=_RANKS
+        ),
+    ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="say how ranks connect; check that their collectives match", rich_help_panel=_RANKS
+        ),
+    ] = False,
+    json: opt.Json = False,
+) -> None:
+    """Train under a plan, one process a rank: NCCL on GPUs, gloo on CPUs. Under torchrun it joins that job."""
+    gc.enable()
+    from autopar.launching.launch import launch
+    from autopar.runtime.environment import Environment
+    from autopar.training.job import TrainingJob
+
+    job = TrainingJob(
+        model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
+        learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,
+        resume=None if resume is None else str(resume), data=data, token_dtype=token_dtype, json=json,
+        environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
+    )  # fmt: skip
+    code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)
+    if code:
+        raise typer.Exit(code)

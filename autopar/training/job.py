@@ -1,0 +1,95 @@
+"""What ``autopar train`` is asked to do, as every rank gets it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from autopar.data.corpus import STDLIB, Corpus, open_corpus
+from autopar.ir.errors import InvalidInput
+from autopar.ir.plan import Plan
+from autopar.model_file import ModelFile, load_model_file
+from autopar.runtime.environment import Environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """model: MODEL of the command line; plan: path. seq_len: None for that of the plan, or the model file's default.
+
+    steps: in all, those before a checkpoint included. save, resume: folders of checkpoints. save_every: steps
+    between two (None: one after the last step). seed: of weights and data; the checkpoint's, if one is resumed.
+    data: a corpus, as ``--data`` names it (None: the model file's own batches, or its example inputs). token_dtype: of
+    its ``.bin`` files. json: report one JSON object at the end, and nothing else.
+    """
+
+    model: str
+    plan: str
+    steps: int
+    seq_len: int | None = None
+    compare_single: bool = False
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    seed: int = 0
+    save: str | None = None
+    save_every: int | None = None
+    resume: str | None = None
+    data: str | None = None
+    token_dtype: str = "uint16"
+    json: bool = False
+    environment: Environment = field(default_factory=Environment)
+
+    def opened(self) -> OpenedJob:
+        """The job with what it names. Raises what would go wrong on every rank, before there are any."""
+        if self.optimizer not in ("adamw", "sgd"):
+            raise InvalidInput(f"unknown optimizer {self.optimizer!r}; expected adamw or sgd")
+        if self.save_every is not None and self.save is None:
+            raise InvalidInput("--save-every needs a folder to save to.\n  try: --save DIR")
+        if self.steps < 1:
+            raise InvalidInput(f"--steps {self.steps}: expected at least 1")
+        plan = Plan.load(self.plan)
+        source = load_model_file(self.model)
+        seq_len = plan.model.seq if self.seq_len is None else self.seq_len
+        source.meta_inputs(plan.batch.global_size, seq_len)
+        corpus = None if self.data is None else open_corpus(self.data, self.token_dtype)
+        return OpenedJob(job=self, plan=plan, source=source, corpus=corpus, seq_len=seq_len)
+
+    def with_absolute_paths(self) -> TrainingJob:
+        """For processes that start in another folder."""
+
+        def absolute(path: str | None) -> str | None:
+            return None if path is None else str(Path(path).absolute())
+
+        if self.model.startswith("hf:"):
+            model = f"hf:{absolute(self.model.removeprefix('hf:'))}"
+        else:
+            path, colon, function = self.model.partition(":")
+            model = f"{absolute(path)}{colon}{function}"
+        return replace(
+            self,
+            model=model,
+            plan=str(Path(self.plan).absolute()),
+            save=absolute(self.save),
+            resume=absolute(self.resume),
+            data=self.data if self.data == STDLIB else absolute(self.data),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainingJob:
+        """What is left out is at its default."""
+        fields = json.loads(text)
+        return cls(**fields | {"environment": Environment(**fields.get("environment", {}))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedJob:
+    """A job, its plan, model file and corpus, and the length of its sequences (None: the model file's default)."""
+
+    job: TrainingJob
+    plan: Plan
+    source: ModelFile
+    corpus: Corpus | None
+    seq_len: int | None

@@ -1,0 +1,140 @@
+"""The loop that every rank of ``autopar train`` runs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
+from autopar.runtime.agreement import agree, from_first
+from autopar.training.batches import Batches, open_batches
+from autopar.training.job import OpenedJob, TrainingJob
+from autopar.training.report import Report, tokens_of
+
+
+class OwnError(InvalidInput):
+    """About what one rank reads, in the middle of training; the other ranks do not know of it."""
+
+
+def say_here(line: str) -> None:
+    """On standard output, at once."""
+    print(line, flush=True)
+
+
+def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
+    """Train as one rank of the job that this process is in. All ranks call together.
+
+    say: takes the lines that rank 0 reports. Returns whether the losses agree with one process (True if they are not
+    compared). Raises AutoparError, on every rank or an OwnError on one.
+    """
+    import autopar
+    from autopar.runtime.launch import ensure_process_group, this_device
+    from autopar.runtime.mesh import check_world_size
+
+    ensure_process_group(job.environment)
+    rank = dist.get_rank()
+    opened = agree(job.opened)
+    plan, source = opened.plan, opened.source
+    _same_everywhere(opened)
+    check_world_size(plan, dist.get_world_size())
+    torch.manual_seed(job.seed)
+    model = source.build()
+    single = _Single(copy.deepcopy(model), job) if job.compare_single and rank == 0 else None
+    example = source.meta_inputs(plan.batch.global_size, opened.seq_len)
+    parallel = autopar.parallelize(model, plan.num_ranks, example_inputs=example, plan=plan)
+    optimizer = _optimizer(job, parallel)
+    scaler = autopar.LossScaler(parallel) if plan.precision == "fp16" else None
+    done, saved = 0, None
+    if job.resume is not None:
+        progress = autopar.load(parallel, optimizer, job.resume, scaler=scaler)
+        done, saved = progress.step, progress.data
+    batches = agree(lambda: open_batches(opened, model, saved, done))
+    report = Report(opened, this_device(), done, tokens_of(example), say if rank == 0 else lambda line: None)
+    agree(lambda: _check_first(batches, done, parallel, single))
+    if single is not None:
+        # One process, if it is compared, trains from the start.
+        for step in range(done):
+            single.step(batches.whole(step))
+    for step in range(done, job.steps):
+        start = time.perf_counter()
+        try:
+            args, kwargs = _arguments(batches.own(step, parallel))
+        except AutoparError as error:
+            raise OwnError(f"step {step + 1}: {error}") from error
+        loss = parallel.step(*args, **kwargs)
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        optimizer.zero_grad()
+        value = float(loss)
+        seconds = time.perf_counter() - start
+        report.step(value, seconds, None if single is None else single.step(batches.whole(step)))
+        number = step + 1
+        if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
+            data = batches.state(number)
+            autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
+    # A write may be going on; the process group has to outlive it.
+    parallel.engine.background.finish()
+    report.end()
+    dist.barrier()
+    return report.agrees
+
+
+def _same_everywhere(opened: OpenedJob) -> None:
+    """Raise on all ranks if machines have different plans or data. All ranks call together."""
+    plan = opened.plan.to_yaml()
+    data = "" if opened.corpus is None else opened.corpus.digest
+    first_plan, first_data = (from_first(lambda text=text: text) for text in (plan, data))  # type: ignore[misc]
+
+    def check() -> None:
+        for what, path, own, first in (
+            ("plan", opened.job.plan, plan, first_plan),
+            ("data", opened.job.data, data, first_data),
+        ):
+            if own != first:
+                raise LaunchError(
+                    f"the {what} {path} of rank {dist.get_rank()} is not that of rank 0.\n"
+                    "  try: the same files on every machine, or a folder that all of them share"
+                )
+
+    agree(check)
+
+
+def _check_first(batches: Batches, done: int, parallel: Any, single: _Single | None) -> None:
+    """Raise what is wrong with the data of the first step, where all ranks can agree that it is."""
+    batches.own(done, parallel)
+    if single is not None and done:
+        batches.whole(0)
+
+
+class _Single:
+    """The same training on one process, for comparison."""
+
+    def __init__(self, model: nn.Module, job: TrainingJob) -> None:
+        self.model = model
+        self.optimizer = _optimizer(job, model)
+
+    def step(self, batch: Any) -> float:
+        args, kwargs = _arguments(batch)
+        output = self.model(*args, **kwargs)
+        loss = output if isinstance(output, torch.Tensor) else output["loss"]
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def _optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

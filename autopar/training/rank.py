@@ -1,0 +1,57 @@
+"""One rank of a job as a process of its own: its exit code, and who says what went wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from autopar.ir.errors import AutoparError
+from autopar.training.job import TrainingJob
+from autopar.training.loop import OwnError, train
+
+BAD_INPUT = 2
+_LAST_WORDS_S = 2.0
+_EXPLAINED = "autopar/explained"
+
+
+def run_rank(job: TrainingJob) -> int:
+    """The exit code: 0, 1 if the losses differ from those of one process, 2 for a mistake of the user's."""
+    try:
+        return 0 if train(job) else 1
+    except OwnError as error:
+        print(f"InvalidInput: on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+        _get_default_store().set(_EXPLAINED, "1")
+        return BAD_INPUT
+    except AutoparError as error:
+        _explain(error)
+        return BAD_INPUT
+    except RuntimeError:
+        if not _explained_elsewhere():
+            raise
+        return BAD_INPUT
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _explain(error: AutoparError) -> None:
+    """Once on each machine: launchers end all ranks once one has left, and all of them know of the error.
+
+    The first rank of a machine speaks and leaves; the others wait for it.
+    """
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_LAST_WORDS_S)
+
+
+def _explained_elsewhere() -> bool:
+    """Whether a rank has left that said why, so that a broken connection to it needs no traceback."""
+    try:
+        return dist.is_initialized() and _get_default_store().check([_EXPLAINED])
+    except RuntimeError:  # the store has gone too
+        return False

@@ -1,0 +1,99 @@
+"""Within a job of torchrun: ``autopar train`` joins it, so does any script, and too few ranks are refused."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.ir.errors import InvalidInput
+from autopar.ir.plan import Plan
+from autopar.launching.launch import launch
+from autopar.training.job import TrainingJob
+from tests.launching.plans import run
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def model():
+    return Net()
+
+def example_inputs(batch_size=8, seq_len=16):
+    return tuple(torch.zeros(batch_size, seq_len, dtype=torch.long) for _ in range(2))
+"""
+SCRIPT = """
+import torch
+import torch.distributed as dist
+import autopar
+from model import example_inputs, model
+
+torch.manual_seed(0)
+pm = autopar.parallelize(model(), 2, example_inputs=example_inputs(), plan="plan.yaml")
+optimizer = torch.optim.AdamW(pm.parameters())
+for _ in range(2):
+    loss = pm.step(*pm.shard_batch(example_inputs()))
+    optimizer.step()
+    optimizer.zero_grad()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "loss", round(loss.item(), 6), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a script that trains it, and a plan for two ranks."""
+    made = tmp_path_factory.mktemp("job")
+    (made / "model.py").write_text(MODEL)
+    (made / "script.py").write_text(SCRIPT.replace("plan.yaml", str(made / "plan.yaml")))
+    command = ("search", str(made / "model.py"), "--gpus", "2", "--gpu", "cpu", "--dp", "2")
+    done = run(sys.executable, "-m", "autopar", *command, "-o", str(made / "plan.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert Plan.load(made / "plan.yaml").num_ranks == 2
+    return made
+
+
+def torchrun(ranks: int, *command: str) -> tuple[int, str, str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    done = run(*launcher, *command)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_of_ones_own(folder: Path) -> None:
+    code, out, err = torchrun(2, str(folder / "script.py"))
+    assert code == 0, err
+    said = sorted(line.split() for line in out.splitlines() if line.startswith("rank"))
+    assert [line[:4] for line in said] == [["rank", "0", "of", "2"], ["rank", "1", "of", "2"]]
+    assert said[0][-1] == said[1][-1]
+
+
+def test_another_number_of_ranks_is_refused_on_every_rank(folder: Path) -> None:
+    start = time.monotonic()
+    words = ("-m", "autopar", "train", str(folder / "model.py"), str(folder / "plan.yaml"), "--steps", "2")
+    code, out, err = torchrun(3, *words)
+    assert code and time.monotonic() - start < 100
+    assert err.count("PlanMismatch: the plan is for 2 ranks") == 1, err
+    assert "this job has 3" in err
+    assert "exitcode  : 2 " in err, err  # as torchrun says; it ends the ranks that have not left yet
+    assert "loss" not in out
+
+
+def test_ray_within_torchrun_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = TrainingJob(model=str(folder / "model.py"), plan=str(folder / "plan.yaml"), steps=1)
+    with pytest.raises(InvalidInput, match="RANK and WORLD_SIZE say that this process is one already"):
+        launch(job, ray="auto")
