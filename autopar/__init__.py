@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.ir.annotations import constrain as constrain
     from autopar.ir.errors import AutoparError as AutoparError
     from autopar.ir.plan import Plan as Plan
+    from autopar.launching.on_ray import run_on_ray as run_on_ray
     from autopar.runtime.checkpoint.loading import load as load
     from autopar.runtime.checkpoint.saving import save as save
     from autopar.runtime.loss_scaler import LossScaler as LossScaler
@@ -41,6 +42,7 @@ _PUBLIC = {
     "from_pretrained": "autopar.api",
     "load": "autopar.runtime.checkpoint.loading",
     "parallelize": "autopar.api",
+    "run_on_ray": "autopar.launching.on_ray",
     "save": "autopar.runtime.checkpoint.saving",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "parallelize",
+    "run_on_ray",
     "save",
     "search",
 ]
