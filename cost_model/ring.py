@@ -2,9 +2,10 @@
 
 On N ranks one step computes an N-th of the local work while the next piece of keys and values comes in:
 
-    forward     sum over hops   max(0, send(k, v) - step)                             + N merges
-    backward    sum over hops   max(0, send(k, v) + send(dk, dv) - step)  +  home     + N merges
+    forward     sum over hops   max(0, send(k, v) - o step)                             + N merges
+    backward    sum over hops   max(0, send(k, v) + send(dk, dv) - o step)  +  home     + N merges
 
+o is the share of a transfer's time that compute beside it hides, all of it where links do not say (``Link.overlap``).
 Gradients travel in float32. Hops along an outer axis are fewer than along the inner one
 (``autopar.ir.sequence.hops``). All ranks wait for the slowest: the step is the one of the rank with most work.
 """
@@ -80,8 +81,9 @@ def ring_time(
     forward, backward = steps * merge, steps * merge_back
     for number, axis in enumerate(ring):
         keys, grads = (_send_s(fabric, axis, sent * size) for size in (itemsize, _FLOAT32))
-        forward += taken[number] * max(0.0, keys - compute.forward_s / steps)
-        backward += taken[number] * max(0.0, keys + grads - compute.backward_s / steps)
+        hidden = fabric.link((axis,)).overlap / steps
+        forward += taken[number] * (device.jitter_s + max(0.0, keys - hidden * compute.forward_s))
+        backward += taken[number] * (device.jitter_s + max(0.0, keys + grads - hidden * compute.backward_s))
         if taken[number] % mesh.axes[axis].size:
             backward += grads
     return OpTime(forward, backward)
