@@ -9,7 +9,7 @@ from autopar.cost_model.memory import MemoryParts
 from autopar.cost_model.simulator import Timeline
 from autopar.cost_model.streams import COMPUTE, Span
 from autopar.report.study import Study
-from autopar.search.overlap import GATHER, REDUCE, SEND
+from autopar.search.overlap import GATHER, REDUCE, SEND, pass_ends
 
 # Up to so many spans are shown block by block; of more, those of a pass are one.
 _MOST_SPANS = 4000
@@ -73,7 +73,7 @@ def hidden_s(study: Study) -> dict[str, float]:
 def memory_over_step(study: Study) -> list[dict[str, Any]]:
     """Of every rank of the pipeline: when each pass ends, and the bytes it holds then, by kind."""
     predicted, found = study.predicted, []
-    ends = _ends(predicted.spans)
+    ends = pass_ends(predicted.spans)
     names = list(MemoryParts().as_bytes())
     for rank in range(study.plan.num_pipeline_ranks):
         moments = predicted.moments(rank)
@@ -133,11 +133,6 @@ def _packed(ranks: Sequence[Iterable[Drawn]], step_s: float, bubble: float) -> d
 
 def _ticks(seconds: float, step_s: float) -> int:
     return round(_TICKS * seconds / step_s) if step_s else 0
-
-
-def _ends(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
-    """(rank, pass) -> when its last block was through."""
-    return {(span.rank, span.name.split(" ")[0]): span.end_s for span in spans if span.stream == COMPUTE}
 
 
 def _overlap(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:

@@ -1,7 +1,7 @@
 """A predicted step as a trace that Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) show.
 
-A process is a rank of one place in the pipeline, a thread is a stream; counters hold the bytes of activations that the
-rank keeps for its backward. Times are microseconds.
+A process is a rank of one place in the pipeline, a thread is a stream; a counter holds what the rank has in memory, by
+kind. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.streams import COMPUTE
 from autopar.ir.plan import Plan
-from autopar.search.overlap import STREAMS
+from autopar.search.overlap import STREAMS, pass_ends
 from autopar.search.predict import Predicted
 
 _US = 1e6
@@ -21,7 +20,7 @@ _US = 1e6
 
 def write_trace(plan: Plan, predicted: Predicted, path: Path) -> None:
     """Write the trace of ``predicted``, which is of ``plan``, as JSON."""
-    events = [*_names(plan, predicted), *_spans(predicted), *_activations(predicted)]
+    events = [*_names(plan, predicted), *_spans(predicted), *_memory(predicted)]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
@@ -53,26 +52,15 @@ def _spans(predicted: Predicted) -> Iterator[dict[str, Any]]:
             }
 
 
-def _activations(predicted: Predicted) -> Iterator[dict[str, Any]]:
-    """What each rank keeps, after each of its passes."""
-    costs = predicted.costs
-    for place, order in enumerate(costs.shape.orders()):
-        ends = _ends(predicted, place)
-        kept = 0.0
-        for action in order:
-            stage, kind, _ = action
-            bytes_of_stage = costs.kept_bytes[stage]
-            kept += bytes_of_stage if kind == "F" else -bytes_of_stage if kind in "BW" else 0.0
+def _memory(predicted: Predicted) -> Iterator[dict[str, Any]]:
+    """What each rank holds in each of its passes, by kind."""
+    ends = pass_ends(predicted.spans)
+    for place in range(len(predicted.memory)):
+        for action, parts in predicted.moments(place):
             yield {
                 "ph": "C",
                 "pid": place,
-                "name": "activations",
-                "ts": ends[str(action)] * _US,
-                "args": {"GiB": kept / 2**30},
+                "name": "memory",
+                "ts": ends[place, str(action)] * _US,
+                "args": {f"{name} GiB": held / 2**30 for name, held in parts.as_bytes().items()},
             }
-
-
-def _ends(predicted: Predicted, place: int) -> dict[str, float]:
-    """Pass -> when its last block was through."""
-    mine = (span for span in predicted.spans if span.rank == place and span.stream == COMPUTE)
-    return {span.name.split(" ")[0]: span.end_s for span in mine}

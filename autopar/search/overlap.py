@@ -30,7 +30,7 @@ class StepCosts:
     """What a step is made of.
 
     sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
-    launch_s: of the optimiser's kernel. kept_bytes: of one microbatch, from a stage's forward to its backward.
+    launch_s: of the optimiser's kernel.
     passing_s: of each stage's compute, spent on what it sends and receives in a pass.
     shared_s: ranks of the pipeline whose stages share parameters -> seconds to sum their gradients.
     """
@@ -43,7 +43,6 @@ class StepCosts:
     prefetch: int
     prelude_s: float
     launch_s: float
-    kept_bytes: Sequence[float]
     passing_s: Sequence[float]
     shared_s: Mapping[tuple[int, ...], float]
 
@@ -57,6 +56,11 @@ def run_step(costs: StepCosts) -> list[Span]:
     for rank, order in enumerate(costs.shape.orders()):
         built.rank(rank, order)
     return built.streams.run()
+
+
+def pass_ends(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
+    """(rank, pass) -> when its last block was through."""
+    return {(span.rank, span.name.split(" ")[0]): span.end_s for span in spans if span.stream == COMPUTE}
 
 
 @dataclass(slots=True)

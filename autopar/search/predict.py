@@ -17,7 +17,7 @@ from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.communications import priced_steps
 from autopar.search.evaluate import Priced, exposed_step_sync, layout_of, needs_of, spread
-from autopar.search.moments import each_moment, fullest_moment, kept_of, most_kept
+from autopar.search.moments import each_moment, fullest_moment, most_kept
 from autopar.search.overlap import StepCosts, run_step
 from autopar.search.pricing import MASTER, Pricing
 from autopar.search.stage import Stage
@@ -157,7 +157,6 @@ def predict(
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
-            kept_bytes=[kept_of(priced, stages, number) for number in range(len(stages))],
         ),
     )
 
