@@ -25,7 +25,6 @@ app = typer.Typer(
     help="Finds the fastest way to train a PyTorch model on a cluster, and trains it that way.",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -146,11 +145,12 @@ def report(
     model: opt.ModelOfPlan = None,
     seq: opt.Seq = None,
     cluster: opt.ClusterFile = None,
+    json: opt.Json = False,
 ) -> None:
     """Write a page about a plan: what it does to each op, what that communicates, the step and its memory over time."""
     from autopar.cli.report import run_report
 
-    run_report(plan, output or plan.with_suffix(".html"), model=model, seq=seq, cluster_file=cluster)
+    run_report(plan, output or plan.with_suffix(".html"), model=model, seq=seq, cluster_file=cluster, json=json)
 
 
 @app.command(
@@ -222,12 +222,13 @@ def profile(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="spent on each measurement")] = 0.2,
     report: Annotated[Path | None, typer.Option("--report", help="page of measured against fitted")] = None,
+    json: opt.Json = False,
 ) -> None:
     """Measure this machine, with every rank that torchrun starts, and write a cluster file."""
     gc.enable()
     from autopar.cli.profile import run_profile
 
-    run_profile(output, like=like, seconds=seconds, report=report)
+    run_profile(output, like=like, seconds=seconds, report=report, json=json)
 
 
 @app.command(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch.distributed as dist
+import typer
 import yaml
 from rich.console import Console
 
@@ -17,7 +21,9 @@ from autopar.runtime.launch import ensure_process_group
 _HEAD = "# Measured by autopar profile. Every figure can be edited; autopar search takes it with --cluster.\n"
 
 
-def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None) -> None:
+def run_profile(
+    output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None, json: bool = False
+) -> None:
     """Measure with every rank of the job; the first one writes and prints. Raises AutoparError."""
     for path in (output, report):
         if path is not None and not path.resolve().parent.is_dir():
@@ -26,11 +32,14 @@ def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, 
     ensure_process_group()
     first = dist.get_rank() == 0
     try:
-        with progress_on_stderr(quiet=not first) as progress:
+        with progress_on_stderr(quiet=json or not first) as progress:
             found = profile(progress, like=like, seconds=seconds)
         if first:
             output.write_text(_HEAD + yaml.safe_dump(found.description, sort_keys=False), encoding="utf-8")
-            _print(found, output)
+            if json:
+                typer.echo(dumps(_summary(found), indent=2))
+            else:
+                _print(found, output)
             if report is not None:
                 from autopar.report.profile_page import profile_report
 
@@ -38,6 +47,20 @@ def run_profile(output: Path, *, like: str | None = None, seconds: float = 0.2, 
     finally:
         if not joined:
             dist.destroy_process_group()
+
+
+def _summary(found: Profile) -> dict[str, Any]:
+    """The object that ``--json`` prints: the cluster, and how far the fitted cost model is from what was measured."""
+    fits = [
+        {
+            "name": series.name,
+            "runs": len(series.points),
+            "median_error": median(abs(point.error) for point in series.points),
+            "largest_error": max((point.error for point in series.points), key=abs),
+        }
+        for series in found.series()
+    ]
+    return {"cluster": found.description, "fits": fits}
 
 
 def _print(found: Profile, output: Path) -> None:

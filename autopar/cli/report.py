@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 
 import typer
@@ -20,6 +21,7 @@ def run_report(
     model: str | None = None,
     seq: int | None = None,
     cluster_file: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Write the page. Raises AutoparError."""
     plan = Plan.load(plan_file)
@@ -37,9 +39,12 @@ def run_report(
             err=True,
         )
     else:
-        with progress_on_stderr(quiet=False) as progress:
+        with progress_on_stderr(quiet=json) as progress:
             captured = capture_for(plan, plan_file, named, seq, progress=progress)
             progress("predicting the plan")
             study = study_plan(captured, cluster, plan)
         plan_report(study, output)
-    typer.echo(f"report written to {output}")
+    if json:
+        typer.echo(dumps({"report": str(output), "with_model": named is not None}, indent=2))
+    else:
+        typer.echo(f"report written to {output}")

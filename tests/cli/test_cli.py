@@ -114,6 +114,8 @@ def test_show_reads_a_plan_and_writes_a_report(
     assert autopar(monkeypatch, "report", str(tmp_path / "plan.yaml")) == 0
     assert "does not say where its model is" in capsys.readouterr().err
     assert (tmp_path / "plan.html").stat().st_size > 1_000_000
+    assert autopar(monkeypatch, "report", str(tmp_path / "plan.yaml"), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "plan.html"), "with_model": False}
     assert autopar(monkeypatch, "report", str(tmp_path / "plan.yaml"), "-o", str(tmp_path / "no" / "plan.html")) == 2
     assert "there is no folder" in capsys.readouterr().err
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,13 @@ from tests.harness import run_ranks
 
 
 def measured(folder: str) -> dict[str, Any]:
-    run_profile(Path(folder, "c.yaml"), seconds=0.002, report=Path(folder, "c.html"))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_profile(Path(folder, "c.yaml"), seconds=0.002, report=Path(folder, "c.html"), json=True)
+    if os.environ["RANK"] == "0":
+        Path(folder, "c.json").write_text(printed.getvalue())
+    else:
+        assert not printed.getvalue()
     return {}
 
 
@@ -36,6 +45,9 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     described = yaml.safe_load(text)
     assert (described["gpu"], described["num_gpus"], described["gpus_per_node"]) == ("cpu", 2, 2)
     assert set(described["rates"]) == {"fp32", "bf16"}
+    said = json.loads((tmp_path / "c.json").read_text())
+    assert said["cluster"] == described
+    assert all(fit["runs"] and fit["median_error"] <= abs(fit["largest_error"]) for fit in said["fits"])
     cluster = Cluster.from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
     assert set(dict(cluster.intra_node.relative_time)) == {
