@@ -25,10 +25,11 @@ from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.build import Weights, build
+from autopar.search.configuration import Configuration
 from autopar.search.constraints import Constraints
 from autopar.search.ilp import solve, solve_program
 from autopar.search.instance import Instance, value
-from autopar.search.leaf import HIDDEN, Configuration, Solver
+from autopar.search.leaf import HIDDEN, Solver
 from autopar.search.outer import PRICES
 from autopar.search.workload import Workload
 

@@ -20,7 +20,7 @@ def axes(plan: Plan) -> list[dict[str, Any]]:
     found = []
     size = plan.stage_mesh.size
     if plan.num_pipeline_ranks > 1:
-        found.append(_axis(plan, "pp", plan.num_pipeline_ranks, size, []))
+        found.append(_axis(plan, "pp", plan.num_pipeline_ranks, size, [], pipeline=True))
     for name, own in plan.mesh.items():
         size //= own
         found.append(_axis(plan, name, own, size, _uses(plan, name)))
@@ -55,14 +55,16 @@ def _places(plan: Plan, rank: int) -> list[int]:
     return found[::-1]
 
 
-def _axis(plan: Plan, name: str, size: int, stride: int, uses: list[dict[str, Any]]) -> dict[str, Any]:
+def _axis(
+    plan: Plan, name: str, size: int, stride: int, uses: list[dict[str, Any]], *, pipeline: bool = False
+) -> dict[str, Any]:
     group = [number * stride for number in range(size)]
     return {
         "name": name,
         "size": size,
         "stride": stride,
         "num_nodes": len({rank // plan.cluster.gpus_per_node for rank in group}),
-        "pipeline": name == "pp" and not uses,
+        "pipeline": pipeline,
         "divides_inputs": name in plan.inputs,
         "shards": plan.zero > 0 and name in (plan.inputs if plan.shard_axes is None else plan.shard_axes),
         "uses": uses,

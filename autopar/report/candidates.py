@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.report.words import line_of, one_line
-from autopar.search.leaf import Candidate
+from autopar.search.configuration import Candidate
 from autopar.search.plan_of import named
 from autopar.search.result import SearchResult
 

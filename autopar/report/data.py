@@ -54,6 +54,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "picture": cluster_picture(plan),
         "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],
+        "with_collectives": study is not None,
         "hidden_s": {} if study is None else hidden_s(study),
         "candidates": [] if planned is None else candidates(planned.result),
         "variations": [] if study is None else [_variation(one) for one in study.variations],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.errors import AutoparError
@@ -56,7 +57,7 @@ def _cases(planned: Planned) -> list[_Case]:
     if again is not None:
         for factor in BATCHES:
             if (size := batch * factor).is_integer():
-                cases.append((f"a batch of {size:,.0f}", cluster, lambda size=int(size): again(size)))  # type: ignore[misc]
+                cases.append((f"a batch of {size:,.0f}", cluster, partial(again, int(size))))
     return cases
 
 

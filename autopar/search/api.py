@@ -15,11 +15,12 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.annotations import check_annotations
+from autopar.search.configuration import Configuration, Inner
 from autopar.search.constraints import Constraints, NoOption
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
 from autopar.search.forbidden import check_forbidden
 from autopar.search.infeasible import explain
-from autopar.search.leaf import Configuration, Inner, Solver
+from autopar.search.leaf import Solver
 from autopar.search.outer import Outer, Progress
 from autopar.search.plan_of import plan_of
 from autopar.search.predict import Predicted, predict

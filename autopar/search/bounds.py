@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.search.configuration import Configuration
 from autopar.search.constraints import Constraints
-from autopar.search.leaf import Configuration, Solver
+from autopar.search.leaf import Solver
 
 # Passes of a stage that are waited for on the way through the others, under the best schedule there is as a rule.
 LIKELY_BUBBLE = 1 / 3

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
+from autopar.search.configuration import Configuration, Inner
 from autopar.search.constraints import Constraints
-from autopar.search.leaf import Configuration, Inner, Solver
+from autopar.search.leaf import Solver
 from autopar.search.stage import Stage, stage_memory
 
 GIB = float(1 << 30)

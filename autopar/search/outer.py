@@ -34,8 +34,9 @@ from autopar.ir.mesh import Mesh
 from autopar.search.ahead import Job
 from autopar.search.bounds import Bounds
 from autopar.search.build import Weights
+from autopar.search.configuration import Candidate, Configuration, Inner
 from autopar.search.constraints import Constraints, NoOption
-from autopar.search.leaf import HIDDEN, Candidate, Configuration, Inner, Solver, job
+from autopar.search.leaf import HIDDEN, Solver, job
 from autopar.search.outcome import Outcome
 from autopar.search.seeds import Seeds
 from autopar.search.space import Space

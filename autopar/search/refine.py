@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from autopar.search.configuration import Candidate
 from autopar.search.evaluate import evaluate_stages
-from autopar.search.leaf import Candidate, Solver
+from autopar.search.leaf import Solver
 from autopar.search.outer import TOLERANCE
 from autopar.search.pricing import Pricing
 from autopar.search.stage import Stage

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.plan import Plan
+from autopar.search.configuration import Candidate
 from autopar.search.constraints import Constraints
-from autopar.search.leaf import Candidate
 from autopar.search.predict import Predicted
 from autopar.search.workload import Workload
 

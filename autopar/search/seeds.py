@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from autopar.ir.mesh import Mesh
 from autopar.search.ahead import Job
 from autopar.search.build import Weights
-from autopar.search.leaf import HIDDEN, Configuration, job
+from autopar.search.configuration import Configuration
+from autopar.search.leaf import HIDDEN, job
 from autopar.search.outcome import Outcome
 
 if TYPE_CHECKING:

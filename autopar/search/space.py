@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from autopar.ir.mesh import Mesh
+from autopar.search.configuration import Configuration
 from autopar.search.constraints import Constraints, divisors, role_of_axis
-from autopar.search.leaf import Configuration, Solver
+from autopar.search.leaf import Solver
 from autopar.search.roles import divides_experts_axes
 
 

@@ -88,7 +88,7 @@ def _same_everywhere(opened: OpenedJob) -> None:
     """Raise on all ranks if machines have different plans or data. All ranks call together."""
     plan = opened.plan.to_yaml()
     data = "" if opened.corpus is None else opened.corpus.digest
-    first_plan, first_data = (from_first(lambda text=text: text) for text in (plan, data))  # type: ignore[misc]
+    first_plan, first_data = from_first(lambda: plan), from_first(lambda: data)
 
     def check() -> None:
         for what, path, own, first in (

@@ -16,8 +16,9 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture import capture
 from autopar.passes.normalise import normalise
 from autopar.search.build import Weights, build
+from autopar.search.configuration import Configuration, Inner
 from autopar.search.constraints import Constraints
-from autopar.search.leaf import HIDDEN, Configuration, Inner, Solver
+from autopar.search.leaf import HIDDEN, Solver
 from autopar.search.outer import TOLERANCE, Outer, Progress
 from autopar.search.workload import Workload
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import inf
 
 from autopar.search.build import Weights
-from autopar.search.leaf import HIDDEN, Candidate
+from autopar.search.configuration import Candidate
+from autopar.search.leaf import HIDDEN
 from autopar.search.outer import Outer
 from autopar.search.seeds import BEST, Seeds
 from tests.search.test_outer import outer_of
