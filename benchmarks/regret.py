@@ -9,8 +9,9 @@ plans of every kind are estimated there.
 All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts; those
 that may be the fastest in some more rounds.
 
-Where others share the machine it is not idle when this one is: printed, too, is what share of the time that the cores
-wanted to run went to others (steal). Above a few percent the times say little.
+Where others share the machine it is not idle when this one is: a process of the lowest priority on each core keeps it
+from being lent to them whenever ranks wait, which delays what wakes next. Printed, too, is what share of the time that
+the cores wanted to run went to others all the same (steal). Above a few percent the times say little.
 
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
 median; those predicted; how much longer the searched plan takes than the fastest of all (regret); and the rank
@@ -163,6 +164,19 @@ def shares() -> Iterator[None]:
     finally:
         for group in (*groups, CGROUP):
             group.rmdir()
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """A process on each core that runs when nothing else would."""
+    spin = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -382,6 +396,7 @@ def main() -> int:
         with ExitStack() as stack:
             stack.enter_context(shares())
             stack.enter_context(hosts(NETWORKS[network]))
+            stack.enter_context(awake())
             job = folder / "job.json"
             job.write_text(json.dumps({"model": None}))
             description = run_ranks(job)
