@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,16 @@ class Clock:
             once = self._repeat(run, 1)
         # Repeats are agreed on: ranks that communicate need the same number.
         return self._repeat(run, max(1, min(self.most_repeats, ceil(self.seconds / max(once, 1e-9)))))
+
+    def in_turn(self, *runs: Callable[[], object], rounds: int) -> tuple[float, ...]:
+        """Seconds of one call of each on the slowest rank, the median of rounds in which each has its turn.
+
+        What a machine does besides changes within seconds, so what is to be compared is measured side by side.
+        """
+        for run in runs:
+            self._repeat(run, 1)  # which allocates
+        times = [[self._repeat(run, 1) for run in runs] for _ in range(rounds)]
+        return tuple(map(median, zip(*times, strict=True)))
 
     def _repeat(self, run: Callable[[], object], repeats: int) -> float:
         dist.barrier()

@@ -24,8 +24,7 @@ from autopar.profiling.links import measure_links
 from autopar.profiling.samples import Samples
 from autopar.runtime.launch import this_device
 
-# Everything is measured so many times, one pass after the other: what else the machine does lasts longer than a
-# measurement, but seldom through all of them.
+# Everything is measured so many times, one pass after the other.
 _PASSES = 3
 
 
@@ -61,7 +60,7 @@ def profile(progress: Callable[[str], object], *, like: str | None = None, secon
         if cluster.num_gpus > 1:
             measure_links(samples, clock, cluster, report)
         passes.append(samples)
-    samples = Samples.undisturbed(passes)
+    samples = Samples.typical(passes)
     return Profile(samples, description_of(samples, cluster, gpu))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median, median_low
 from typing import TypeVar, get_args
 
 from autopar.cost_model.cluster import Group
@@ -106,32 +107,31 @@ class Samples:
     transcendental_s: float = 0.0
 
     @classmethod
-    def undisturbed(cls, passes: list[Samples]) -> Samples:
-        """The least time of each thing, as what else a machine does only adds; overlaps and waits of every pass."""
+    def typical(cls, passes: list[Samples]) -> Samples:
+        """The median time of each thing: what else a machine does lasts longer than a measurement, but seldom through
+        most of them. Overlaps and waits of every pass."""
         return cls(
-            products=_least(one.products for one in passes),
-            attention=_least(one.attention for one in passes),
-            traffic=_least(one.traffic for one in passes),
-            communicated=_least(one.communicated for one in passes),
+            products=_medians(one.products for one in passes),
+            attention=_medians(one.attention for one in passes),
+            traffic=_medians(one.traffic for one in passes),
+            communicated=_medians(one.communicated for one in passes),
             overlapped=[one for samples in passes for one in samples.overlapped],
             waited=[one for samples in passes for one in samples.waited],
-            launch_s=min(one.launch_s for one in passes),
-            transcendental_s=min(one.transcendental_s for one in passes),
+            launch_s=median(one.launch_s for one in passes),
+            transcendental_s=median(one.transcendental_s for one in passes),
         )
 
 
 _Timed = TypeVar("_Timed", Product, AttentionRun, Traffic, Communicated)
 
 
-def _least(passes: Iterable[list[_Timed]]) -> list[_Timed]:
+def _medians(passes: Iterable[list[_Timed]]) -> list[_Timed]:
     """Of what is alike the first of each pass is compared with the firsts, the second with the seconds, and so on."""
-    found: dict[tuple[_Timed, int], _Timed] = {}
+    found: dict[tuple[_Timed, int], list[float]] = {}
     for samples in passes:
         times: Counter[_Timed] = Counter()
         for one in samples:
             alike = replace(one, seconds=0.0)
             times[alike] += 1
-            known = found.setdefault((alike, times[alike]), one)
-            if one.seconds < known.seconds:
-                found[alike, times[alike]] = one
-    return list(found.values())
+            found.setdefault((alike, times[alike]), []).append(one.seconds)
+    return [replace(alike, seconds=median_low(seconds)) for (alike, _), seconds in found.items()]

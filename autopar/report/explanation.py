@@ -83,6 +83,7 @@ def described(found: Explanation) -> dict[str, Any]:
         "placement": [list(one) for one in found.placement],
         "followers": list(found.followers),
         "factors": list(found.factors),
+        "excluded": [{"axis": one.axis, "factor": one.factor, "reason": one.reason} for one in found.excluded],
         "forward_s": found.time.forward_s,
         "backward_s": found.time.backward_s,
         "communications": [_described(own) for own in found.communications],
@@ -113,6 +114,11 @@ def print_explanation(found: Explanation, like: Sequence[str], *, console: Conso
         soft_wrap=True,
     )
     console.print(f"it can be divided along {', '.join(found.factors) or 'nothing'}", soft_wrap=True)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for one in found.excluded:
+        reasons.setdefault((one.axis, one.reason), []).append(one.factor)
+    for (axis, reason), factors in reasons.items():
+        console.print(f"not along {', '.join(factors)} over {axis}: {reason}", soft_wrap=True)
     if found.peak_share > _TIGHT:
         console.print(f"memory binds: the plan takes {percent(found.peak_share)} of what it may", soft_wrap=True)
     if found.communications:

@@ -15,16 +15,20 @@ from torch import fx
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.ir.capacity import limit_experts
+from autopar.ir.clusters import Cluster as OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Prediction
 from autopar.search.api import predict_plan, priced_plan, search_captured
 from autopar.search.communications import Communication, communications
+from autopar.search.constraints import Constraints
 from autopar.search.evaluate import evaluate_stages
 from autopar.search.forbidden import Forbidden, deciding_ops, named_ops, unknown_op
-from autopar.search.like import constraints_like, forbidden_like, with_axes_of
+from autopar.search.like import constraints_like, forbidden_like, mesh_like, with_axes_of
 from autopar.search.plan_of import prediction_of
 from autopar.search.predict import predict
+from autopar.search.pricing import Pricing
+from autopar.search.roles import Choices, Rules
 from autopar.search.workload import Workload
 
 # Networks that are tried for a runner-up to be better on: this times as fast.
@@ -51,12 +55,21 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A factor along which an axis of the mesh cannot divide an op."""
+
+    axis: str
+    factor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """One op.
 
     plan: as predicted now. block, op: as it names them. followers: ops that are placed with this one. factors: that it
-    can be divided along. time: of the op and its followers, a microbatch on one rank. peak_share: of the memory that a
-    plan may take. alternatives: the best first.
+    can be divided along; excluded: on which axes it cannot. time: of the op and its followers, a microbatch on one
+    rank. peak_share: of the memory that a plan may take. alternatives: the best first.
     """
 
     plan: Plan
@@ -65,6 +78,7 @@ class Explanation:
     placement: tuple[tuple[str, str | None], ...]
     followers: tuple[str, ...]
     factors: tuple[str, ...]
+    excluded: tuple[Exclusion, ...]
     time: OpTime
     communications: tuple[Communication, ...]
     peak_share: float
@@ -112,6 +126,7 @@ def explain_op(
         placement=placement,
         followers=tuple(load.folding.key.get(member, member.name) for member in group.members[1:]),
         factors=tuple(choice for choice in group.choices if choice is not None),
+        excluded=_excluded(plan, pricing, group, constraints),
         time=time,
         communications=tuple(
             own for own in communications(pricing, leaders) if members.intersection((own.source, *own.readers))
@@ -133,6 +148,21 @@ def _find(load: Workload, name: str) -> tuple[str, str, fx.Node]:
             f"{name!r} is {len(found)} ops: {names}{' ...' if len(found) > 8 else ''}.\n  try: one of them"
         )
     return found[0]
+
+
+def _excluded(plan: Plan, pricing: Pricing, group: OpCluster, constraints: Constraints) -> tuple[Exclusion, ...]:
+    rules = Rules(
+        choices=Choices(pricing.workload),
+        mesh=mesh_like(plan),
+        constraints=constraints,
+        data_axes=pricing.data_axes if plan.zero else (),
+    )
+    return tuple(
+        Exclusion(axis=name, factor=choice, reason=reason)
+        for axis, (name, size) in enumerate(plan.mesh.items())
+        for choice in group.choices
+        if size > 1 and choice is not None and (reason := rules.refusal(group, axis, choice))
+    )
 
 
 def _placement(plan: Plan, block: str, op: str) -> tuple[tuple[str, str | None], ...]:

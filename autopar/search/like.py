@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from autopar.ir.errors import InvalidInput
-from autopar.ir.mesh import MeshAxis
+from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Plan
 from autopar.search.constraints import Constraints, role_of_axis
 from autopar.search.forbidden import Forbidden
@@ -40,6 +40,12 @@ def _names(plan: Plan) -> dict[str, str]:
         if size > 1:
             found[axis] = f"free{number}" if several or not role else axis
     return found
+
+
+def mesh_like(plan: Plan) -> Mesh:
+    """The stage mesh of a plan, its axes called as in ``constraints_like``."""
+    names = _names(plan)
+    return Mesh(tuple(MeshAxis(names.get(axis, axis), size) for axis, size in plan.mesh.items()))
 
 
 def forbidden_like(plan: Plan, forbidden: Forbidden) -> Forbidden:

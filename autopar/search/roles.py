@@ -18,6 +18,9 @@ from autopar.search.constraints import Constraints, NoOption, role_of_axis
 from autopar.search.forbidden import forbidden_choices
 from autopar.search.workload import Workload
 
+# What people call what an axis is for.
+PURPOSES = {"dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
+
 # Share of the model's floating point operations from which an op, in all its repeats, counts as part of its work.
 HEAVY = 1e-3
 
@@ -117,6 +120,21 @@ class Rules:
         if not self.constraints.forbidden:
             return ()
         return forbidden_choices(self.load, self.constraints.forbidden, group, self.mesh.names)
+
+    def refusal(self, group: Cluster, axis: int, choice: Choice) -> str:
+        """Why the ops of a cluster may not make a choice on an axis, where they make none on others; "" if they may."""
+        assert group.leader is not None
+        name, size = self.mesh.names[axis], self.mesh.axes[axis].size
+        known = self.choices.of(group, choice)
+        if not self._may(group, axis, choice):
+            return f"that is {PURPOSES[known.role]} parallelism, which the axis is not for"
+        if not self._stores(group, axis, choice):
+            return "ZeRO shards its parameter there" if known.stores == "sharded" else "its parameter would be a sum"
+        if not self._agrees(group, name, choice):
+            return "autopar.constrain fixes what it is there"
+        if not group.allows(tuple(choice if a == axis else None for a in range(len(self.mesh))), self.mesh):
+            return f"not every op of it divides by {size}"
+        return ""
 
     def _find(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
         name = self.mesh.names[axis]

@@ -142,7 +142,7 @@ def test_a_pass_in_which_the_machine_was_busy_does_not_count() -> None:
         samples.products = [replace(one, seconds=busy * one.seconds) for one in samples.products]
     # What took too long for its turn is left out of a pass.
     del passes[1].communicated[10:]
-    found = Samples.undisturbed(passes)
+    found = Samples.typical(passes)
     assert (found.products, found.communicated) == (passes[0].products, passes[0].communicated)
     fitted = cluster_from_dict(description_of(found, make_cluster("a100", 32), "a100-80gb"))
     assert fitted.device.jitter_s == pytest.approx(1e-3)
