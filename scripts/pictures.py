@@ -2,7 +2,8 @@
 
     python scripts/pictures.py [PAGE ...]
 
-Without pages it plans the model at the head of the README, as it is and as a pipeline, and takes their reports.
+Without pages it makes the plans below and takes their reports: as on a laptop, light and dark, and as on a phone and on
+a wide screen, light.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-SEARCH = "search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 --json"
 
-# Pages, with what is added to the search.
-PAGES: dict[str, list[str]] = {"llama3-70b": ["--no-vary"], "llama3-70b-pp4": ["--pp", "4"]}
+# What is searched for each page.
+_LLAMA = "examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096"
+SEARCHES = {
+    "gpt": "examples/gpt.py --gpus 4 --gpu cpu --pp 2",
+    "resnet50": "examples/resnet50.py --gpus 8 --global-batch 2048",
+    "llama3-70b": f"{_LLAMA} --no-vary",
+    "llama3-70b-pp4": f"{_LLAMA} --pp 4",
+    "deepseek-v3": "examples/deepseek_v3.py --gpus 2048 --global-batch 8192 --seq 4096 --no-vary",
+    "llama31-405b": "examples/llama31_405b.py --gpus 16384 --global-batch 2048 --seq 8192 --no-vary",
+}
+
+SCREENS = {"phone": (390, 844), "laptop": (1366, 768), "wide": (2560, 1440)}
+
+# What is added to the name of a picture, and what it shows.
+VIEWS = {"": ("laptop", "light"), "-dark": ("laptop", "dark"), "-phone": ("phone", "light"), "-wide": ("wide", "light")}
 
 # Sections with a picture of their own, of a pipeline.
 SECTIONS = {"timeline": "#step-section", "memory": "#memory-section", "candidates": "section:has(#candidates)"}
@@ -33,29 +46,35 @@ def main() -> int:
     given = parser.parse_args().pages
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
-        pages = given
+        pages = given or [Path(folder) / f"{name}.html" for name in SEARCHES]
         if not given:
-            pages = [Path(folder) / f"{name}.html" for name in PAGES]
             autopar = Path(sys.executable).with_name("autopar")
-            for page, added in zip(pages, PAGES.values(), strict=True):
-                command = [str(autopar), *SEARCH.split(), *added, "--report", str(page)]
+            for page, search in zip(pages, SEARCHES.values(), strict=True):
+                command = [str(autopar), "search", *search.split(), "--json", "--report", str(page)]
                 subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for path in pages:
-            for scheme, suffix in (("light", ""), ("dark", "-dark")):
-                shown = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
-                shown.goto(path.resolve().as_uri())
-                shown.wait_for_selector("html[data-drawn=true]", state="attached")
-                shown.wait_for_timeout(500)
-                take(shown, path.stem, suffix)
+            for suffix, (screen, scheme) in VIEWS.items():
+                shown = opened(browser, path, screen, scheme)
+                shown.screenshot(path=IMAGES / f"report-{path.stem}{suffix}.png")
+                if not suffix:
+                    take_sections(shown, path.stem)
                 shown.close()
     return 0
 
 
-def take(page: Page, name: str, suffix: str) -> None:
-    page.screenshot(path=IMAGES / f"report-{name}{suffix}.png")
-    if not suffix and page.locator("#memory-rank option").count() > 1:
+def opened(browser: Browser, path: Path, screen: str, scheme: str) -> Page:
+    width, height = SCREENS[screen]
+    shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    shown.goto(path.resolve().as_uri())
+    shown.wait_for_selector("html[data-drawn=true]", state="attached")
+    shown.wait_for_timeout(500)
+    return shown
+
+
+def take_sections(page: Page, name: str) -> None:
+    if page.locator("#memory-rank option").count() > 1:
         for section, selector in SECTIONS.items():
             if page.locator(selector).count():
                 page.locator(selector).screenshot(path=IMAGES / f"report-{name}-{section}.png")

@@ -15,7 +15,7 @@ from rich.text import Text
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, plural, seconds, significant
-from autopar.report.words import block_names, microbatch_size, remat_level, schedule_words
+from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
 
 # Parts of a step that are less of the difference between two steps are not named.
 _NEGLIGIBLE = 0.05
@@ -25,7 +25,7 @@ _MOST_OPS = 24
 
 _FIGURES = (
     ("step time", "step_time_s", seconds),
-    ("tokens/s/GPU", "tokens_per_s_per_gpu", significant),
+    ("{counted}/s/GPU", "tokens_per_s_per_gpu", significant),
     ("MFU", "mfu", percent),
     ("peak memory", "peak_memory_bytes", gib),
 )
@@ -46,6 +46,7 @@ def comparison(first: Plan, second: Plan) -> dict[str, Any]:
     return {
         "same_model": first.model.fingerprint == second.model.fingerprint,
         "same_cluster": first.cluster == second.cluster,
+        "counted": counted(first),
         "settings": {name: [own[name] for own in settings] for name in settings[0]},
         "figures": {key: [p and getattr(p, key) for p in predictions] for _, key, _ in _FIGURES},
         "breakdown_s": {part: [own.get(part, 0.0) for own in spent] for part in parts},
@@ -84,7 +85,12 @@ def print_comparison(found: Mapping[str, Any], names: tuple[str, str], *, consol
     for title, key, shown in _FIGURES:
         one, two = found["figures"][key]
         if one is not None and two is not None:
-            table.add_row(title, shown(one), shown(two), f"{two / one - 1:+.1%}" if one and one != two else "")
+            table.add_row(
+                title.format(counted=found["counted"]),
+                shown(one),
+                shown(two),
+                f"{two / one - 1:+.1%}" if one and one != two else "",
+            )
     for part, (one, two) in found["breakdown_s"].items():
         if one or two:
             change = "" if one == two else f"{'+' if two > one else '−'}{seconds(abs(two - one))}"

@@ -19,7 +19,7 @@ from autopar.report.sensitivity import Variation
 from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, steps_of_streams
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
-from autopar.report.words import block_names, microbatch_size, one_line, remat_level, schedule_words
+from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
 
 Json = Any
 """What ``json.dumps`` takes."""
@@ -54,6 +54,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "picture": cluster_picture(plan),
         "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],
+        "counted": counted(plan),
         "with_collectives": study is not None,
         "hidden_s": {} if study is None else hidden_s(study),
         "candidates": [] if planned is None else candidates(planned.result),

@@ -13,7 +13,7 @@ from autopar.report.drawings import drawn_mesh, drawn_timeline
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
 from autopar.report.units import gib, percent, plural, seconds, significant
-from autopar.report.words import block_names, microbatch_size, remat_level, schedule_words
+from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
@@ -83,7 +83,7 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
     line = Text.assemble(
         "predicted ",
         (f"{seconds(prediction.step_time_s)} a step", "bold green"),
-        f"   {significant(prediction.tokens_per_s_per_gpu)} tokens/s/GPU"
+        f"   {significant(prediction.tokens_per_s_per_gpu)} {counted(plan)}/s/GPU"
         f"   {significant(prediction.model_tflops_per_gpu)} TFLOP/s/GPU"
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}",
     )

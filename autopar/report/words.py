@@ -31,6 +31,15 @@ def microbatch_size(plan: Plan) -> int:
     return plan.batch.global_size // (plan.batch.num_microbatches * plan.data_parallel_size)
 
 
+def counted(plan: Plan) -> str:
+    """What a predicted step is counted in: ``tokens``, or ``samples`` of a model that reads none."""
+    found = plan.prediction
+    if found is None:
+        return "tokens"
+    per_step = found.tokens_per_s_per_gpu * plan.cluster.num_gpus * found.step_time_s
+    return "samples" if round(per_step) == plan.batch.global_size else "tokens"
+
+
 def remat_level(plan: Plan) -> str:
     """The rematerialisation of the whole plan in a word: ``none``, ``selective``, ``full`` or ``mixed``."""
     counts: dict[str, int] = {}

@@ -17,8 +17,8 @@ run again in backward for the memory there is. The last line is Lagrangian duali
 ``seeds`` gives a first plan. Paces are tried in the order of what their leaves are likely to take (``Outer.outlook``).
 It stops when the best plan is as good as every bound left, when none left is likely to be better, or when it has worked
 for long and found nothing better; ``bound`` is what is proved in any case. At each leaf the price of memory is swept; a
-leaf that fits for free without rematerialisation is done. Of the plans within TOLERANCE of the best, the one is taken
-that is fastest with compute and communication on streams of their own (``overlap``).
+leaf that fits for free without rematerialisation is done. Of the plans within TOLERANCE of the best, and no slower than
+any baseline, the one is taken that is fastest with compute and communication on streams of their own (``overlap``).
 """
 
 from __future__ import annotations
@@ -353,11 +353,17 @@ class Outer:
         self.candidates.append(found)
         return found
 
+    @property
+    def baseline_s(self) -> float:
+        """Seconds of a step of the fastest baseline that has a plan."""
+        times = (outcome.step_time_s for _, outcome in self.baselines.values())
+        return min((seconds for seconds in times if seconds is not None), default=inf)
+
     def final(self) -> Candidate | None:
         """Of the plans that are as good as the best, the one whose step is the shortest stream by stream."""
         if self.best is None:
             return None
-        limit = self.best.step_time_s * (1 + TOLERANCE)
+        limit = min(self.best.step_time_s * (1 + TOLERANCE), self.baseline_s)
         known = (c for c in self.candidates if not c.hopeless and c.step_time_s <= limit)
         good = sorted(known, key=lambda c: c.step_time_s)[:MAX_FINAL]
         return min(good, key=lambda c: c.predicted.overlapped_s) if len(good) > 1 else self.best

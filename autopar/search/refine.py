@@ -6,8 +6,8 @@ None of it changes what the inner problem chose, and all of it trades memory for
                 independent, and offload only costs time, so this is exact
     levels      every combination of levels over the kinds of block that hold most, the rest as the plan has them;
                 exact for models of at most MAX_KINDS kinds, under the assignments and stages given
-    none        without ZeRO at all, if that fits and is as good as the search cares to know: a simpler program, and
-                any optimiser sees whole parameters
+    none        without ZeRO at all, if that fits, is as good as the search cares to know and no slower than a baseline:
+                a simpler program, and any optimiser sees whole parameters
     prefetch    the fewest blocks that are as fast as any number up to MAX_PREFETCH
 
 Giving parameters back after forward is never worse than keeping them: a block that keeps them until its backward could
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from autopar.search.configuration import Candidate
 from autopar.search.evaluate import evaluate_stages
@@ -33,14 +34,18 @@ MAX_PREFETCH = 3
 _GAIN = 1e-3
 
 
-def refine(solver: Solver, found: Candidate) -> Candidate:
-    """``found``, or a faster plan with the same ops, stages and mesh that fits as well."""
+def refine(solver: Solver, found: Candidate, baseline_s: float = inf) -> Candidate:
+    """``found``, or another plan with the same ops, stages and mesh that fits as well.
+
+    That is a faster one, or a simpler one of at most ``baseline_s`` seconds.
+    """
     if not found.configuration.zero or found.pricing.zero_degree == 1:
         return found
     constraints = found.configuration.constraints
     if constraints.zero is None and constraints.may_be_whole():
         whole = _whole(found)
-        if _fits(solver, whole) and whole.predicted.step_time_s <= found.predicted.step_time_s * (1 + TOLERANCE):
+        most_s = min(found.predicted.step_time_s * (1 + TOLERANCE), baseline_s)
+        if _fits(solver, whole) and whole.predicted.step_time_s <= most_s:
             return whole
     if found.configuration.offload and constraints.offload is None:
         found = _on_device(solver, found)

@@ -17,59 +17,24 @@ from autopar.cli import main
 from tests.report.sample import sample_plan
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'autopar[browser]'")
+from scripts.pictures import SCREENS, SEARCHES  # noqa: E402
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
 
 ROOT = Path(__file__).parents[2]
-SCREENS = {"phone": (390, 844), "laptop": (1366, 768), "wide": (2560, 1440)}
 EVIL = "<img src=x onerror=alert(1)>"
-
-CONVOLUTIONS = """
-import torch
-from torch import nn
-
-def model():
-    width = 64
-    layers = [nn.Conv2d(3, width, 3, padding=1), nn.ReLU()]
-    for _ in range(6):
-        layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-    return WithLoss(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)))
-
-class WithLoss(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images, labels):
-        return nn.functional.cross_entropy(self.inner(images), labels)
-
-def example_inputs(batch_size=64, seq_len=None):
-    return torch.zeros(batch_size, 3, 32, 32), torch.zeros(batch_size, dtype=torch.long)
-"""
-
-SEARCHES = {
-    "gpt": ["examples/gpt.py", "--gpus", "4", "--gpu", "cpu", "--pp", "2"],
-    "convolutions": ["{tmp}/convolutions.py", "--gpus", "8"],
-    "llama3-70b": ["examples/llama3_70b.py", "--gpus", "64", "--gpu", "a100-80gb", "--global-batch", "512",
-                   "--seq", "4096", "--no-vary"],
-    "deepseek-v3": ["examples/deepseek_v3.py", "--gpus", "2048", "--global-batch", "8192", "--seq", "4096",
-                    "--no-vary"],
-    "llama31-405b": ["examples/llama31_405b.py", "--gpus", "16384", "--global-batch", "2048", "--seq", "8192",
-                     "--no-vary"],
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "convolutions.py").write_text(CONVOLUTIONS)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        for name, arguments in SEARCHES.items():
+        for name, search in SEARCHES.items():
             page = folder / f"{name}.html"
-            words = [word.format(tmp=folder) for word in arguments]
-            patch.setattr(sys, "argv", ["autopar", "search", *words, "--json", "--report", str(page)])
+            patch.setattr(sys, "argv", ["autopar", "search", *search.split(), "--json", "--report", str(page)])
             with pytest.raises(SystemExit) as left:
                 main()
             assert not left.value.code
@@ -153,9 +118,9 @@ def test_page_can_be_used(pages: dict[str, Path], browser: Any, name: str) -> No
     page.mouse.move(*place, steps=4)
     page.wait_for_selector("#candidates .hoverlayer text")
     assert "the plan" in page.locator("#candidates .hoverlayer").text_content()
-    # How long training takes follows the tokens.
+    # How long training takes follows what is typed.
     answer = page.locator("#training-answer").inner_text()
-    page.locator("#tokens").fill("123")
+    page.locator("#amount").fill("123")
     assert page.locator("#training-answer").inner_text() != answer
     # The picture of the cluster changes with the axis.
     radios = page.locator("#picture-axes input")

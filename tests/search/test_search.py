@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Plan
+from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, leaders_of, predict_plan, search_captured
 from autopar.search.build import Weights, build
@@ -29,6 +31,8 @@ from autopar.search.known_prices import MeshPrices, OpPrices
 from autopar.search.pricing import Pricing
 from autopar.search.roles import Choices, Rules
 from autopar.search.workload import PRELUDE, Workload
+
+RESNET = Path(__file__).parents[2] / "examples" / "resnet50.py"
 
 
 class Layer(nn.Module):
@@ -231,3 +235,14 @@ def test_a_mesh_of_too_many_axes_is_refused() -> None:
     mesh = Mesh(tuple(MeshAxis(f"free{number}", 2) for number in range(6)))
     with pytest.raises(InfeasiblePlan, match="6 axes cannot be planned; expected at most 5"):
         pricing_of(load, mesh)
+
+
+@pytest.mark.parametrize("num_gpus", [2, 8])
+def test_a_simpler_plan_is_not_taken_where_a_baseline_is_faster(num_gpus: int) -> None:
+    """Without ZeRO the optimiser has more to do, by less than the search cares to know."""
+    source = load_model_file(str(RESNET))
+    model = normalise(capture(source.meta_model(), source.meta_inputs(256 * num_gpus)))
+    found = search_captured(model, make_cluster("h100-sxm", num_gpus), Constraints(precision="bf16"))
+    completed = [one for one in found.baselines if not one.at_least and one.step_time_s is not None]
+    assert completed
+    assert all(one.step_time_s >= found.predicted.step_time_s * (1 - 1e-9) for one in completed)

@@ -1,0 +1,16 @@
+"""What a step is counted in."""
+
+from __future__ import annotations
+
+from autopar.report.words import counted
+from tests.report.sample import sample_plan
+
+
+def test_a_model_that_reads_no_tokens_is_counted_in_samples() -> None:
+    plan = sample_plan()
+    assert plan.prediction is not None
+    assert counted(plan) == "tokens"
+    per_gpu = plan.batch.global_size / plan.prediction.step_time_s / plan.cluster.num_gpus
+    of_images = plan.prediction.model_copy(update={"tokens_per_s_per_gpu": per_gpu})
+    assert counted(plan.model_copy(update={"prediction": of_images})) == "samples"
+    assert counted(plan.model_copy(update={"prediction": None})) == "tokens"
