@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity parity-full choices browser docs bench dist clean
+.PHONY: help demo test test-all lint types format parity parity-full choices browser torchtitan docs bench dist clean
 .DEFAULT_GOAL := help
 
 help:            ## print this list
@@ -59,6 +59,12 @@ browser: $(VENV)/.dev  ## pages of five plans in Chromium, which has to be there
 	$(BIN)/python -m pytest tests/report/test_browser.py -q
 	$(BIN)/python scripts/pictures.py
 
+torchtitan: $(VENV)/.dev  ## load exported configurations with torchtitan itself, in an environment of their own
+	$(PYTHON) -m venv $(VENV)-torchtitan
+	$(VENV)-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]' pytest
+	$(VENV)-torchtitan/bin/python -m pytest tests/export/test_torchtitan.py -q
+
 docs: $(VENV)/.dev  ## the documentation as a site, in out/site
 	$(BIN)/mkdocs build --strict
 
@@ -69,4 +75,4 @@ dist: $(VENV)/.dev  ## sdist and wheel into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove everything these targets made, .venv included
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torchtitan build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

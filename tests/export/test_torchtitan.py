@@ -1,6 +1,7 @@
 """The module is executed, on torchtitan's own classes where they can be imported, and on stand-ins for them elsewhere.
 
-torchtitan 0.3 needs triton and Python 3.11, which a machine without GPUs may not have. The stand-ins have its fields.
+``make torchtitan`` installs torchtitan 0.3, which needs Python 3.11, and lets its own parser read the module too. The
+stand-ins have its fields.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from itertools import product
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +76,26 @@ def configured(plan: Plan) -> Any:
     module = ModuleType("torchtitan_plan")
     exec(export(plan, "torchtitan").text, module.__dict__)
     return module.plan()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_torchtitans_own_command_line_reads_it(pp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = pytest.importorskip("torchtitan.config.manager", reason="make torchtitan")
+    plan = decoder_plan(pp=pp, dp=4, tp=2, zero=3, num_microbatches=4, microbatch_size=2)
+    written = export(plan, "torchtitan")
+    (tmp_path / written.name).write_text(written.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchtitan_plan", raising=False)
+    monkeypatch.setenv("BASE", "llama3:llama3_debugmodel")
+    arguments = ["--module", "torchtitan_plan", "--config", "plan", "--training.steps", "7"]
+    found = manager.ConfigManager().parse_args(arguments)
+    ranks = found.parallelism
+    assert (ranks.pipeline_parallel_degree, ranks.data_parallel_shard_degree, ranks.tensor_parallel_degree) == (
+        pp,
+        4,
+        2,
+    )
+    assert (found.training.steps, found.training.global_batch_size) == (7, plan.batch.global_size)
 
 
 @pytest.mark.parametrize(("pp", "dp", "cp", "tp"), list(product((1, 2), (1, 4), (1, 2), (1, 2))))
