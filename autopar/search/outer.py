@@ -108,6 +108,7 @@ class Outer:
     _slower: dict[Hashable, float] = field(default_factory=dict)
     _better_at: int = 0
     _left: int = 0
+    _tolerance: float = TOLERANCE
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
     bounds: Bounds = field(init=False)
@@ -206,10 +207,13 @@ class Outer:
         self._slower[alike] = min(slower, self._slower.get(alike, inf))
 
     def good_enough(self, lower: float) -> bool:
-        return self.best is not None and lower >= self.best.step_time_s * (1 - TOLERANCE)
+        return self.best is not None and lower >= self.best.step_time_s * (1 - self._tolerance)
 
     def seed(self) -> None:
+        # What people would do without a search is not to be better by however little.
+        self._tolerance = 0.0
         Seeds(self).run()
+        self._tolerance = TOLERANCE
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""

@@ -17,6 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search.ahead import Job
 from autopar.search.build import Weights
 from autopar.search.configuration import Configuration
+from autopar.search.constraints import NoOption
 from autopar.search.leaf import HIDDEN, job
 from autopar.search.outcome import Outcome
 
@@ -54,8 +55,11 @@ class Seeds:
         # Those that fit as they are, and those that may with less to keep.
         for configuration in (*self.best(BEST, fitting=True), *self.best(EARNEST, fitting=False)):
             self.attempt(configuration, SEED_SHARE, again=True)
-        for configuration in self.near(self.best(BEST, fitting=True)):
-            self.attempt(configuration, SEED_SHARE)
+        climbed = set[Configuration]()
+        while few := [one for one in self.best(BEST, fitting=True) if one not in climbed]:
+            climbed.update(few)
+            for configuration in self.near(few):
+                self.attempt(configuration, SEED_SHARE)
 
     def in_turns(self, *, leanest: bool = False) -> Iterator[Configuration]:
         """Baselines. Pipeline degrees take turns, and among those with one degree the meshes, each with its most
@@ -115,12 +119,20 @@ class Seeds:
         level of rematerialisation."""
         outer, seen = self.outer, set[Mesh]()
         for tried, outcome in list(self.outcomes.items()):
-            crowded = outcome.step_time_s is None and outcome.least_s < outer.record_s
+            # Infinity is what nothing fits in, such as too few microbatches.
+            crowded = outcome.step_time_s is None and (outcome.least_s < outer.record_s or outcome.least_s == inf)
             if tried.num_stages > 1 or not crowded or tried.mesh in seen:
+                continue
+            if outer.solver.least_state_of(tried) > outer.solver.budget_bytes:
                 continue
             seen.add(tried.mesh)
             options = outer.space.microbatches(tried.mesh, tried.constraints)
-            for needed in outer.solver.microbatches_to_fit(tried):
+            try:
+                enough = outer.solver.microbatches_to_fit(tried)
+            except NoOption as error:
+                outer.refuse(error)
+                continue
+            for needed in enough:
                 # Some memory is needed beside what is kept.
                 for num in [num for num in options if num >= needed][:2]:
                     for root in outer.space.roots(1, tried.mesh, num, tried.constraints):

@@ -8,6 +8,7 @@ from math import inf
 from autopar.search.build import Weights
 from autopar.search.configuration import Candidate
 from autopar.search.leaf import HIDDEN
+from autopar.search.outcome import Outcome
 from autopar.search.outer import Outer
 from autopar.search.seeds import BEST, Seeds
 from tests.search.test_outer import outer_of
@@ -83,3 +84,15 @@ def _is_better(last: Candidate | None, first: Candidate | None) -> bool:
         return last is not first
     assert last.step_time_s <= first.step_time_s
     return last.step_time_s < first.step_time_s
+
+
+def test_too_few_microbatches_do_not_rule_a_baseline_out() -> None:
+    """Where no level of rematerialisation fits, the bound of a leaf is infinite; more microbatches may fit."""
+    outer = outer_of(DEEP, batch=256, seq=4096, room=0.01, gpus=8)
+    seeds = Seeds(outer)
+    leaf = next(one for one in seeds.in_turns(leanest=True) if one.num_stages == one.num_microbatches == 1)
+    assert outer.bounds.floor(1, 1) == inf > outer.bounds.floor(1, 32)
+    assert outer.solver.least_state_of(leaf) < outer.solver.budget_bytes
+    seeds.outcomes[leaf] = Outcome(None, inf)
+    found = list(seeds.smaller())
+    assert found and all(one.mesh == leaf.mesh and one.num_microbatches > 1 for one in found)
