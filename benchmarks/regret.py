@@ -349,6 +349,7 @@ def planned(
     from autopar.search.api import estimate_captured, search_captured
     from autopar.search.constraints import Constraints
 
+    folder.mkdir(exist_ok=True)
     cluster = cluster_from_dict(description)
     captured = normalise(capture(MODELS[model](), batch()))
     found: dict[str, tuple[str, float]] = {}
@@ -435,7 +436,7 @@ def main() -> int:
             print(f"\n{network}, {lost:.1%} stolen: {json.dumps(description['inter_node'])}", flush=True)
             for model in options.models.split(","):
                 job.write_text(json.dumps({"model": model}))
-                plans = planned(model, description, run_ranks(job), folder, options.plans)
+                plans = planned(model, description, run_ranks(job), folder / model, options.plans)
                 files = {name: path for name, (path, _) in plans.items()}
                 settings = {name: getattr(options, name) for name in ("rounds", "final", "untimed")}
                 job.write_text(json.dumps({"model": model, "plans": files, **settings}))

@@ -3,9 +3,10 @@
     search    solves A         completes A, has B    solves D    completes B, has C ...
     helper    solves B, which is expected next       solves C    solves E
 
-The search says what it expects to ask for, the next first (``expecting``). The helper is a fork of the search, so it
-has everything that an answer depends on, and answers come out as they would here: with the helper or without it the
-search takes the same steps to the same plan.
+Where the search needs what the helper is still at, it solves what is expected after that. The search says what it
+expects to ask for, the next first (``expecting``). The helper is a fork of the search, so it has everything that an
+answer depends on, and answers come out as they would here: with the helper or without it the search takes the same
+steps to the same plan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Ahead:
 
     solve: Callable[..., Any]
     solve_ahead: Callable[..., Any] | None = None
-    _expected: list[tuple[Callable[[], Iterable[Job]], bool]] = field(default_factory=list)
+    _expected: list[Callable[[], Iterable[Job]]] = field(default_factory=list)
     _answers: dict[Hashable, Any] = field(default_factory=dict)
     _asked: set[Hashable] = field(default_factory=set)
     _running: Hashable | None = None
@@ -65,24 +66,20 @@ class Ahead:
         self._helper = self._process = self._running = None
 
     @contextmanager
-    def expecting(self, jobs: Callable[[], Iterable[Job]], *, sure: bool = False) -> Iterator[None]:
-        """Within, ``jobs`` gives what is likely to be asked for, the next first; before what is expected outside.
-
-        sure: all of them will be, so that they may be solved here while the helper is at the one asked for.
-        """
-        expected = (jobs, sure)
-        self._expected.append(expected)
+    def expecting(self, jobs: Callable[[], Iterable[Job]]) -> Iterator[None]:
+        """Within, ``jobs`` gives what is likely to be asked for, the next first; before what is expected outside."""
+        self._expected.append(jobs)
         try:
             yield
         finally:
-            self._expected.remove(expected)
+            self._expected.remove(jobs)
 
     def answer(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
         """``solve(*arguments)``. Each key is asked for once."""
         self._asked.add(key)
         self._receive(wait=False)
         if self._running == key:
-            other = next(self._open(sure=True), None)
+            other = next(self._open(), None)
             if other is not None and not self._arrived():
                 self._answers[other[0]] = _attempt(self.solve, other[1])
             self._receive(wait=True)
@@ -91,13 +88,12 @@ class Ahead:
         # The helper has no answer where there is none, and the reason is an error here.
         return self.solve(*arguments) if found is None else found
 
-    def _open(self, *, sure: bool = False) -> Iterator[Job]:
+    def _open(self) -> Iterator[Job]:
         """Expected jobs that nobody has solved or is solving."""
-        for jobs, is_sure in reversed(self._expected):
-            if is_sure or not sure:
-                for job in jobs():
-                    if job[0] not in self._asked and job[0] not in self._answers and job[0] != self._running:
-                        yield job
+        for jobs in reversed(self._expected):
+            for job in jobs():
+                if job[0] not in self._asked and job[0] not in self._answers and job[0] != self._running:
+                    yield job
 
     def _arrived(self) -> bool:
         return self._helper is not None and self._helper.poll()

@@ -89,7 +89,7 @@ class Seeds:
             left = (c for c in configurations if c not in self.outcomes and outer.known_of(c) is None)
             return (job(c, Weights(sync=HIDDEN), outer.record_s) for c in left)
 
-        with outer.solver.ahead.expecting(coming, sure=True):
+        with outer.solver.ahead.expecting(coming):
             for configuration in configurations:
                 self.attempt(configuration, GLANCE_SHARE, once=True)
 

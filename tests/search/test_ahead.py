@@ -49,14 +49,14 @@ def _jobs(*numbers: int) -> list[Job]:
 
 def test_answers_are_those_of_one_process() -> None:
     solver = Ahead(_square)
-    with solver.help(), solver.expecting(lambda: _jobs(*range(20)), sure=True):
+    with solver.help(), solver.expecting(lambda: _jobs(*range(20))):
         assert [solver.answer(*job) for job in _jobs(*range(20))] == [n * n for n in range(20)]
         assert solver.answer(*_jobs(30)[0]) == 900
 
 
 def test_both_processes_work() -> None:
     solver = Ahead(_process)
-    with solver.help(), solver.expecting(lambda: _jobs(*range(12)), sure=True):
+    with solver.help(), solver.expecting(lambda: _jobs(*range(12))):
         found = [solver.answer(*job) for job in _jobs(*range(12))]
     assert len(set(found)) == 2
     assert 3 <= found.count(os.getpid()) <= 9
@@ -71,13 +71,12 @@ def test_what_has_no_answer_is_an_error_here() -> None:
         assert solver.answer(*_jobs(2)[0]) == 4
 
 
-@pytest.mark.parametrize("sure", [False, True])
 @pytest.mark.parametrize("solve", [_killed, _broken])
-def test_a_helper_that_dies_is_not_missed(solve: Callable[[int], int], sure: bool) -> None:
+def test_a_helper_that_dies_is_not_missed(solve: Callable[[int], int]) -> None:
     solver = Ahead(solve)
     here = os.getpid()
     jobs: list[Job] = [(number, (here,)) for number in range(4)]
-    with solver.help(), solver.expecting(lambda: jobs, sure=sure):
+    with solver.help(), solver.expecting(lambda: jobs):
         assert [solver.answer(*job) for job in jobs] == [here] * 4
 
 
@@ -93,7 +92,7 @@ def test_what_is_solved_here_outlives_the_helper() -> None:
 
     solver = Ahead(solve)
     jobs: list[Job] = [(number, (os.getpid(), number)) for number in range(4)]
-    with solver.help(), solver.expecting(lambda: jobs, sure=True):
+    with solver.help(), solver.expecting(lambda: jobs):
         assert [solver.answer(*job) for job in jobs] == [0, 1, 2, 3]
     # While the helper is at 1, 2 is solved here, and not again when the helper has died.
     assert sorted(calls) == [0, 1, 2, 3]
