@@ -13,6 +13,7 @@ from autopar.cli import main
 from autopar.ir.plan import Plan
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+DATA = "that is data parallelism, which the axis is not for"
 OTHER = """
 import torch
 
@@ -69,6 +70,8 @@ def test_the_runner_up_is_what_a_search_without_the_choice_finds(
     found = terminal.json("explain", plan, op)
     assert found["placement"] == [["tp", factor]]
     assert any(own["axis"] == "tp" and own["forward_s"] + own["backward_s"] > 0 for own in found["communications"])
+    assert {"axis": "tp", "factor": "d0", "reason": DATA} in found["excluded"]
+    assert all(one["factor"] != factor for one in found["excluded"])
     first, second = found["alternatives"]
     forbidden = ["--forbid", f"{op}: tp={factor}"]
     for alternative in (first, second):
@@ -81,6 +84,7 @@ def test_the_runner_up_is_what_a_search_without_the_choice_finds(
     assert first["step_time_s"] <= second["step_time_s"]
     assert len({factor, first["placement"][0][1], second["placement"][0][1]}) == 3
     shown = terminal("explain", plan, op)
+    assert f"d0 over tp: {DATA}" in shown
     assert "over tp 4" in shown and "--forbid" in shown and "all_gather" in shown
 
 
