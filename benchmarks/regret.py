@@ -24,11 +24,10 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,21 +39,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from two_hosts import NETWORKS, RANKS, awake, hosts, on_own_share, run_ranks, shares, stolen, ticks
 
-HOSTS, PER_HOST = 2, 2
-RANKS = HOSTS * PER_HOST
 BATCH, SEQ, VOCAB = 16, 128, 2048
-# A token bucket sets the rate; it delays no packet by itself, which would take netem. What the bucket holds is sent at
-# once after a pause: 16 kB are 1.3 ms at 100 Mbit/s.
-NETWORKS = {"fast": None, "1gbit": "rate 1gbit", "100mbit": "rate 100mbit"}
-CGROUP = Path("/sys/fs/cgroup/cpu/autopar-regret")
-PERIOD_US, MOST_SHARES = 5000, 1 << 18
 # Plans that take so many times the best of the rounds run in more of them.
 NEAR = 1.12
 # A measurement from which other machines took a greater share is repeated, so many times in all.
 QUIET, TRIES = 0.015, 5
-# Of the cores, for the ranks together: with less than all, none of them waits for another's time to end.
-USED = 0.8
 
 
 def gpt() -> nn.Module:
@@ -115,114 +106,12 @@ def pins(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "ep2 tp2", {"ep": 2, "tp": 2, "num_microbatches": 1}
 
 
-# The hosts.
-
-
-def sh(*words: str, check: bool = True) -> None:
-    subprocess.run(words, check=check, capture_output=not check)
-
-
-@contextmanager
-def hosts(network: str | None) -> Iterator[None]:
-    """Two namespaces, ap0 at 10.88.0.1 and ap1 at 10.88.0.2. network: the rate of the cable each way."""
-    try:
-        sh("ip", "link", "del", "apv0", check=False)
-        for number in range(HOSTS):
-            sh("ip", "netns", "del", f"ap{number}", check=False)
-            sh("ip", "netns", "add", f"ap{number}")
-        sh("ip", "link", "add", "apv0", "type", "veth", "peer", "name", "apv1")
-        for number in range(HOSTS):
-            here = ("ip", "-n", f"ap{number}")
-            sh("ip", "link", "set", f"apv{number}", "netns", f"ap{number}")
-            sh(*here, "addr", "add", f"10.88.0.{number + 1}/24", "dev", f"apv{number}")
-            sh(*here, "link", "set", f"apv{number}", "up")
-            sh(*here, "link", "set", "lo", "up")
-            if network:
-                setting = (*network.split(), "burst", "16kb", "latency", "400ms")
-                where = ("dev", f"apv{number}", "root", "tbf")
-                sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "add", *where, *setting)
-        yield
-    finally:
-        for number in range(HOSTS):
-            sh("ip", "netns", "del", f"ap{number}", check=False)
-
-
-@contextmanager
-def shares() -> Iterator[None]:
-    """A share of the cores for each rank, before any other process, if this machine has the controller for it."""
-    if not CGROUP.parent.is_dir():
-        print(f"no {CGROUP.parent}: ranks share the cores as they come", file=sys.stderr)
-        yield
-        return
-    quota = int(PERIOD_US * USED * (os.cpu_count() or 1) / RANKS)
-    groups = [CGROUP / str(rank) for rank in range(RANKS)]
-    for group in groups:
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota))
-    (CGROUP / "cpu.shares").write_text(str(MOST_SHARES))
-    try:
-        yield
-    finally:
-        for group in (*groups, CGROUP):
-            group.rmdir()
-
-
-@contextmanager
-def awake() -> Iterator[None]:
-    """A process on each core that runs when nothing else would."""
-    spin = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def on_own_share(rank: int) -> Iterator[None]:
-    """Within it this process has its rank's share of the cores; outside, what is free."""
-    if not CGROUP.parent.is_dir():
-        yield
-        return
-    (CGROUP / str(rank) / "cgroup.procs").write_text(str(os.getpid()))
-    try:
-        yield
-    finally:
-        (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
-
-
-def run_ranks(job: Path) -> Any:
-    """Start this file on every rank with ``job``, and return what rank 0 wrote."""
-    processes = []
-    for rank in range(RANKS):
-        host = rank // PER_HOST
-        env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % PER_HOST),
-            "LOCAL_WORLD_SIZE": str(PER_HOST), "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": "29555",
-            "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        # Not "ip netns exec", which mounts a /sys without the groups of ``shares``.
-        command = ["nsenter", f"--net=/run/netns/ap{host}", sys.executable, __file__, "--worker", str(job)]
-        processes.append(subprocess.Popen(command, env=env))
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-    return json.loads(job.with_suffix(".done.json").read_text())
-
-
 def measured(job: Path) -> tuple[dict[str, Any], float]:
     """What ``autopar profile`` finds, and the share of the cores that others took: of the quietest of a few."""
     tried = []
     for _ in range(TRIES):
         before = ticks()
-        tried.append((run_ranks(job), stolen(before, ticks())))
+        tried.append((run_ranks(__file__, job), stolen(before, ticks())))
         if tried[-1][1] <= QUIET:
             break
     return min(tried, key=lambda one: one[1])
@@ -396,17 +285,6 @@ def table(network: str, model: str, plans: dict[str, tuple[str, float]], times: 
     print(f"\n{len(least)} plans in {rounds} rounds, {len(final)} in {len(times['searched'])}.", flush=True)
 
 
-def ticks() -> list[int]:
-    """Of all cores together since they started: user, nice, system, idle, waiting, interrupts of two kinds, stolen."""
-    return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-
-
-def stolen(before: list[int], after: list[int]) -> float:
-    """Share of the time that cores wanted to run in which others had them."""
-    user, nice, system, _, _, hard, soft, steal = (b - a for a, b in zip(before, after, strict=True))
-    return steal / max(1, user + nice + system + hard + soft + steal)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -436,12 +314,12 @@ def main() -> int:
             print(f"\n{network}, {lost:.1%} stolen: {json.dumps(description['inter_node'])}", flush=True)
             for model in options.models.split(","):
                 job.write_text(json.dumps({"model": model}))
-                plans = planned(model, description, run_ranks(job), folder / model, options.plans)
+                plans = planned(model, description, run_ranks(__file__, job), folder / model, options.plans)
                 files = {name: path for name, (path, _) in plans.items()}
                 settings = {name: getattr(options, name) for name in ("rounds", "final", "untimed")}
                 job.write_text(json.dumps({"model": model, "plans": files, **settings}))
                 before = ticks()
-                times = run_ranks(job)
+                times = run_ranks(__file__, job)
                 lost = stolen(before, ticks())
                 predicted = {name: seconds for name, (_, seconds) in plans.items()}
                 found = {"cluster": description, "predicted": predicted, "times": times, "stolen": lost}

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from playwright.sync_api import Browser, Page, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -34,13 +36,20 @@ SEARCHES = {
 SCREENS = {"phone": (390, 844), "laptop": (1366, 768), "wide": (2560, 1440)}
 
 # What is added to the name of a picture, and what it shows.
-VIEWS = {"": ("laptop", "light"), "-dark": ("laptop", "dark"), "-phone": ("phone", "light"), "-wide": ("wide", "light")}
+VIEWS: dict[str, tuple[str, Literal["light", "dark"]]] = {
+    "": ("laptop", "light"),
+    "-dark": ("laptop", "dark"),
+    "-phone": ("phone", "light"),
+    "-wide": ("wide", "light"),
+}
 
 # Sections with a picture of their own, of a pipeline.
 SECTIONS = {"timeline": "#step-section", "memory": "#memory-section", "candidates": "section:has(#candidates)"}
 
 
 def main() -> int:
+    from playwright.sync_api import sync_playwright
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path)
     given = parser.parse_args().pages
@@ -64,9 +73,9 @@ def main() -> int:
     return 0
 
 
-def opened(browser: Browser, path: Path, screen: str, scheme: str) -> Page:
+def opened(browser: Browser, path: Path, screen: str, scheme: Literal["light", "dark"]) -> Page:
     width, height = SCREENS[screen]
-    shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    shown = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     shown.goto(path.resolve().as_uri())
     shown.wait_for_selector("html[data-drawn=true]", state="attached")
     shown.wait_for_timeout(500)

@@ -14,35 +14,51 @@ from typing import Any
 import pytest
 
 from autopar.cli import main
-from tests.report.sample import sample_plan
+from scripts.pictures import SCREENS, SEARCHES
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'autopar[browser]'")
-from scripts.pictures import SCREENS, SEARCHES  # noqa: E402
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
 
 ROOT = Path(__file__).parents[2]
-EVIL = "<img src=x onerror=alert(1)>"
+EVIL = "<img src=x onerror=alert(0)>"
+EVIL_MODEL = """
+import torch
+from torch import nn
+
+class Evil(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({f"<img src=x onerror=alert({n})>": nn.Linear(64, 64) for n in range(2)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x).relu()
+        return x.square().mean()
+
+def model():
+    return Evil()
+
+def example_inputs(batch_size=16, seq_len=None):
+    return (torch.zeros(batch_size, 64),)
+"""
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
+    (folder / "evil.py").write_text(EVIL_MODEL)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        for name, search in SEARCHES.items():
+        for name, search in {**SEARCHES, "evil": f"{folder}/evil.py --gpus 4 --tp 2 --no-vary"}.items():
             page = folder / f"{name}.html"
             patch.setattr(sys, "argv", ["autopar", "search", *search.split(), "--json", "--report", str(page)])
             with pytest.raises(SystemExit) as left:
                 main()
             assert not left.value.code
             found[name] = page
-    plan = sample_plan()
-    block = plan.blocks[0].model_copy(update={"name": EVIL, "ops": {f"{EVIL}/linear": {"dp": "d0"}}})
-    plan.model_copy(update={"blocks": [block, *plan.blocks[1:]]}).report(folder / "evil.html")
-    return {**found, "evil": folder / "evil.html"}
+    return found
 
 
 @pytest.fixture(scope="module")
