@@ -1,5 +1,5 @@
 """``python -m autopar``, which torchrun can start."""
 
-from autopar.cli.app import run
+from autopar.cli import command
 
-run()
+command()

@@ -54,7 +54,7 @@ class Timed:
 
 def timed(solver: Solver, configuration: Configuration, weights: Weights) -> Timed:
     start = time.perf_counter()
-    instance = build(solver.pricing(configuration), solver.rules(configuration), weights).instance
+    instance = build([solver.pricing(configuration)], solver.rules([configuration]), weights).instance
     built = time.perf_counter()
     solution = solve(instance)
     solved = time.perf_counter()

@@ -27,11 +27,18 @@ Ints = NDArray[np.int64]
 
 _KINDS = tuple(Collective)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
-_SHRINKING = (_NUMBER[Collective.SPLIT], _NUMBER[Collective.REDUCE_SCATTER])
 _GROWING = _NUMBER[Collective.ALL_GATHER]
-_LOCAL = (_NUMBER[Collective.SPLIT], _NUMBER[Collective.DIVIDE])
-_REORDER_GATHERED = (_NUMBER[Collective.ALL_GATHER], _NUMBER[Collective.ALL_TO_ALL])
-_REORDER_SHARDED = (_NUMBER[Collective.REDUCE_SCATTER], _NUMBER[Collective.ALL_TO_ALL])
+
+
+def _among(*kinds: Collective) -> NDArray[np.bool_]:
+    """Whether a collective is one of these, by its number; false for the last, which -1 (no step) finds."""
+    return np.array([*(kind in kinds for kind in _KINDS), False])
+
+
+_SHRINKING = _among(Collective.SPLIT, Collective.REDUCE_SCATTER)
+_LOCAL = _among(Collective.SPLIT, Collective.DIVIDE)
+_REORDER_GATHERED = _among(Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+_REORDER_SHARDED = _among(Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 
 # Columns of a step: mesh axis (-1 for no step), collectives, and dimensions that are gathered and sharded (-1: none).
 _AXIS, _FORWARD, _BACKWARD, _GATHER, _SHARD = range(5)
@@ -107,14 +114,14 @@ class Redistributions:
             axis, forward, backward, gather, shard = self.steps[:, place].T
             # Where there is no step, the last collective on the last axis is priced and then left out.
             size = np.where(axis >= 0, sizes[axis], 1)
-            after = np.where(np.isin(forward, _SHRINKING), local / size, local)
+            after = np.where(_SHRINKING[forward], local / size, local)
             after = np.where(forward == _GROWING, local * size, after)
             large, small = np.maximum(local, after), np.minimum(local, after)
             gathered, sharded = (_reordered(dim, lead) for dim in (gather, shard))
             some = size > 1
             for row, kind, first, second in ((0, forward, gathered, sharded), (2, backward, sharded, gathered)):
-                cut = np.isin(kind, _LOCAL)
-                copies = np.isin(kind, _REORDER_GATHERED) * first + np.isin(kind, _REORDER_SHARDED) * second
+                cut = _LOCAL[kind]
+                copies = _REORDER_GATHERED[kind] * first + _REORDER_SHARDED[kind] * second
                 moved = np.where(cut, 2 * small, 2 * large * copies)
                 total[row] += some * (prices.fixed[kind, axis] + prices.launch_s * np.where(cut, 1, copies))
                 total[row + 1] += some * (prices.per_byte[kind, axis] * large + prices.copy_s * moved)

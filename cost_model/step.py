@@ -17,6 +17,7 @@ one to the host with each scatter, and runs AdamW at the bandwidth of host memor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -41,7 +42,7 @@ _BRANCH_LAUNCHES = 15
 _ADAMW_BYTES = 28
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SyncTime:
     """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step.
 
@@ -56,15 +57,18 @@ class SyncTime:
     first_s: float = 0.0
 
     def __add__(self, other: SyncTime) -> SyncTime:
-        return SyncTime(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return SyncTime(*map(operator.add, _parts(self), _parts(other)))
 
     def __mul__(self, factor: float) -> SyncTime:
-        return SyncTime(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+        return SyncTime(*(part * factor for part in _parts(self)))
 
     __rmul__ = __mul__
 
     def total_s(self, num_microbatches: int) -> float:
         return (self.forward_s + self.backward_s) * num_microbatches + self.step_s
+
+
+_parts = operator.attrgetter(*(field.name for field in fields(SyncTime)))
 
 
 def sync_time(

@@ -14,26 +14,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 import numpy as np
 from torch import fx
 
 from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import OpTime
-from autopar.cost_model.step import SyncTime
 from autopar.cost_model.storages import Saved
 from autopar.ir.clusters import Cluster
 from autopar.ir.derived import left_to_sum
-from autopar.ir.placement import Layout, Partial
+from autopar.ir.placement import Partial
 from autopar.ir.products import is_product
 from autopar.ir.rule import Assignment
-from autopar.search.codes import decode, decode_need, encode_need, need_code, rows_class
+from autopar.search.codes import (
+    FlowPattern,
+    ParameterPattern,
+    decode,
+    decode_need,
+    encode_need,
+    need_code,
+    rows_class,
+)
 from autopar.search.constraints import NoOption
 from autopar.search.instance import Floats, Flow, Instance, Ints, User
-from autopar.search.known_prices import FlowShape, ParameterShape
+from autopar.search.known_prices import FlowShape
 from autopar.search.options import Options
 from autopar.search.pricing import Pricing
-from autopar.search.roles import Rules
+from autopar.search.roles import Allowed
 from autopar.search.workload import ParameterGroup, Transfer, Workload
 
 
@@ -67,12 +75,16 @@ class Built:
         return tuple(own.leader(option) for own, option in zip(self.options, selection, strict=True))
 
 
-def build(pricing: Pricing, allowed: Rules, weights: Weights) -> Built:
-    """The instance of one configuration. Deterministic."""
-    return _Builder(pricing, allowed, weights).run()
+def build(pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> Built:
+    """The instance of one configuration. Deterministic.
+
+    With ``pricings`` of several configurations, alike but for ZeRO, that of them all at once: each parameter costs what
+    it costs under the cheapest of them, so no optimum of one of them is below that of this instance.
+    """
+    return _Builder(pricings, allowed, weights).run()
 
 
-def options_of(pricing: Pricing, group: Cluster, allowed: Rules) -> Options:
+def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> Options:
     """What a cluster may do so that every factor of every member divides."""
     mesh, known = pricing.mesh, pricing.moves.options
     choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
@@ -102,8 +114,9 @@ def options_of(pricing: Pricing, group: Cluster, allowed: Rules) -> Options:
 
 
 class _Builder:
-    def __init__(self, pricing: Pricing, allowed: Rules, weights: Weights) -> None:
-        self.pricing = pricing
+    def __init__(self, pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> None:
+        self.pricings = pricings
+        self.pricing = pricing = pricings[0]
         self.load: Workload = pricing.workload
         self.codes = pricing.ops.codes
         self.weights = weights
@@ -210,20 +223,22 @@ class _Builder:
             kept += divided if is_product(node.target) else self._bytes(tensor)
         return np.minimum(least, self.weights.activations * kept)
 
-    def _parameter_price(self, group: ParameterGroup, uses: Sequence[tuple[Layout, Layout]]) -> float:
-        price = self.pricing.parameter(group.numel, group.requires_grad, uses)
-        sync = self.pricing.sync(price)
-        masters = self.count * price.cast_s + self.pricing.optimiser_s(price)
-        seconds = self.count * (price.micro.total_s - price.cast_s) + self.weights.masters * masters
-        seconds += self.weights.sync * sync.total_s(self.count)
-        return (seconds + self.weights.state * self.pricing.state(price).total) * len(group.names)
+    def _parameter_price(self, group: ParameterGroup, uses: tuple[int, ...]) -> float:
+        """Of all parameters of a group. uses: codes of what they need them in."""
+        weights, found = self.weights, inf
+        for pricing in self.pricings:
+            price = pricing.parameter_seconds(group.numel, group.requires_grad, uses)
+            seconds = price.micro_s + weights.masters * price.masters_s + weights.sync * price.sync_s
+            found = min(found, (seconds + weights.state * price.state_bytes) / price.numel)
+        return found * group.numel * len(group.names)
 
     def _add_parameter(self, number: int, group: ParameterGroup) -> None:
         units = [self.load.cluster_of(node).index for node, _ in group.uses]
-        key = (number, *(id(self.options[unit]) for unit in units))
-        shape = self.pricing.moves.stored.get(key)
+        key = (number, *(self.options[unit].code for unit in units))
+        known = self.pricing.moves.known.stored
+        shape = known.get(key)
         if shape is None:
-            shape = self.pricing.moves.stored[key] = self._stored(group, units)
+            shape = known[key] = self._stored(group, units)
         alone = np.array([self._parameter_price(group, uses) for uses in shape.states])
         self.costs[units[0]] += alone[shape.state_of]
         for user, wanted in shape.later:
@@ -231,11 +246,10 @@ class _Builder:
             cost = np.zeros((len(shape.states), len(wanted)))
             for need, use in enumerate(wanted):
                 for state, uses in enumerate(shape.states):
-                    cost[state, need] = max(0.0, self._parameter_price(group, [*uses, use]) - alone[state])
+                    cost[state, need] = max(0.0, self._parameter_price(group, (*uses, use)) - alone[state])
             self.flows.append(Flow(producer=units[0], sources=shape.state_of, users=(user,), cost=cost))
 
-    def _stored(self, group: ParameterGroup, units: list[int]) -> ParameterShape:
-        axes = len(self.pricing.mesh)
+    def _stored(self, group: ParameterGroup, units: list[int]) -> ParameterPattern:
         needs = [self._needs(node, position) for node, position in group.uses]
         own = np.stack([need for need, unit in zip(needs, units, strict=True) if unit == units[0]], axis=1)
         states, state_of = np.unique(own, axis=0, return_inverse=True)
@@ -243,11 +257,9 @@ class _Builder:
         for need, unit in zip(needs, units, strict=True):
             if unit != units[0]:
                 wanted, need_of = np.unique(need, return_inverse=True)
-                later.append((User(unit=unit, needs=need_of), [decode_need(use, axes) for use in wanted.tolist()]))
-        return ParameterShape(
-            states=[[decode_need(use, axes) for use in state] for state in states.tolist()],
-            state_of=state_of.reshape(-1),
-            later=later,
+                later.append((User(unit=unit, needs=need_of), wanted.tolist()))
+        return ParameterPattern(
+            states=[tuple(state) for state in states.tolist()], state_of=state_of.reshape(-1), later=later
         )
 
     def _needs(self, node: fx.Node, position: int) -> Ints:
@@ -262,33 +274,52 @@ class _Builder:
         key = (number, rows, *(id(self.options[unit]) for unit in units))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
-            shape = self.pricing.moves.shapes[key] = self._shape(transfer, units, rows)
+            shape = self.pricing.moves.shapes[key] = self._shape(transfer, self._pattern(number, transfer, units), rows)
         if not shape.costs:
             return
         factor = self.count * len(transfer.blocks)
         cost = factor * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
         for (axes, pieces), where in shape.summed.items():
-            # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
-            own = tuple(axis for axis in axes if not self.pricing.zero or axis not in self.pricing.data_axes)
-            rate = self.pricing.moves.sync_rate(own, 0, self.load.precision) if own else SyncTime()
+            rate = min(self._sum_rate(pricing, axes) for pricing in self.pricings)
             share = len(transfer.blocks) * transfer.tensor.numel / pieces
-            cost = cost + self.weights.sync * share * rate.total_s(self.count) * where
+            cost = cost + self.weights.sync * share * rate * where
         self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
 
-    def _shape(self, transfer: Transfer, units: list[int], rows: float) -> FlowShape:
-        sources, source_of = np.unique(
-            self.options[units[0]].layouts(self.codes.tensor(transfer.tensor)), return_inverse=True
-        )
-        needs = [self._needs(node, position) for node, position in transfer.uses]
-        wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
-        summed: dict[tuple[tuple[int, ...], int], Floats] = {}
-        if transfer.tensor.node in self.load.derived:
-            fixed, per_byte = self._passed(sources, wanted, rows, summed)
+    def _sum_rate(self, pricing: Pricing, axes: tuple[int, ...]) -> float:
+        """Seconds that an element of a gradient takes to be summed over axes, once a step."""
+        # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
+        own = tuple(axis for axis in axes if not pricing.zero or axis not in pricing.data_axes)
+        return pricing.moves.sync_rate(own, 0, self.load.precision).total_s(self.count) if own else 0.0
+
+    def _shape(self, transfer: Transfer, pattern: FlowPattern, rows: float) -> FlowShape:
+        moves, summed = self.pricing.moves, dict[tuple[tuple[int, ...], int], Floats]()
+        if pattern.numbers is None:
+            fixed, per_byte = self._passed(pattern.states, pattern.wanted, rows, summed)
         else:
-            fixed, per_byte = self.pricing.moves.table(sources, wanted, transfer.tensor.differentiable, rows)
-        parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
-        users = tuple(User(unit=unit, needs=part) for unit, part in zip(units[1:], parts, strict=True))
-        return FlowShape(sources=source_of, users=users, fixed=fixed, per_byte=per_byte, summed=summed)
+            fixed, per_byte = moves.table(pattern.numbers, rows)
+        return FlowShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
+
+    def _pattern(self, number: int, transfer: Transfer, units: list[int]) -> FlowPattern:
+        """What is known of a transfer by what its units may do, on all meshes with so many axes."""
+        moves = self.pricing.moves.known
+        key = (number, *(self.options[unit].code for unit in units))
+        found = moves.patterns.get(key)
+        if found is None:
+            states, sources = np.unique(
+                self.options[units[0]].layouts(self.codes.tensor(transfer.tensor)), return_inverse=True
+            )
+            needs = [self._needs(node, position) for node, position in transfer.uses]
+            wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
+            derived = transfer.tensor.node in self.load.derived
+            parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
+            found = moves.patterns[key] = FlowPattern(
+                states=states,
+                wanted=wanted,
+                numbers=None if derived else moves.numbers(states, wanted, transfer.tensor.differentiable),
+                sources=sources,
+                users=tuple(User(unit=unit, needs=part) for unit, part in zip(units[1:], parts, strict=True)),
+            )
+        return found
 
     def _passed(
         self, sources: Ints, wanted: Ints, rows: float, summed: dict[tuple[tuple[int, ...], int], Floats]
@@ -309,6 +340,7 @@ class _Builder:
                     key = axes, self.pricing.pieces(layout)
                     summed.setdefault(key, np.zeros(left.shape))[row, column] = 1.0
         needs, number = np.unique(left, return_inverse=True)
-        fixed, per_byte = self.pricing.moves.table(sources, needs, True, rows)
+        moves = self.pricing.moves
+        fixed, per_byte = moves.table(moves.known.numbers(sources, needs, True), rows)
         number = number.reshape(left.shape)
         return np.take_along_axis(fixed, number, 1), np.take_along_axis(per_byte, number, 1)

@@ -7,6 +7,7 @@ need        the layout of a value, and above it that of its gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -17,7 +18,7 @@ from autopar.cost_model.redistributions import Redistributions, steps_row
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
-from autopar.search.instance import Ints
+from autopar.search.instance import Ints, User
 
 BASE = 16
 
@@ -62,14 +63,45 @@ def decode_need(code: int, num_axes: int) -> tuple[Layout, Layout]:
     return decode(code % _GRADIENT, num_axes), decode(code // _GRADIENT, num_axes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlowPattern:
+    """A flow of the inner problem but for what it costs; see ``instance.Flow``.
+
+    states, wanted: codes of the states it is produced and needed in. numbers: of the redistributions between them; None
+    if sums may be left in between.
+    """
+
+    states: Ints
+    wanted: Ints
+    numbers: Ints | None
+    sources: Ints
+    users: tuple[User, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterPattern:
+    """How a group of parameters may be stored and used, in codes of needs.
+
+    states: of the uses by the unit that decides where it is stored; state_of: the state, by option of that unit.
+    later: of the other uses, with what their options need.
+    """
+
+    states: Sequence[tuple[int, ...]]
+    state_of: Ints
+    later: Sequence[tuple[User, Sequence[int]]]
+
+
 @dataclass(slots=True)
 class Moves:
     """Redistributions on meshes of ``num_axes``, numbered as they come up.
 
-    A *pair* is a source and a need in one number, and whether a gradient comes back.
+    A *pair* is a source and a need in one number, and whether a gradient comes back. patterns, stored: of transfers and
+    groups of parameters, by their number and what their units may do.
     """
 
     num_axes: int
+    patterns: dict[tuple[object, ...], FlowPattern] = field(default_factory=dict)
+    stored: dict[tuple[object, ...], ParameterPattern] = field(default_factory=dict)
     _pairs: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ascending
     _numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the pairs
     _rows: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)

@@ -3,10 +3,10 @@ redistributions, flows and gradient sums."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -100,24 +100,25 @@ class FlowShape:
         return bool(self.summed or self.fixed.any() or self.per_byte.any())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ParameterShape:
-    """How a group of parameters may be stored and used: (value, gradient) layouts.
+class ParameterSeconds(NamedTuple):
+    """What a parameter of ``numel`` elements takes a step, and the bytes of its state on a rank.
 
-    states: of the uses by the unit that decides where it is stored; state_of: the state, by option of that unit.
-    later: of the other uses, with what their options need.
+    micro_s: in microbatches, without its casts. masters_s: casts and the optimiser. sync_s: communication of ZeRO and
+    of its gradient, before any overlap.
     """
 
-    states: Sequence[Sequence[tuple[Layout, Layout]]]
-    state_of: Ints
-    later: Sequence[tuple[User, Sequence[tuple[Layout, Layout]]]]
+    micro_s: float
+    masters_s: float
+    sync_s: float
+    state_bytes: float
+    numel: int
 
 
 @dataclass(slots=True)
 class MeshPrices:
     """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
 
-    options: of each cluster, in its inner problems so far. shapes: flows of those. stored: their parameters.
+    options: of each cluster, in its inner problems so far. shapes: flows of those. parameters: by what they are.
     evaluated: what ``evaluate`` knows of answers, by what it is.
     """
 
@@ -125,7 +126,7 @@ class MeshPrices:
     known: Moves
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
     shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
-    stored: dict[tuple[int, ...], ParameterShape] = field(default_factory=dict)
+    parameters: dict[tuple[object, ...], ParameterSeconds] = field(default_factory=dict)
     evaluated: dict[str, dict[Any, Any]] = field(default_factory=dict)
     links: LinkPrices = field(init=False)
     _calm: MeshPrices | None = None
@@ -158,12 +159,11 @@ class MeshPrices:
         number = self.known.numbers(*codes, differentiable)
         return self._at(rows_class(rows, self.mesh)).at(int(number[0, 0]))
 
-    def table(self, sources: Ints, needs: Ints, differentiable: bool, rows: float) -> tuple[Floats, Floats]:
-        """Fixed seconds and seconds per byte, both directions together, of every (source, need), all in codes.
+    def table(self, numbers: Ints, rows: float) -> tuple[Floats, Floats]:
+        """Fixed seconds and seconds per byte, both directions together, of redistributions by ``Moves.numbers``.
 
         rows: a ``rows_class``.
         """
-        numbers = self.known.numbers(sources, needs, differentiable)
         times = self._at(rows)
         fixed = times.forward_fixed[numbers] + times.backward_fixed[numbers]
         return fixed, times.forward_per_byte[numbers] + times.backward_per_byte[numbers]

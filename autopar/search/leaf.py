@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from autopar.search.floor import Floor
 from autopar.search.ilp import solve
 from autopar.search.known_prices import MeshPrices, OpPrices
 from autopar.search.pricing import Pricing
-from autopar.search.roles import Choices, Rules
+from autopar.search.roles import Allowed, AnyOf, Choices, Rules
 from autopar.search.stage import LEVELS
 from autopar.search.workload import Workload
 
@@ -60,21 +60,22 @@ class Solved(NamedTuple):
     priced: Priced | None
 
 
-def job(configuration: Configuration, weights: Weights, record_s: float = float("inf")) -> Job:
-    """An inner problem. The key holds everything that the answer depends on. record_s: of the best plan so far."""
+def job(variants: Sequence[Configuration], weights: Weights, record_s: float = float("inf")) -> Job:
+    """The inner problem of a configuration, or of several at once (see ``build``) that are alike but for ZeRO.
+
+    The key holds everything that the answer depends on. record_s: of the best plan so far.
+    """
     # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
+    first = variants[0]
     key = (
-        configuration.mesh,
-        configuration.num_stages > 1,
-        configuration.num_microbatches,
-        configuration.zero,
-        configuration.data_axes,
-        configuration.batch_axes,
-        configuration.offload,
-        configuration.constraints,
+        first.mesh,
+        first.num_stages > 1,
+        first.num_microbatches,
+        *((one.zero, one.data_axes, one.batch_axes, one.offload) for one in variants),
+        first.constraints,
         weights,
     )
-    return key, (configuration, weights, record_s)
+    return key, (variants, weights, record_s)
 
 
 def _passes(shape: Pipelining) -> float:
@@ -104,7 +105,7 @@ class Solver:
     choices: Choices = field(init=False)
     ahead: Ahead = field(init=False)
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
-    _rules: dict[tuple[object, ...], Rules] = field(default_factory=dict)
+    _rules: dict[tuple[object, ...], Allowed] = field(default_factory=dict)
     _inner: dict[Hashable, Inner] = field(default_factory=dict)
     _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
@@ -154,7 +155,7 @@ class Solver:
 
     def inner(self, configuration: Configuration, weights: Weights) -> Inner:
         """The answer to the inner problem."""
-        key, arguments = job(configuration, weights)
+        key, arguments = job((configuration,), weights)
         found = self._inner.get(key)
         if found is None:
             self.num_solved += 1
@@ -169,33 +170,47 @@ class Solver:
             )
         return found
 
-    def _solve(self, configuration: Configuration, weights: Weights, record_s: float) -> Solved:
-        pricing = self.pricing(configuration)
-        built = build(pricing, self.rules(configuration), weights)
+    def least(self, variants: Sequence[Configuration]) -> float:
+        """What the objective of the inner problem is at least, for all of ``variants``, with memory for free."""
+        key, arguments = job(variants, Weights(sync=HIDDEN))
+        self.num_solved += 1
+        solved: Solved = self.ahead.answer(key, arguments)
+        self.work += solved.work
+        return solved.objective
+
+    def _solve(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
+        built = build([self.pricing(one) for one in variants], self.rules(variants), weights)
         solution = solve(built.instance)
         leaders = built.assignments(solution.selection)
         terms = len(built.instance.costs) + len(built.instance.flows)
         return Solved(leaders, solution.objective, _TERM_WORK * terms + solution.num_columns, None)
 
-    def _solve_ahead(self, configuration: Configuration, weights: Weights, record_s: float) -> Solved:
+    def _solve_ahead(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
         """The same, priced where that is likely to be asked for: at a price on memory most answers are bounds alone."""
-        solved = self._solve(configuration, weights, record_s)
-        if weights.state or self._least_s(configuration, solved.objective) >= record_s:
+        solved = self._solve(variants, weights, record_s)
+        if len(variants) > 1 or weights.state or self.least_s(variants[0], solved.objective) >= record_s:
             return solved
-        priced = evaluate(self.pricing(configuration), solved.leaders, shared_once=configuration.num_stages == 1)
+        (own,) = variants
+        priced = evaluate(self.pricing(own), solved.leaders, shared_once=own.num_stages == 1)
         return solved._replace(priced=priced)
 
-    def rules(self, configuration: Configuration) -> Rules:
-        data_axes = configuration.data_axes if configuration.zero else ()
-        key = (configuration.mesh, configuration.constraints, data_axes, configuration.batch_axes)
+    def rules(self, variants: Sequence[Configuration]) -> Allowed:
+        """What clusters may do in one or another of configurations that are alike but for ZeRO."""
+        first = variants[0]
+        kinds = tuple(dict.fromkeys((one.data_axes if one.zero else (), one.batch_axes) for one in variants))
+        key = (first.mesh, first.constraints, *kinds)
         if key not in self._rules:
-            self._rules[key] = Rules(
-                choices=self.choices,
-                mesh=configuration.mesh,
-                constraints=configuration.constraints,
-                data_axes=data_axes,
-                batch_axes=configuration.batch_axes,
-            )
+            rules = [
+                Rules(
+                    choices=self.choices,
+                    mesh=first.mesh,
+                    constraints=first.constraints,
+                    data_axes=data_axes,
+                    batch_axes=batch_axes,
+                )
+                for data_axes, batch_axes in kinds
+            ]
+            self._rules[key] = rules[0] if len(rules) == 1 else AnyOf(tuple(rules))
         return self._rules[key]
 
     def complete(
@@ -224,13 +239,13 @@ class Solver:
 
         Less where the objective alone says that it is no less than ``record_s``.
         """
-        least = self._least_s(configuration, inner.objective)
+        least = self.least_s(configuration, inner.objective)
         if least >= record_s:
             return least
         return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
 
-    def _least_s(self, configuration: Configuration, objective: float) -> float:
-        """The same at least, by the value of the inner problem: what it takes gradients' sums for is the least."""
+    def least_s(self, configuration: Configuration, objective: float) -> float:
+        """The same at least, by the value of an inner problem: what it takes gradients' sums for is the least."""
         once = objective / configuration.num_microbatches
         return min((once * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
 

@@ -70,6 +70,11 @@ class Options:
         return found
 
     @cached_property
+    def code(self) -> bytes:
+        """The same for equal options, on whatever mesh."""
+        return self.picks.tobytes()
+
+    @cached_property
     def memo(self) -> dict[object, object]:
         """Prices of these options that were worked out before."""
         return {}

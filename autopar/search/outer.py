@@ -8,6 +8,8 @@ A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *pace* ad
     leaf    T / P + floor(n, M) (P - 1) / P, or else T / P    T: optimum of the inner problem, gradient sums at the
                                                               slow-down they cause at least
             the same with T - price * room for T              T: with memory at a price
+            the same for all leaves of a pace                 T: of one problem in which each parameter has the ZeRO
+                                                              that is best for it
 
 since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P) under 1F1B, no
 schedule takes less than its busiest rank, which has M (sum t_i) / P to do at least, nor than a microbatch on its way
@@ -155,8 +157,9 @@ class Outer:
 
         def next_leaves() -> Iterator[Job]:
             for _, _, lower, item in heapq.nsmallest(3, heap):
-                if isinstance(item, Configuration) and not self.good_enough(lower):
-                    yield job(item, Weights(sync=HIDDEN), self.record_s)
+                variants = (item,) if isinstance(item, Configuration) else tuple(self.space.variants(item.root))
+                if variants and not self.good_enough(lower):
+                    yield job(variants, Weights(sync=HIDDEN), self.record_s)
 
         with self.solver.ahead.expecting(next_leaves):
             while heap:
@@ -175,13 +178,40 @@ class Outer:
                     self.bound = max(self.bound, min(self.unproved, min((one[2] for one in heap), default=inf)))
                     self._say()
                 else:
-                    for leaf in self.space.variants(item.root):
-                        heapq.heappush(heap, (hope, next(self._order), lower, leaf))
+                    for leaf, least in self._leaves(item.root, lower):
+                        heapq.heappush(heap, (hope, next(self._order), least, leaf))
         self.num_skipped += len(heap)
         if self.best is not None:
             left = min((lower for _, _, lower, _ in heap), default=inf)
             self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
+
+    def _leaves(self, root: Configuration, lower: float) -> Iterator[tuple[Configuration, float]]:
+        """The leaves of a pace, if they are worth while, and a lower bound on their seconds."""
+        variants = tuple(self.space.variants(root))
+        if len(variants) > 1:
+            # One inner problem that none of theirs has a better answer than.
+            try:
+                objective = self.solver.least(variants)
+            except NoOption as error:
+                self.refuse(error)
+                return
+            lower, likely = self.bounds.pipelined(objective, root), self.solver.least_s(root, objective)
+            if self._passed_over(lower, likely):
+                self._learn((root.num_stages, root.mesh.sizes), root, max(lower, likely))
+                return
+        yield from ((leaf, lower) for leaf in variants)
+
+    def _passed_over(self, lower: float, likely: float) -> bool:
+        """Whether plans that take ``lower`` seconds at least, and are likely to take ``likely``, are not worth while.
+
+        Memory and stages that are not alike only make them slower than is likely. That is no proof.
+        """
+        if self.best is None or not (self.good_enough(lower) or likely >= self.best.step_time_s):
+            return False
+        self.num_skipped += 1
+        self.unproved = min(self.unproved, lower)
+        return True
 
     def _settled(self) -> bool:
         """Whether it has worked enough."""
@@ -262,10 +292,7 @@ class Outer:
         lower = self.bounds.pipelined(inner.objective, configuration)
         likely = 0.0 if self.best is None else solver.likely_s(configuration, inner, self.record_s)
         self._learn((configuration.num_stages, configuration.mesh.sizes), configuration, max(lower, likely))
-        if self.best is not None and (self.good_enough(lower) or likely >= self.best.step_time_s):
-            # Memory and stages that are not alike only make it slower than is likely. That is no proof.
-            self.num_skipped += 1
-            self.unproved = min(self.unproved, lower)
+        if self._passed_over(lower, likely):
             return Outcome(None, max(lower, likely))
         first = self.consider(configuration, inner, once=once)
         if once:
@@ -325,7 +352,7 @@ class Outer:
             return answer, min(bound, inner.objective) if naive else bound
 
         last = inner.leaders
-        with solver.ahead.expecting(lambda: (job(configuration, priced(price)) for price in PRICES[:-1])):
+        with solver.ahead.expecting(lambda: (job((configuration,), priced(price)) for price in PRICES[:-1])):
             leanest, bound = at(PRICES[-1])
             yield None, bound
             for price in PRICES[:-1]:

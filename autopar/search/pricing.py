@@ -19,10 +19,14 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.parameters import ALONE_BYTES
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.rule import Assignment
-from autopar.search.known_prices import MeshPrices, OpPrices
+from autopar.search.codes import decode_need
+from autopar.search.known_prices import MeshPrices, OpPrices, ParameterSeconds
 from autopar.search.workload import Tensor, Workload
 
 MASTER = 4  # bytes of a stored parameter and of its gradient
+
+# Elements of a parameter whose price stands for those of others.
+_SAMPLE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,25 @@ class Pricing:
             reshard=reshard,
             shards=shards,
         )
+
+    def parameter_seconds(self, numel: int, requires_grad: bool, uses: tuple[int, ...]) -> ParameterSeconds:
+        """A parameter under uses in codes."""
+        # With a single use, all is in proportion to its elements.
+        size = numel if len(uses) > 1 else _SAMPLE
+        zero = (self.zero, self.data_axes, self.reshard, self.offload) if self.zero else ()
+        key = (size, requires_grad, uses, self.num_microbatches, *zero)
+        found = self.moves.parameters.get(key)
+        if found is None:
+            count = self.num_microbatches
+            price = self.parameter(size, requires_grad, [decode_need(use, len(self.mesh)) for use in uses])
+            found = self.moves.parameters[key] = ParameterSeconds(
+                micro_s=count * (price.micro.total_s - price.cast_s),
+                masters_s=count * price.cast_s + self.optimiser_s(price),
+                sync_s=self.sync(price).total_s(count),
+                state_bytes=self.state(price).total,
+                numel=size,
+            )
+        return found
 
     def sync(self, price: ParameterPrice) -> SyncTime:
         """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.

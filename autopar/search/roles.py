@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import Protocol
 
 from torch import fx
 
@@ -87,6 +88,14 @@ class Choices:
                     if not value.is_replicate():
                         stores = "sharded"
         return stores
+
+
+class Allowed(Protocol):
+    """Which choices each cluster may make on each axis of a mesh, and which on several at once it may not."""
+
+    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]: ...
+
+    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,3 +211,29 @@ class Rules:
             return known.stores != "partial"
         experts = role_of_axis(self.mesh.names[axis]) == "ep" and known.experts
         return experts and (self.batch_axes is None or axis in self.batch_axes)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """What one or another of some rules for a mesh allows, that differ in what ZeRO leaves."""
+
+    rules: tuple[Rules, ...]
+    known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
+
+    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+        key = (group.index, axis)
+        if key not in self.known:
+            found: dict[Choice, None] = {}
+            refusal: NoOption | None = None
+            for rules in self.rules:
+                try:
+                    found.update(dict.fromkeys(rules(group, axis)))
+                except NoOption as error:
+                    refusal = error
+            if refusal is not None and not found:
+                raise refusal
+            self.known[key] = tuple(found)
+        return self.known[key]
+
+    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+        return self.rules[0].forbidden(group)

@@ -87,7 +87,7 @@ class Seeds:
 
         def coming() -> Iterator[Job]:
             left = (c for c in configurations if c not in self.outcomes and outer.known_of(c) is None)
-            return (job(c, Weights(sync=HIDDEN), outer.record_s) for c in left)
+            return (job((c,), Weights(sync=HIDDEN), outer.record_s) for c in left)
 
         with outer.solver.ahead.expecting(coming):
             for configuration in configurations:

@@ -63,7 +63,7 @@ def best_of(outer: Outer, leaf: Configuration) -> float | None:
     solver = outer.solver
     best: float | None = None
     pricing = solver.pricing(leaf)
-    options = build(pricing, solver.rules(leaf), Weights()).options
+    options = build([pricing], solver.rules([leaf]), Weights()).options
     for leaders in product(*([own.leader(option) for option in range(len(own))] for own in options)):
         inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
         found = solver.complete(leaf, inner)
@@ -97,6 +97,24 @@ def test_search_finds_what_trying_everything_finds(widths: tuple[int, ...], batc
     # Where memory binds, the answers come from prices of memory, and some trade-offs are the answer to no price.
     assert best <= found.predicted.step_time_s <= 1.15 * best
     assert outer.bound <= best, "no plan may beat what is said to be unbeatable"
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_no_level_of_zero_beats_the_problem_of_all_at_once(gpus: int) -> None:
+    """The bound of a pace holds for each of its leaves, and is theirs where there is only one."""
+    outer = outer_of((1024, 8192, 1024), 8, 64, room=2.0, gpus=gpus)
+    solver, space, seen = outer.solver, outer.space, 0
+    for num_stages, mesh in space.nodes():
+        for num in space.microbatches(mesh, outer.constraints):
+            for root in space.roots(num_stages, mesh, num, outer.constraints):
+                variants = tuple(space.variants(root))
+                every = [solver.inner(leaf, Weights(sync=HIDDEN)).objective for leaf in variants]
+                together = solver.least(variants)
+                assert together <= min(every) * (1 + 1e-9)
+                assert together >= 0.5 * min(every), "a bound that is no use"
+                assert len(variants) > 1 or together == pytest.approx(every[0], rel=1e-9)
+                seen += len(variants) > 1
+    assert seen > 5
 
 
 @pytest.mark.parametrize("seq", [8, 4096])

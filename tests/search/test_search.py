@@ -92,7 +92,7 @@ def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.Fixtur
     load = Workload.of(request.getfixturevalue(which), "fp32")
     mesh = Mesh((MeshAxis("free0", 2), MeshAxis("free1", 2)))
     pricing = pricing_of(load, mesh, 2)
-    built = build(pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
+    built = build([pricing], Rules(choices=Choices(load), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
 
     @settings(max_examples=25, deadline=None)
     @given(st.randoms(use_true_random=False))
@@ -115,7 +115,7 @@ def test_inner_answer_equals_brute_force() -> None:
     mesh = Mesh((MeshAxis("free0", 4),))
     pricing = pricing_of(load, mesh)
     built = build(
-        pricing, Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights()
+        [pricing], Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights()
     )
     solution = solve(built.instance)
     options = [range(n) for n in built.instance.num_options]
