@@ -27,7 +27,7 @@ from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
-from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput
+from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED
@@ -230,7 +230,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
     differentiable = {n for n in graph.nodes if n.name in parameters and parameters[n.name].requires_grad}
     simplify(graph, differentiable=differentiable)
-    graph_module = fx.GraphModule(nn.Module(), graph)
+    graph_module = module_of(graph)
     final = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(final, tuple) and twin.output.spec is not None
     for buffer, value in zip(updates, final[len(final) - len(updates) :], strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 
@@ -208,4 +209,9 @@ def copy_captured(captured: CapturedModel) -> CapturedModel:
     copies: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
         copies[node] = graph.node_copy(node, lambda old: copies[old])
-    return replace(captured, graph_module=fx.GraphModule(nn.Module(), graph))
+    return replace(captured, graph_module=module_of(graph))
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs a graph. Its code is written when it is first called, which a search never does."""
+    return _LazyGraphModule(nn.Module(), graph)
