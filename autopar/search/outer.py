@@ -16,7 +16,8 @@ schedule takes less than its busiest rank, which has M (sum t_i) / P to do at le
 through all stages and back, and M sum t_i is at least T. ``floor`` divides every op perfectly; ``again`` is what has to
 run again in backward for the memory there is. The last line is Lagrangian duality (``Outer.dearer``).
 
-``seeds`` gives a first plan. Paces are tried in the order of what their leaves are likely to take (``Outer.outlook``).
+``seeds`` gives a first plan. What is like it comes first (``Outer._turn``), then paces in the order of what their leaves
+are likely to take (``Outer.outlook``).
 It stops when the best plan is as good as every bound left, when none left is likely to be better, or when it has worked
 for long and found nothing better; ``bound`` is what is proved in any case. At each leaf the price of memory is swept; a
 leaf that fits for free without rematerialisation is done. Of the plans within TOLERANCE of the best, and no slower than
@@ -69,6 +70,17 @@ class _Pace:
     """A configuration whose ZeRO is still open."""
 
     root: Configuration
+
+
+class _Open(NamedTuple):
+    """What is still to be tried, the least first. turn: see ``Outer._turn``. hope: seconds of a step that it is likely
+    to take at least. lower: the same, for certain."""
+
+    turn: int
+    hope: float
+    order: int
+    lower: float
+    item: Configuration | _Pace
 
 
 class Progress(NamedTuple):
@@ -146,45 +158,54 @@ class Outer:
         too_large = not self.offload and self.solver.least_state_bytes > self.solver.budget_bytes
         if self.best is None and self.closest and too_large:
             return None
-        heap: list[tuple[float, int, float, Configuration | _Pace]] = []
+        heap: list[_Open] = []
         for num_stages, mesh, num, lower in self._paces():
             hope = self.bounds.hope(num_stages, num)
-            for root in self.space.roots(num_stages, mesh, num, self.constraints):
-                heapq.heappush(heap, (hope, next(self._order), lower, _Pace(root)))
+            for pace in map(_Pace, self.space.roots(num_stages, mesh, num, self.constraints)):
+                heapq.heappush(heap, _Open(self._turn(pace), hope, next(self._order), lower, pace))
         # The bounds of the baselines are no better than those of the leaves that contain them.
         self.unproved = inf
         self._better_at = self.solver.work
 
         def next_leaves() -> Iterator[Job]:
-            for _, _, lower, item in heapq.nsmallest(3, heap):
+            for _, _, _, lower, item in heapq.nsmallest(3, heap):
                 variants = (item,) if isinstance(item, Configuration) else tuple(self.space.variants(item.root))
                 if variants and not self.good_enough(lower):
                     yield job(variants, Weights(sync=HIDDEN), self.record_s)
 
         with self.solver.ahead.expecting(next_leaves):
-            while heap:
-                if self.good_enough(heap[0][0]) or self._settled():
-                    break
-                hope, _, lower, item = heapq.heappop(heap)
-                outlook = self.outlook(item if isinstance(item, Configuration) else item.root)
-                if self.good_enough(lower):
+            while heap and not self._settled():
+                turn, hope, _, lower, item = heapq.heappop(heap)
+                outlook = max(hope, self.outlook(item if isinstance(item, Configuration) else item.root))
+                if self.good_enough(max(hope, lower)):
                     self.num_skipped += 1
                     self.unproved = min(self.unproved, lower)
-                elif heap and outlook > max(hope, heap[0][0]):
-                    heapq.heappush(heap, (outlook, next(self._order), lower, item))
+                elif heap and outlook > hope and (turn, outlook) > heap[0][:2]:
+                    heapq.heappush(heap, _Open(turn, outlook, next(self._order), lower, item))
                 elif isinstance(item, Configuration):
                     self._left = len(heap)
                     self.expand(item)
-                    self.bound = max(self.bound, min(self.unproved, min((one[2] for one in heap), default=inf)))
+                    self.bound = max(self.bound, min(self.unproved, min((one.lower for one in heap), default=inf)))
                     self._say()
                 else:
                     for leaf, least in self._leaves(item.root, lower):
-                        heapq.heappush(heap, (hope, next(self._order), least, leaf))
+                        heapq.heappush(heap, _Open(self._turn(leaf), hope, next(self._order), least, leaf))
         self.num_skipped += len(heap)
         if self.best is not None:
-            left = min((lower for _, _, lower, _ in heap), default=inf)
+            left = min((one.lower for one in heap), default=inf)
             self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
+
+    def _turn(self, item: Configuration | _Pace) -> int:
+        """How soon it is tried: first what differs from the best plan so far in nothing but what its axes are for, then
+        in their sizes, then in the level of ZeRO, and what has another pipeline last."""
+        if self.best is None:
+            return 0
+        best, own = self.best.configuration, item if isinstance(item, Configuration) else item.root
+        if (own.num_stages, own.num_microbatches) != (best.num_stages, best.num_microbatches):
+            return 4
+        other_level = isinstance(item, Configuration) and own.zero != best.zero
+        return 2 * other_level + (sorted(own.mesh.sizes) != sorted(best.mesh.sizes))
 
     def _leaves(self, root: Configuration, lower: float) -> Iterator[tuple[Configuration, float]]:
         """The leaves of a pace, if they are worth while, and a lower bound on their seconds."""

@@ -29,7 +29,7 @@ GLANCE_SHARE = 0.5
 SEED_SHARE = 0.7
 
 # Part of a rank's memory that the state of the model may take where a lower level of ZeRO is preferred.
-STATE_SHARE = 0.5
+STATE_SHARE = 0.7
 
 # Baselines that are tried in earnest: the best that fit as they are, whose neighbours are tried too, and some others.
 BEST = 4

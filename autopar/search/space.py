@@ -22,12 +22,19 @@ class Space:
     offload: bool = False
 
     def nodes(self) -> Iterator[tuple[int, Mesh]]:
-        """Pipeline degrees and stage meshes."""
+        """Pipeline degrees and stage meshes. Inside a node, free axes in another order are the same mesh."""
         num_gpus, num_blocks = self.solver.cluster.num_gpus, self.solver.load.num_blocks
         for num_stages in divisors(num_gpus) if self.constraints.pp is None else (self.constraints.pp,):
             if num_stages <= num_blocks and num_gpus % num_stages == 0:
                 for mesh in self.constraints.meshes(num_gpus // num_stages):
-                    yield num_stages, mesh
+                    if not self._again(mesh):
+                        yield num_stages, mesh
+
+    def _again(self, mesh: Mesh) -> bool:
+        """Whether a mesh inside a node has free axes in another order than the one that is tried."""
+        free = [axis.size for axis in mesh.axes if not role_of_axis(axis.name)]
+        inside = self.solver.cluster.gpus_per_node % mesh.size == 0
+        return self.constraints.axes is None and inside and free != sorted(free)
 
     def microbatches(self, mesh: Mesh, constraints: Constraints) -> tuple[int, ...]:
         """Numbers of microbatches to consider, ascending."""

@@ -51,7 +51,6 @@ def load(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )  # fmt: skip
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_deepspeed_reads_it(

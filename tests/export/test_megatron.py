@@ -153,7 +153,7 @@ DEGREES = st.sampled_from((1, 2, 4, 8))
     kind=st.sampled_from(("ring", "gathered", "heads")), experts=st.booleans(), hybrid=st.booleans(),
     precision=st.sampled_from(("fp32", "bf16", "fp16")), cuts=st.data(),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_flags_multiply_to_the_ranks(
     stub: Path, pp: int, dp: int, cp: int, ep: int, tp: int, virtual: int, rounds: int, microbatch: int, zero: int,
     kind: str, experts: bool, hybrid: bool, precision: str, cuts: st.DataObject,

@@ -305,7 +305,7 @@ def programs(draw: st.DrawFn) -> tuple[list[tuple[list[str], int]], int]:
 
 
 @given(programs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_random_stacks_are_folded_at_least_as_far_as_they_were_written(
     program: tuple[list[tuple[list[str], int]], int],
 ) -> None:

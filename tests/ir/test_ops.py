@@ -18,7 +18,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
     return ((q @ k.transpose(-2, -1)) * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 20),
     window=st.integers(1, 24),
@@ -92,7 +92,7 @@ def test_cross_entropy_widens() -> None:
     assert torch.equal(ops.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     tokens=st.integers(1, 6),
     experts=st.integers(1, 4),
@@ -133,7 +133,7 @@ def test_moe_equals_every_expert_on_every_token(
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 999), factor=st.sampled_from([0.1, 0.5, 1.0, 1.3, 4.0]))
 def test_a_full_expert_passes_later_tokens_by(seed: int, factor: float) -> None:
     torch.manual_seed(seed)

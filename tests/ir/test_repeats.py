@@ -78,7 +78,7 @@ def wirings(draw: st.DrawFn) -> Wiring:
 
 
 @given(wirings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_finds_the_repeat_that_saves_most_and_only_true_ones(w: Wiring) -> None:
     found = find_repeats(w)
     for repeat in found:

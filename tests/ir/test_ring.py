@@ -160,7 +160,6 @@ def _check(batch: list[Case]) -> list[str]:
 # No shrinking: each example starts processes.
 @settings(
     max_examples=3,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -72,7 +72,7 @@ def problems(draw: st.DrawFn):
     return blocks, live, weights, draw(st.integers(0, 60)), levels
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems())
 def test_cuts_equal_brute_force(problem) -> None:
     blocks, live, weights, budget, levels = problem

@@ -42,7 +42,7 @@ def instances(draw: st.DrawFn) -> Instance:
     return Instance(costs=costs, flows=tuple(flows))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances())
 def test_solver_equals_brute_force(instance: Instance) -> None:
     solution = solve(instance)
@@ -50,7 +50,7 @@ def test_solver_equals_brute_force(instance: Instance) -> None:
     assert value(instance, solution.selection) == solution.objective
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances())
 def test_elimination_and_the_linear_program_equal_brute_force(instance: Instance) -> None:
     best = brute_force(instance)[0]
@@ -78,7 +78,7 @@ def test_elimination_leaves_large_tables_to_the_linear_program(monkeypatch: pyte
     assert solve(instance).objective == pytest.approx(brute_force(instance)[0])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances())
 def test_reduction_keeps_the_optimum(instance: Instance) -> None:
     reduced, kept = reduce(instance)
@@ -87,7 +87,7 @@ def test_reduction_keeps_the_optimum(instance: Instance) -> None:
     assert value(instance, [int(k[o]) for k, o in zip(kept, selection, strict=True)]) == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(instances(), st.randoms(use_true_random=False))
 def test_absorbing_keeps_every_value(instance: Instance, random) -> None:
     selection = [random.randrange(n) for n in instance.num_options]

@@ -37,14 +37,14 @@ def a_chain(rng: np.random.Generator, num_units: int, count: int) -> Instance:
     return Instance(costs=tuple(rng.random(count) for _ in range(num_units)), flows=tuple(flows))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances())
 def test_a_best_selection_is_left(instance: Instance) -> None:
     kept = prune(instance)
     assert brute_force(restrict(instance, kept))[0] == pytest.approx(brute_force(instance)[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(instances(), st.integers(0, 3))
 def test_floors_are_lower_bounds(instance: Instance, num_sweeps: int) -> None:
     passing = _Messages(instance)
@@ -95,7 +95,7 @@ def test_on_a_chain_one_pass_proves_the_best(monkeypatch: pytest.MonkeyPatch) ->
     assert value(instance, [int(keep[0]) for keep in kept]) == pytest.approx(value(instance, best))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(instances(), st.integers(1, 3))
 def test_without_a_proof_all_best_selections_are_left(instance: Instance, max_passes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

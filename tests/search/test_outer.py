@@ -81,7 +81,7 @@ def brute_force(outer: Outer) -> float | None:
 WIDTHS = st.sampled_from((64, 1024, 8192))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(
     widths=st.tuples(WIDTHS, WIDTHS, WIDTHS),
     batch=st.sampled_from((2, 4)),

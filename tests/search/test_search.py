@@ -94,7 +94,7 @@ def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.Fixtur
     pricing = pricing_of(load, mesh, 2)
     built = build([pricing], Rules(choices=Choices(load), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.randoms(use_true_random=False))
     def check(random) -> None:
         selection = tuple(random.randrange(n) for n in built.instance.num_options)

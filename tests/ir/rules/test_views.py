@@ -36,7 +36,7 @@ def shapes_of_one_tensor(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(shapes_of_one_tensor())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reshape_of_shards(shapes: tuple[list[int], list[int]]) -> None:
     before, after = shapes
     graph = fx.Graph()

@@ -51,7 +51,7 @@ def node_of(make: Callable[[int, int], Tensor], batch: int, length: int) -> fx.N
 NODES = {make: node_of(make, B, S) for make in (packed, table, varying, moved)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(make=st.sampled_from(list(NODES)), data=st.data())
 def test_any_box_equals_that_part_of_the_whole(make: Callable[[int, int], Tensor], data: st.DataObject) -> None:
     whole, node = make(B, S), NODES[make]
