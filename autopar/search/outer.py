@@ -16,12 +16,12 @@ schedule takes less than its busiest rank, which has M (sum t_i) / P to do at le
 through all stages and back, and M sum t_i is at least T. ``floor`` divides every op perfectly; ``again`` is what has to
 run again in backward for the memory there is. The last line is Lagrangian duality (``Outer.dearer``).
 
-``seeds`` gives a first plan. What is like it comes first (``Outer._turn``), then paces in the order of what their leaves
-are likely to take (``Outer.outlook``).
-It stops when the best plan is as good as every bound left, when none left is likely to be better, or when it has worked
-for long and found nothing better; ``bound`` is what is proved in any case. At each leaf the price of memory is swept; a
-leaf that fits for free without rematerialisation is done. Of the plans within TOLERANCE of the best, and no slower than
-any baseline, the one is taken that is fastest with compute and communication on streams of their own (``overlap``).
+``seeds`` gives a first plan. What is like it comes first (``Outer._turn``), then paces in the order of what their
+leaves are likely to take (``Outer.outlook``). It stops when the best plan is as good as every bound left, when none
+left is likely to be better, or when it has worked for long and found nothing better; ``bound`` is what is proved in any
+case. At each leaf the price of memory is swept; a leaf that fits for free without rematerialisation is done. Of the
+plans within TOLERANCE of the best, and no slower than any baseline, the one is taken that is fastest with compute and
+communication on streams of their own (``overlap``).
 """
 
 from __future__ import annotations
