@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
-from contextlib import suppress
+
+from autopar.process_end import end_process
 
 
 def main() -> None:
@@ -19,18 +18,12 @@ def main() -> None:
 
 
 def command() -> None:
-    """The same as a process of its own. One that only planned ends at once: taking a model, its graph and torch apart
-    object by object takes a second and frees nothing that the end of the process does not."""
+    """The same as a process of its own, which ends at once if it only planned."""
     try:
         main()
     except SystemExit as stop:
         if gc.isenabled() or not isinstance(stop.code, int | None):
             raise
-        code = stop.code or 0
-    else:
-        code = 0
-    with suppress(BrokenPipeError):  # whoever read the output has had enough of it
-        sys.stdout.flush()
-        sys.stderr.flush()
+        end_process(stop.code or 0)
     if not gc.isenabled():
-        os._exit(code)
+        end_process(0)

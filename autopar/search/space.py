@@ -27,10 +27,10 @@ class Space:
         for num_stages in divisors(num_gpus) if self.constraints.pp is None else (self.constraints.pp,):
             if num_stages <= num_blocks and num_gpus % num_stages == 0:
                 for mesh in self.constraints.meshes(num_gpus // num_stages):
-                    if not self._again(mesh):
+                    if not self._permuted(mesh):
                         yield num_stages, mesh
 
-    def _again(self, mesh: Mesh) -> bool:
+    def _permuted(self, mesh: Mesh) -> bool:
         """Whether a mesh inside a node has free axes in another order than the one that is tried."""
         free = [axis.size for axis in mesh.axes if not role_of_axis(axis.name)]
         inside = self.solver.cluster.gpus_per_node % mesh.size == 0
