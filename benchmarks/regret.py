@@ -41,6 +41,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from two_hosts import NETWORKS, RANKS, awake, hosts, on_own_share, run_ranks, shares, stolen, ticks
 
+from autopar.process_end import end_process
+
 BATCH, SEQ, VOCAB = 16, 128, 2048
 # Plans that take so many times the best of the rounds run in more of them.
 NEAR = 1.12
@@ -134,13 +136,14 @@ def worker(path: Path) -> None:
         path.with_suffix(".done.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    end_process(0)
 
 
 def profiled(rank: int) -> dict[str, Any]:
     from autopar.profiling.profile import profile
 
     with on_own_share(rank):
-        return profile(lambda doing: None, seconds=0.1).description
+        return profile(lambda doing: None).description
 
 
 def routed(job: dict[str, Any]) -> dict[str, list[int]]:

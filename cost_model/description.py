@@ -123,8 +123,8 @@ class ClusterDescription(_Model):
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
     large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
-    element. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
-    root of the time. host_gb_s: achieved between host and device.
+    element. optimizer_gb_s: achieved by a fused AdamW. jitter_us: by which the slowest of the ranks is late after a
+    millisecond of equal work; it grows with the root of the time. host_gb_s: achieved between host and device.
     """
 
     gpu: str | None = None
@@ -140,6 +140,7 @@ class ClusterDescription(_Model):
     memory_bandwidth_gb_s: PositiveFloat | None = None
     launch_us: Annotated[float, Field(ge=0)] | None = None
     transcendental_ns: Annotated[float, Field(ge=0)] | None = None
+    optimizer_gb_s: PositiveFloat | None = None
     jitter_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
     intra_node: LinkDescription = LinkDescription()
@@ -185,6 +186,8 @@ class ClusterDescription(_Model):
             device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
         if self.transcendental_ns is not None:
             device = replace(device, transcendental_s=self.transcendental_ns * 1e-9)
+        if self.optimizer_gb_s is not None:
+            device = replace(device, optimizer_bandwidth=self.optimizer_gb_s * GB)
         if self.jitter_us is not None:
             device = replace(device, jitter_s=self.jitter_us * 1e-6)
         if self.host_gb_s is not None:

@@ -76,6 +76,7 @@ class Device:
     reduce-scatters of a model are all-to-alls, as in ``ir.communicate``.
     transcendental_s: of a GELU by tanh for each element, on average of forward and backward; other functions take a
     share of it. 0 where they take no longer than reading and writing it.
+    optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
     adds up at random, so after t milliseconds it is sqrt(t) times as much (``waiting_s``).
     """
@@ -91,6 +92,7 @@ class Device:
     host: Host
     is_cpu: bool = False
     transcendental_s: float = 0.0
+    optimizer_bandwidth: float | None = None
     jitter_s: float = 0.0
 
     def waiting_s(self, work_s: float, num_meetings: float) -> float:
@@ -120,6 +122,10 @@ class Device:
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds to move ``num_bytes`` to or from device memory."""
         return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        """Seconds in which a fused optimiser step reads and writes ``num_bytes`` of device memory."""
+        return num_bytes / (self.optimizer_bandwidth or self.memory_bandwidth * self.memory_efficiency)
 
     @property
     def usable_bytes(self) -> int:

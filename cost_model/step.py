@@ -38,8 +38,8 @@ OVERLAP_SLOWDOWN = 0.126
 # 20 were measured on stacks of 4 to 32 small layers. A GPU has its kernels queued meanwhile.
 _BRANCH_LAUNCHES = 15
 
-# Fused AdamW reads parameter, gradient and two moments, writes parameter and moments, all float32.
-_ADAMW_BYTES = 28
+# An element of fused AdamW: parameter, gradient and two moments are read, all but the gradient written, in float32.
+ADAMW_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ def exposed_time(communication_s: float, compute_s: float, overlap: float = OVER
 def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> float:
     """Seconds of a fused AdamW step over ``numel`` float32 elements: bound by memory, of the host if offloaded."""
     if offload:
-        return device.host.memory_seconds(_ADAMW_BYTES * numel)
-    return device.kernel_launch_s + device.memory_seconds(_ADAMW_BYTES * numel)
+        return device.host.memory_seconds(ADAMW_BYTES * numel)
+    return device.kernel_launch_s + device.optimizer_seconds(ADAMW_BYTES * numel)
 
 
 def rematerialised_s(remat: str, forward_s: float, contraction_s: float, again_s: float = 0.0) -> float:

@@ -33,10 +33,13 @@ class Clock:
 
         What a machine does besides changes within seconds, so what is to be compared is measured side by side.
         """
+        return tuple(map(median, zip(*self.rounds(*runs, number=rounds), strict=True)))
+
+    def rounds(self, *runs: Callable[[], object], number: int) -> list[tuple[float, ...]]:
+        """The same of each round."""
         for run in runs:
             self._repeat(run, 1)  # which allocates
-        times = [[self._repeat(run, 1) for run in runs] for _ in range(rounds)]
-        return tuple(map(median, zip(*times, strict=True)))
+        return [tuple(self._repeat(run, 1) for run in runs) for _ in range(number)]
 
     def _repeat(self, run: Callable[[], object], repeats: int) -> float:
         dist.barrier()

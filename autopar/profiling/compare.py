@@ -52,6 +52,8 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
         add(f"attention, {run.precision}", "FLOPs", run.flops, run.seconds, predicted)
     for traffic in samples.traffic:
         add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))
+    for step in samples.optimizer:
+        add("optimiser", "bytes", step.num_bytes, step.seconds, device.optimizer_seconds(step.num_bytes))
     for one in samples.communicated:
         name = f"{one.kind}, {one.group}" + (", others idle" if one.alone else "")
         add(name, "bytes", one.payload_bytes, one.seconds, _communicated_s(one, cluster))

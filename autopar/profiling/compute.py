@@ -1,4 +1,4 @@
-"""Matrix products of forward and backward by shape, attention, memory traffic, a GELU and the floor of a kernel."""
+"""Matrix products by shape, attention, memory traffic, an optimiser step, a GELU and the floor of a kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar.cost_model.step import ADAMW_BYTES
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import AttentionRun, Product, Samples, Traffic
 
@@ -36,6 +37,9 @@ _CPU_PRODUCTS = (
 
 # Operands of a product that are used in turn.
 _CACHE_BYTES, _MOST_COPIES = 64 << 20, 16
+
+# That an optimiser has.
+_PARAMETERS = 16
 
 
 def measure_compute(
@@ -65,6 +69,7 @@ def measure_compute(
         seconds = clock.time(partial(torch.add, x, 1.0, out=out))
         samples.traffic.append(Traffic(2 * x.nbytes, seconds))
         samples.traffic.append(_normalised(clock, x.view(-1, 256)))
+    samples.optimizer.append(_optimised(clock))
     samples.launch_s = _floor(clock)
     samples.transcendental_s = _transcendental(clock)
 
@@ -112,6 +117,16 @@ def _normalised(clock: Clock, x: Tensor) -> Traffic:
         torch.autograd.grad(out, (x, weight, bias), grad)
 
     return Traffic(5 * x.nbytes, clock.time(run))
+
+
+def _optimised(clock: Clock) -> Traffic:
+    """A fused AdamW step over several tensors, as of a model."""
+    numel = 1 << (24 if clock.device.type == "cuda" else 18)
+    parameters = [torch.ones(numel, device=clock.device, requires_grad=True) for _ in range(_PARAMETERS)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    return Traffic(ADAMW_BYTES * numel * _PARAMETERS, clock.time(optimizer.step))
 
 
 def _transcendental(clock: Clock) -> float:

@@ -68,6 +68,8 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
     # Forward and backward of float32 read and write ten bytes an element on average.
     if samples.transcendental_s > 2 * 10 / traffic:
         found["transcendental_ns"] = _rounded(samples.transcendental_s * 1e9)
+    if samples.optimizer:
+        found["optimizer_gb_s"] = _rounded(median(run.num_bytes / run.seconds for run in samples.optimizer) / GB)
     if samples.waited:
         found["jitter_us"] = _rounded(median(map(jitter_of, samples.waited)) * 1e6)
     for name, outside in (("intra_node", False), ("inter_node", True)):

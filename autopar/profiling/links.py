@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import cast
 
 import torch
@@ -35,8 +36,8 @@ _BESIDE = 0.6
 # by 0.9 ms after 1 ms, 1.4 after 6, 4.2 after 14, 4.5 after 29 and 5.2 after 57.
 _BETWEEN_S, _WAITS = 16e-3, 6
 
-# Of what is compared: each has so many turns.
-_ROUNDS = 5
+# Of what is compared: each has so many turns. Waits are a small difference of large times.
+_ROUNDS, _WAIT_ROUNDS = 5, 10
 
 
 def measure_links(samples: Samples, clock: Clock, cluster: Cluster, progress: Callable[[str], object]) -> None:
@@ -116,11 +117,15 @@ def _between_compute(clock: Clock, found: Group, group: dist.ProcessGroup, progr
             for part in parts:
                 part()
 
-    times = clock.in_turn(
-        *(partial(turns, *parts) for parts in ((summed,), (compute,), (compute, summed))), rounds=_ROUNDS
+    runs = (partial(turns, *parts) for parts in ((summed,), (compute,), (compute, summed)))
+    rounds = [[seconds / _WAITS for seconds in times] for times in clock.rounds(*runs, number=_WAIT_ROUNDS)]
+    # What is added is a difference of times that drift: the median of those of a round each.
+    return Waited(
+        found,
+        compute_s=median(computing for _, computing, _ in rounds),
+        added_s=median(both - computing for _, computing, both in rounds),
+        alone_s=median(alone for alone, _, _ in rounds),
     )
-    alone, computing, both = (seconds / _WAITS for seconds in times)
-    return Waited(found, computing, both - computing, alone)
 
 
 def axes_of(cluster: Cluster) -> Iterator[tuple[Mesh, int]]:

@@ -53,7 +53,7 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """An addition or a layer norm of large tensors: bytes read and written."""
+    """An addition, a layer norm or an optimiser step of large tensors: bytes read and written."""
 
     num_bytes: int
     seconds: float
@@ -100,6 +100,7 @@ class Samples:
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionRun] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)
+    optimizer: list[Traffic] = field(default_factory=list)
     communicated: list[Communicated] = field(default_factory=list)
     overlapped: list[Overlapped] = field(default_factory=list)
     waited: list[Waited] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Samples:
             products=_medians(one.products for one in passes),
             attention=_medians(one.attention for one in passes),
             traffic=_medians(one.traffic for one in passes),
+            optimizer=_medians(one.optimizer for one in passes),
             communicated=_medians(one.communicated for one in passes),
             overlapped=[one for samples in passes for one in samples.overlapped],
             waited=[one for samples in passes for one in samples.waited],

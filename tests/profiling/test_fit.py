@@ -45,6 +45,7 @@ def true_cluster() -> Cluster:
     rate = replace(base.device.matmul_rate("bf16"), efficiency=0.6, attention_efficiency=0.3)
     tiling = replace(base.device.tiling, half_depth=64.0)
     device = replace(base.device, matmul=(rate,), tiling=tiling, memory_bandwidth=1.5e12, memory_efficiency=1.0)
+    device = replace(device, optimizer_bandwidth=1.8e12)
     relative = tuple(RELATIVE.items())
     links = [
         replace(link, bandwidth=b, efficiency=1.0, base_latency_s=2e-5, hop_latency_s=4e-6, relative_time=relative)
@@ -63,6 +64,7 @@ def samples_of(cluster: Cluster) -> Samples:
         found.products.append(Product("bf16", *shape, flops / reached + device.kernel_launch_s))
     found.attention.append(AttentionRun("bf16", 1e12, 1e12 / (rate.peak_flops * rate.attention_efficiency)))
     found.traffic.append(Traffic(10**9, device.memory_seconds(1e9)))
+    found.optimizer.append(Traffic(10**9, device.optimizer_seconds(1e9)))
     for mesh, axis in axes_of(cluster):
         group = cluster.group(mesh, axis)
         link = cluster.inter_node if group.spans_nodes else cluster.intra_node
@@ -87,6 +89,7 @@ def test_what_made_the_times_is_found() -> None:
     assert rate.attention_efficiency == pytest.approx(0.3, rel=1e-3)
     assert fitted.device.tiling.half_depth == 64.0
     assert fitted.device.memory_seconds(1.5e12) == pytest.approx(1.0, rel=1e-3)
+    assert fitted.device.optimizer_seconds(1.8e12) == pytest.approx(1.0, rel=1e-3)
     assert fitted.device.kernel_launch_s == pytest.approx(5e-6, rel=1e-3)
     for name in ("intra_node", "inter_node"):
         found, true = getattr(fitted, name), getattr(truth, name)

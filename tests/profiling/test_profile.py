@@ -50,6 +50,7 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     assert all(fit["runs"] and fit["median_error"] <= abs(fit["largest_error"]) for fit in said["fits"])
     cluster = Cluster.from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
+    assert described["optimizer_gb_s"] * 1e9 == cluster.device.optimizer_bandwidth
     assert set(dict(cluster.intra_node.relative_time)) == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter",
     }  # fmt: skip
