@@ -228,8 +228,8 @@ class Pricing:
             share = fabric.overlap(axes, zero)
             beside, waited = beside + share * found, waited + (1.0 - share) * found
 
-        for (zero, reshard, axes), numel in sharded.items():
-            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
+        for (zero, reshard, axes), (numel, count) in sharded.items():
+            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, num_tensors=count, reshard=reshard)
             if self.offload:
                 found += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
             add(found, axes, zero)
@@ -264,7 +264,7 @@ class Pricing:
         gradients as computed, and the buffer that those leave from."""
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
-        for (zero, reshard, _), numel in by_level(prices).items():
+        for (zero, reshard, _), (numel, _) in by_level(prices).items():
             leaving = scattered_bytes(numel, zero=zero, num_microbatches=self.num_microbatches)
             gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
             scattered += leaving
@@ -291,11 +291,12 @@ class Pricing:
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
-def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], float]:
-    """Elements that ZeRO shards, by level, whether they are given back after forward, and the axes."""
-    found: dict[tuple[int, bool, tuple[int, ...]], float] = {}
+def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int]]:
+    """Elements and tensors that ZeRO shards, by level, whether they are given back after forward, and the axes."""
+    found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int]] = {}
     for price in prices:
         if price.zero_axes:
             key = (price.zero, price.reshard, price.zero_axes)
-            found[key] = found.get(key, 0.0) + price.numel
+            numel, count = found.get(key, (0.0, 0))
+            found[key] = numel + price.numel, count + 1
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_model.catalogue import make_cluster
@@ -35,6 +37,20 @@ def test_a_ring_hides_behind_its_compute() -> None:
     assert hidden.forward_s > 0 and hidden.backward_s > grads, "merging, and the way home"
     half = _exposed(("s&t",), mesh, OpTime(8 * send / 2, 0.0))
     assert half.forward_s - hidden.forward_s == pytest.approx(7 * send / 2)
+
+
+def test_on_a_core_every_hop_and_block_is_issued_by_the_rank_that_computes() -> None:
+    def with_launches_of(seconds: float) -> OpTime:
+        base = make_cluster("cpu", 8, 8)
+        cluster = replace(base, device=replace(base.device, kernel_launch_s=seconds))
+        node = call(ops.attention, *((1, 8, 1024, 64) for _ in range(3)), kind="full", scale=1.0)
+        fabric = Fabric(cluster, Mesh.of(cp=4, dp=2))
+        return lowering_time(node, rule_for(node), ("s&t", None), fabric, precision="fp32", compute=OpTime())
+
+    slow, fast = with_launches_of(1.0), with_launches_of(0.0)
+    merges = 4 * 6
+    assert slow.forward_s - fast.forward_s == pytest.approx(merges + 40 + 3 * 47 + 4 * 19)
+    assert slow.backward_s - fast.backward_s == pytest.approx(merges + 75 + 3 * 77 + 4 * 16)
 
 
 def test_links_and_windows() -> None:
