@@ -41,7 +41,6 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         memory_efficiency=memory.memory_efficiency,
         kernel_launch_s=max(device.kernel_launch_s for device in devices),
         transcendental_s=max(device.transcendental_s for device in devices),
-        optimizer_bandwidth=1 / max(device.optimizer_seconds(1.0) for device in devices),
         jitter_s=max(device.jitter_s for device in devices),
         host=host.host,
         is_cpu=any(device.is_cpu for device in devices),
