@@ -40,7 +40,8 @@ _BRANCH_LAUNCHES = 15
 
 # What FSDP's Python takes on a CPU, in launches of a kernel, for a block and for each of its tensors: around each of
 # its passes, to gather it and to scatter its gradients. Measured over a fake process group, on blocks of 2 to 16 small
-# tensors: 24 to 40 and 17 to 32 around, 44 to 80 to gather, 30 to 100 to scatter.
+# tensors: 24 to 40 and 17 to 32 around, 44 to 80 to gather, 30 to 100 to scatter. A GPU has its kernels queued
+# meanwhile.
 _PASS_LAUNCHES, _GATHER_LAUNCHES, _SCATTER_LAUNCHES = (20.0, 1.0), (42.0, 2.5), (27.0, 4.0)
 
 # An element of fused AdamW: parameter, gradient and two moments are read, all but the gradient written, in float32.
@@ -84,14 +85,12 @@ def sync_time(
     zero: int = 0,
     precision: str = "fp32",
     num_collectives: int = 1,
-    num_tensors: int = 0,
     reshard: bool = True,
 ) -> SyncTime:
     """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
 
-    num_collectives: buckets or blocks the elements come in, each with its latency; num_tensors: parameters in each.
-    Ranks do not wait for each other at a bucket that is summed beside compute, only at the step's end, which every plan
-    has.
+    num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
+    at a bucket that is summed beside compute, only at the step's end, which every plan has.
     """
     if not isinstance(axes, int) and not axes:
         return SyncTime()
@@ -100,27 +99,30 @@ def sync_time(
     if zero == 0:
         once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
         return SyncTime(step_s=count * once)
-    around, gathering, scattering = _host_s(num_tensors, fabric.cluster.device)
-    scatter = count * (fabric.time(Collective.REDUCE_SCATTER, gradient, axes, "zero_scatter") + scattering)
-    gather = count * (fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather") + gathering)
-    hooks = SyncTime(forward_s=count * around, backward_s=count * around)
+    scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes, "zero_scatter")
+    gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")
+    return _when(zero, gather, scatter, reshard=reshard)
+
+
+def _when(zero: int, gather_s: float, scatter_s: float, *, reshard: bool) -> SyncTime:
+    """When parameters are gathered and gradients scattered."""
     if zero == 1:
-        return hooks + SyncTime(step_s=scatter + gather, first_s=gather)
+        return SyncTime(step_s=scatter_s + gather_s, first_s=gather_s)
     if zero == 2:
-        return hooks + SyncTime(backward_s=scatter, step_s=gather, first_s=gather)
-    again = gather if reshard else 0.0
-    return hooks + SyncTime(forward_s=gather, backward_s=again + scatter, regather_s=again)
+        return SyncTime(backward_s=scatter_s, step_s=gather_s, first_s=gather_s)
+    again = gather_s if reshard else 0.0
+    return SyncTime(forward_s=gather_s, backward_s=again + scatter_s, regather_s=again)
 
 
-def _host_s(num_tensors: int, device: Device) -> tuple[float, float, float]:
-    """Seconds of FSDP's Python for a block: around a pass, to gather, to scatter."""
-    if not num_tensors or not device.is_cpu:  # a GPU has its kernels queued meanwhile
-        return 0.0, 0.0, 0.0
+def hooks_time(num_tensors: int, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
+    """What FSDP's Python adds for a block of ``num_tensors`` on a CPU, where nothing hides it."""
+    if not device.is_cpu:
+        return SyncTime()
     around, gather, scatter = (
         device.kernel_launch_s * (block + num_tensors * tensor)
         for block, tensor in (_PASS_LAUNCHES, _GATHER_LAUNCHES, _SCATTER_LAUNCHES)
     )
-    return around, gather, scatter
+    return SyncTime(forward_s=around, backward_s=around) + _when(zero, gather, scatter, reshard=reshard)
 
 
 def branch_s(device: Device) -> float:
@@ -162,12 +164,7 @@ def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_micr
 def offload_time(shard_numel: float, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
     """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters."""
     copy = device.host.copy_seconds(_MASTER * shard_numel)
-    if zero == 1:
-        return SyncTime(step_s=2 * copy, first_s=copy)
-    if zero == 2:
-        return SyncTime(backward_s=copy, step_s=copy, first_s=copy)
-    again = copy if reshard else 0.0
-    return SyncTime(forward_s=copy, backward_s=again + copy, regather_s=again)
+    return _when(zero, copy, copy, reshard=reshard)
 
 
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:

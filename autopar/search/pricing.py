@@ -14,7 +14,15 @@ from torch import fx
 from autopar.cost_model.hardware import ITEMSIZE
 from autopar.cost_model.memory import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.cost_model.seconds import NOTHING, ZERO, OpTime
-from autopar.cost_model.step import SyncTime, buffer_copies, master_work, offload_time, optimizer_time, sync_time
+from autopar.cost_model.step import (
+    SyncTime,
+    buffer_copies,
+    hooks_time,
+    master_work,
+    offload_time,
+    optimizer_time,
+    sync_time,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameters import ALONE_BYTES
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
@@ -229,10 +237,11 @@ class Pricing:
             beside, waited = beside + share * found, waited + (1.0 - share) * found
 
         for (zero, reshard, axes), (numel, count) in sharded.items():
-            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, num_tensors=count, reshard=reshard)
+            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
             if self.offload:
                 found += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
             add(found, axes, zero)
+            waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
         for axes, numel in summed.items():
             add(sync_time(fabric, numel, axes, precision=precision), axes, 0)
         return beside, waited

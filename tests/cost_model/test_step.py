@@ -12,6 +12,7 @@ from autopar.cost_model.step import (
     SyncTime,
     buffer_copies,
     exposed_time,
+    hooks_time,
     master_work,
     offload_time,
     optimizer_time,
@@ -83,18 +84,13 @@ def test_many_collectives_pay_latency() -> None:
 
 
 def test_on_a_cpu_the_hooks_around_sharded_blocks_take_time_of_their_own() -> None:
-    def added(fabric: Fabric, zero: int) -> SyncTime:
-        bare, hooked = (sync_time(fabric, N, 0, zero=zero, num_tensors=count) for count in (0, 8))
-        return hooked + -1.0 * bare
-
-    cores = Fabric(make_cluster("cpu", 8, 8), Mesh.of(dp=8))
-    launch = cores.cluster.device.kernel_launch_s
-    assert added(cores, 0) == SyncTime()
-    plain, scattering, whole = (added(cores, zero) for zero in (1, 2, 3))
+    core = make_cluster("cpu", 8, 8).device
+    launch = core.kernel_launch_s
+    plain, scattering, whole = (hooks_time(8, core, zero=zero) for zero in (1, 2, 3))
     assert plain.forward_s == pytest.approx(28 * launch) == plain.backward_s
     assert scattering.step_s == pytest.approx(62 * launch)
     assert whole.total_s(2) > scattering.total_s(2) > plain.total_s(2) > 0
-    assert added(FABRIC, 3) == SyncTime()
+    assert hooks_time(8, FABRIC.cluster.device, zero=3) == SyncTime()
 
 
 def test_sync_adds_and_scales() -> None:
