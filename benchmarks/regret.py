@@ -2,16 +2,15 @@
 
     sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--rounds 10] [--final 6]
 
-The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank may
-use an equal share of the cores and no more, as if it had a device of its own. For every network ``autopar profile``
+The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank has an
+equal share of a core at all times, as if it had a device of its own. For every network ``autopar profile``
 measures the hosts, and a step how many rows each expert gets; a plan is searched for each model on that cluster, and
 plans of every kind are estimated there.
 All of them then train in rounds, a timed step of each plan a round, since the speed of a shared machine drifts; those
 that may be the fastest in some more rounds.
 
-Where others share the machine it is not idle when this one is: a process of the lowest priority on each core keeps it
-from being lent to them whenever ranks wait, which delays what wakes next. What they take all the same is counted
-(steal), and a profile or a step from which they took more than a percent or two is measured again, a few times at most.
+What other machines take of the cores all the same is counted (steal), and a profile or a step from which they took
+more than a percent or two is measured again, a few times at most.
 
 Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
 median; those predicted; how much longer the searched plan takes than the fastest of all (regret); and the rank
@@ -39,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from two_hosts import NETWORKS, RANKS, awake, hosts, on_own_share, run_ranks, shares, stolen, ticks
+from two_hosts import NETWORKS, RANKS, hosts, on_own_share, run_ranks, shares, stolen, ticks
 
 from autopar.process_end import end_process
 
@@ -310,7 +309,6 @@ def main() -> int:
         with ExitStack() as stack:
             stack.enter_context(shares())
             stack.enter_context(hosts(NETWORKS[network]))
-            stack.enter_context(awake())
             job = folder / "job.json"
             job.write_text(json.dumps({"model": None}))
             description, lost = measured(job)

@@ -1,13 +1,14 @@
 """Two hosts of two ranks each on one machine, and how much of it others take.
 
-The hosts are network namespaces, joined by a virtual cable whose rate ``tc`` sets. A rank may use an equal share of the
-cores and no more, as if it had a device of its own. Needs root.
+The hosts are network namespaces, joined by a virtual cable whose rate ``tc`` sets. A rank has an equal share of a core,
+no less and no more, as if it had a device of its own. Needs root.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,26 @@ RANKS = HOSTS * PER_HOST
 # once after a pause: 16 kB are 1.3 ms at 100 Mbit/s.
 NETWORKS = {"fast": None, "1gbit": "rate 1gbit", "100mbit": "rate 100mbit"}
 CGROUP = Path("/sys/fs/cgroup/cpu/autopar-regret")
-PERIOD_US, MOST_SHARES = 5000, 1 << 18
-# Of the cores, for the ranks together: with less than all, none of them waits for another's time to end.
-USED = 0.8
+MOST_SHARES = 1 << 18
+# Runs when the rank of its group does not.
+STAND_IN = """
+import os, signal
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    pass
+"""
+# Wakes every so many seconds, whereupon the core is the other group's turn: by itself it goes from one to the other
+# at every tick of 4 ms, for which a message would have to wait.
+TURN_S = 350e-6
+TAKE_TURNS = """
+import os, sys, time
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+while True:
+    time.sleep(float(sys.argv[1]))
+"""
+# Of memory that is given back and asked for again every page has to be cleared: that took a fifth of a step of ZeRO-2.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
 def sh(*words: str, check: bool = True) -> None:
@@ -57,48 +75,57 @@ def hosts(network: str | None) -> Iterator[None]:
 
 @contextmanager
 def shares() -> Iterator[None]:
-    """A share of the cores for each rank, before any other process, if this machine has the controller for it."""
+    """A group for each rank, if this machine has the controller for it, that has its share of one core at all times.
+
+    A limit to what a rank may use would not do: it lets a rank run faster after every pause. So a stand-in runs
+    whenever the rank waits, and who shares the core with it never has more than their part.
+    """
     if not CGROUP.parent.is_dir():
         print(f"no {CGROUP.parent}: ranks share the cores as they come", file=sys.stderr)
         yield
         return
-    quota = int(PERIOD_US * USED * (os.cpu_count() or 1) / RANKS)
     groups = [CGROUP / str(rank) for rank in range(RANKS)]
     for group in groups:
         group.mkdir(parents=True, exist_ok=True)
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota))
     (CGROUP / "cpu.shares").write_text(str(MOST_SHARES))
+    started = []
     try:
+        for rank, group in enumerate(groups):
+            started.append(_on_core(_core(rank), sys.executable, "-c", STAND_IN))
+            (group / "cgroup.procs").write_text(str(started[-1].pid))
+        cores = range(os.cpu_count() or 1)
+        started += [_on_core(core, sys.executable, "-c", TAKE_TURNS, str(TURN_S)) for core in cores]
         yield
     finally:
+        for process in started:
+            process.kill()
+            process.wait()
         for group in (*groups, CGROUP):
             group.rmdir()
 
 
-@contextmanager
-def awake() -> Iterator[None]:
-    """A process on each core that runs when nothing else would."""
-    spin = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def _on_core(core: int, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["taskset", "-c", str(core), *command], env=env)
+
+
+def _core(rank: int) -> int:
+    return rank % (os.cpu_count() or 1)
 
 
 @contextmanager
 def on_own_share(rank: int) -> Iterator[None]:
-    """Within it this process has its rank's share of the cores; outside, what is free."""
+    """Within it this process has its rank's share of a core; outside, what is free."""
     if not CGROUP.parent.is_dir():
         yield
         return
-    (CGROUP / str(rank) / "cgroup.procs").write_text(str(os.getpid()))
+    own = CGROUP / str(rank) / "cgroup.procs"
+    stand_in = int(own.read_text())
+    own.write_text(str(os.getpid()))
+    os.kill(stand_in, signal.SIGCONT)
     try:
         yield
     finally:
+        os.kill(stand_in, signal.SIGSTOP)
         (CGROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -110,16 +137,17 @@ def run_ranks(script: str, job: Path) -> Any:
         env = os.environ | {
             "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % PER_HOST),
             "LOCAL_WORLD_SIZE": str(PER_HOST), "MASTER_ADDR": "10.88.0.1", "MASTER_PORT": "29555",
-            "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": f"apv{host}", "OMP_NUM_THREADS": "1", **ALLOCATOR,
         }  # fmt: skip
         # Not "ip netns exec", which mounts a /sys without the groups of ``shares``.
-        command = ["nsenter", f"--net=/run/netns/ap{host}", sys.executable, script, "--worker", str(job)]
-        processes.append(subprocess.Popen(command, env=env))
+        inside = ("nsenter", f"--net=/run/netns/ap{host}")
+        processes.append(_on_core(_core(rank), *inside, sys.executable, script, "--worker", str(job), env=env))
     try:
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
     return json.loads(job.with_suffix(".done.json").read_text())
