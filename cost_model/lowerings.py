@@ -9,7 +9,8 @@ own and no redistribution shows them.
                               experts forward, with a local reordering each; two all_to_alls backward
     moe, tokens               with a capacity, all_gather of the experts' counts forward
     moe, experts alone        none: each rank keeps the rows of its own
-    embedding, attention      none: the result is a partial sum; the shard needs its offset only
+    embedding                 none: the result is a partial sum; the shard needs its offset only
+    attention                 none; in folded order its blocks are merged (``ring.py``)
     bias, mean, random        none: a division, or a seed
     ring                      keys and values from rank to rank, as far as compute does not hide it (``ring.py``)
 """
@@ -24,10 +25,9 @@ from torch import fx
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.experts import Loads, share_of_busiest
 from autopar.cost_model.ops import compute_itemsize
-from autopar.cost_model.ring import ring_time
+from autopar.cost_model.ring import in_blocks, ring_time
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.graph import tensor_operands
-from autopar.ir.lowered import lowering_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
@@ -55,7 +55,7 @@ def lowering_time(
     precision: of compute. balanced: sequences are folded where that shares out the work of causal attention.
     compute: what collectives inside may hide behind. loads: rows that experts got, by layer; even ones if not known.
     """
-    if lowering_of(rule, assignment) == "ring":
+    if in_blocks(node, rule, assignment, fabric.mesh, balanced=balanced):
         return ring_time(
             node,
             rule,

@@ -22,6 +22,8 @@ from autopar.ir.ops import AttentionKind
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 
+_PLACES = 8
+
 
 class Span(NamedTuple):
     """Positions ``start`` to ``stop``, exclusive."""
@@ -241,6 +243,37 @@ def hops_needed(shape: RingShape) -> tuple[int, ...]:
                 return every[:number]
         taken[every[number - 1]] -= 1
     return ()
+
+
+class BlockWork(NamedTuple):
+    """What a rank computes over all steps of a ring: blocks, and what of its queries and of a piece of keys they cover.
+
+    rows and columns: 1.0 is all queries of the rank, or one piece of keys, once.
+    """
+
+    number: int
+    rows: float
+    columns: float
+
+
+@lru_cache(maxsize=1024)
+def block_work(shape: RingShape) -> BlockWork:
+    """Of the rank that has most blocks, of at most ``_PLACES`` that are looked at; the last one is."""
+    places = list(shape.places())
+    return max(_block_work(shape, place) for place in places[:: -(-len(places) // _PLACES)])
+
+
+def _block_work(shape: RingShape, place: tuple[int, ...]) -> BlockWork:
+    taken, queries = hops_needed(shape), shape.queries(place)
+    number, rows, columns = 0, 0.0, 0.0
+    held = sum(map(len, queries))
+    for step in range(len(taken) + 1):
+        keys = shape.keys(owner(shape.ring_place(place), shape.ring_sizes, taken[:step]))
+        found = blocks(shape.sight, queries, keys)
+        number += len(found)
+        rows += sum(len(block.rows) for block in found) / held
+        columns += sum(len(block.columns) for block in found) / sum(map(len, keys))
+    return BlockWork(number, rows, columns)
 
 
 def folds_for(lengths: tuple[int, int], count: int, *, balanced: bool) -> int:

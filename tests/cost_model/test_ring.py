@@ -15,6 +15,7 @@ from autopar.ir import ops
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
+from autopar.ir.sequence import RingShape, Sight, block_work
 from tests.cost_model.test_ops import call
 
 CLUSTER = make_cluster("h100-sxm", 64)
@@ -48,9 +49,29 @@ def test_on_a_core_every_hop_and_block_is_issued_by_the_rank_that_computes() -> 
         return lowering_time(node, rule_for(node), ("s&t", None), fabric, precision="fp32", compute=OpTime())
 
     slow, fast = with_launches_of(1.0), with_launches_of(0.0)
-    merges = 4 * 6
-    assert slow.forward_s - fast.forward_s == pytest.approx(merges + 40 + 3 * 47 + 4 * 19)
-    assert slow.backward_s - fast.backward_s == pytest.approx(merges + 75 + 3 * 77 + 4 * 16)
+    assert slow.forward_s - fast.forward_s == pytest.approx(40 + 3 * 47 + 4 * 8)
+    assert slow.backward_s - fast.backward_s == pytest.approx(60 + 3 * 82 + 4 * 9)
+
+
+def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> None:
+    node = call(ops.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
+    device, fabric = CLUSTER.device, Fabric(CLUSTER, Mesh.of(cp=4))
+
+    def added(balanced: bool) -> OpTime:
+        return lowering_time(node, rule_for(node), ("s",), fabric, precision="bf16", balanced=balanced)
+
+    assert added(False) == OpTime()
+    # Keys are stored as chunks 0 7, 1 6, 2 5, 3 4. The third rank has 2 and 5: 2 sees 0 and 1, and 2 in part; 5 sees 0,
+    # 1, 2, 5 in part, and 3 and 4, which lie side by side.
+    work = block_work(RingShape(Sight("causal"), (LENGTH, LENGTH), 4, (4,), (False,)))
+    assert work == (8, 4.0, 9 / 8)
+    numel = 8 * LENGTH * 64
+    merged = work.rows * (numel // 4) * (6 * 4 + 2) + 2 * 2 * (2 * numel)
+    launches = 6 * work.number * device.kernel_launch_s
+    assert added(True).forward_s == pytest.approx(device.memory_seconds(merged) + launches)
+    assert added(True).backward_s > device.memory_seconds(work.columns * 2 * numel * (2 * 4 + 2))
+    # What the blocks see of each other is what attention does.
+    assert block_work(RingShape(Sight("full"), (LENGTH, LENGTH), 1, (4,), (True,))) == (4, 4.0, 4.0)
 
 
 def test_links_and_windows() -> None:
