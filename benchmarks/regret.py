@@ -1,6 +1,6 @@
 """Does the plan that is predicted to be fastest run fastest? Measured on two hosts of two ranks each.
 
-    sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--rounds 10] [--final 6]
+    sudo python benchmarks/regret.py [--models gpt,moe] [--networks fast,1gbit,100mbit] [--rounds 10] [--final 20]
 
 The hosts are two network namespaces of this machine, joined by a virtual cable whose rate ``tc`` sets. Each rank has an
 equal share of a core at all times, as if it had a device of its own. For every network ``autopar profile``
@@ -293,7 +293,7 @@ def main() -> int:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--plans", type=int, default=99, help="at most, the searched one not counted")
     parser.add_argument("--rounds", type=int, default=10, help="timed, after one that is not")
-    parser.add_argument("--final", type=int, default=6, help="more rounds of the plans that may be the fastest")
+    parser.add_argument("--final", type=int, default=20, help="more rounds of the plans that may be the fastest")
     parser.add_argument("--untimed", type=int, default=1, help="steps in a round before the timed one")
     parser.add_argument("--out", type=Path, default=Path("out/regret"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
