@@ -3,8 +3,10 @@
     python benchmarks/growth.py [--layers 8,16,32,64,128] [--gpus 8,64,96,256,...] [--plot growth.html]
 
 A decoder as wide as Llama-3-8B is captured once for every depth. Each search has a process of its own, so that nothing
-is known from the one before; capture is not counted, it is printed beside. The plot has both curves, that of GPUs by
-the number of their divisors, which are the degrees that pipelines and axes can have. No GPU is needed.
+is known from the one before; capture and the analysis of the captured graph are not counted, they are printed beside.
+A deeper model can have pipelines of more stages, so every depth is searched once more with eight stages alone, which
+all of them can have. The plot has the curves of all, that of GPUs by the number of their divisors, which are the
+degrees that pipelines and axes can have. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -28,28 +30,30 @@ from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints, divisors
+from autopar.search.workload import Workload
 
 BATCH, SEQ = 2048, 8192
 # Where the other one varies.
 LAYERS, GPUS = 32, 256
+STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One search. step_s: of the plan it found."""
+    """One search. staged_s: of another one, with ``STAGES`` stages. step_s: of the plan that the first found."""
 
     layers: int
     gpus: int
     capture_s: float
+    analysis_s: float
     search_s: float
+    staged_s: float
     step_s: float
 
     @property
     def row(self) -> str:
-        return (
-            f"| {self.layers} | {self.gpus} | {len(divisors(self.gpus))} | {self.capture_s:.2f} | {self.search_s:.2f} "
-            f"| {self.step_s:.3g} |"
-        )
+        seconds = " | ".join(f"{s:.2f}" for s in (self.capture_s, self.analysis_s, self.search_s, self.staged_s))
+        return f"| {self.layers} | {self.gpus} | {len(divisors(self.gpus))} | {seconds} | {self.step_s:.3g} |"
 
 
 def captured_of(layers: int) -> tuple[CapturedModel, float]:
@@ -68,22 +72,24 @@ def captured_of(layers: int) -> tuple[CapturedModel, float]:
     return captured, time.perf_counter() - start
 
 
-def searched(captured: CapturedModel, gpus: int) -> tuple[float, float]:
-    """Seconds of the search and of the plan's step, in a process of its own."""
+def searched(captured: CapturedModel, gpus: int, stages: int | None = None) -> tuple[float, float, float]:
+    """Seconds of the analysis, of the search and of the plan's step, in a process of its own."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_search, args=(captured, gpus, there))
+    process = multiprocessing.get_context("fork").Process(target=_search, args=(captured, gpus, stages, there))
     process.start()
     there.close()
-    found: tuple[float, float] = here.recv()
+    found: tuple[float, float, float] = here.recv()
     process.join()
     return found
 
 
-def _search(captured: CapturedModel, gpus: int, answer: Connection) -> None:
-    cluster = make_cluster("h100-sxm", gpus, 8)
+def _search(captured: CapturedModel, gpus: int, stages: int | None, answer: Connection) -> None:
+    cluster, constraints = make_cluster("h100-sxm", gpus, 8), Constraints(precision="bf16", pp=stages)
     start = time.perf_counter()
-    result = search_captured(captured, cluster, Constraints(precision="bf16"))
-    answer.send((time.perf_counter() - start, result.predicted.step_time_s))
+    workload = Workload.of(captured, constraints.precision)
+    analysed = time.perf_counter()
+    result = search_captured(captured, cluster, constraints, workload=workload)
+    answer.send((analysed - start, time.perf_counter() - analysed, result.predicted.step_time_s))
 
 
 def plot(points: list[Point], path: Path) -> None:
@@ -96,18 +102,22 @@ def plot(points: list[Point], path: Path) -> None:
     )
     deep = [point for point in points if point.gpus == GPUS]
     wide = sorted((p for p in points if p.layers == LAYERS), key=lambda p: (len(divisors(p.gpus)), p.gpus))
-    for column, own, xs, texts in (
-        (1, deep, [p.layers for p in deep], [f"{p.layers} layers" for p in deep]),
-        (2, wide, [len(divisors(p.gpus)) for p in wide], [f"{p.gpus} GPUs" for p in wide]),
+    depths, names = [p.layers for p in deep], [f"{p.layers} layers" for p in deep]
+    counts, sizes = [len(divisors(p.gpus)) for p in wide], [f"{p.gpus} GPUs" for p in wide]
+    for column, label, xs, ys, texts in (
+        (1, "any pipeline", depths, [p.search_s for p in deep], names),
+        (1, f"{STAGES} stages", depths, [p.staged_s for p in deep], names),
+        (2, "any pipeline", counts, [p.search_s for p in wide], sizes),
     ):
         figure.add_scatter(
             x=xs,
-            y=[p.search_s for p in own],
+            y=ys,
+            name=label,
             text=texts,
             mode="markers+text",
-            textposition=["bottom center" if number % 2 else "top center" for number in range(len(own))],
+            textposition=["bottom center" if number % 2 else "top center" for number in range(len(xs))],
             cliponaxis=False,
-            showlegend=False,
+            showlegend=column == 1,
             row=1,
             col=column,
         )
@@ -128,12 +138,24 @@ def main() -> None:
     wanted = {int(text): [GPUS] for text in options.layers.split(",")}
     wanted.setdefault(LAYERS, []).extend(int(text) for text in options.gpus.split(",") if int(text) != GPUS)
     points = []
-    print("| layers | GPUs | divisors | capture s | search s | step s |\n|---|---|---|---|---|---|")
+    print(f"| layers | GPUs | divisors | capture s | analysis s | search s | {STAGES} stages s | step s |")
+    print("|---|---|---|---|---|---|---|---|")
     for layers, counts in wanted.items():
         captured, capture_s = captured_of(layers)
         for gpus in counts:
-            search_s, step_s = searched(captured, gpus)
-            points.append(Point(layers=layers, gpus=gpus, capture_s=capture_s, search_s=search_s, step_s=step_s))
+            analysis_s, search_s, step_s = searched(captured, gpus)
+            _, staged_s, _ = searched(captured, gpus, STAGES)
+            points.append(
+                Point(
+                    layers=layers,
+                    gpus=gpus,
+                    capture_s=capture_s,
+                    analysis_s=analysis_s,
+                    search_s=search_s,
+                    staged_s=staged_s,
+                    step_s=step_s,
+                )
+            )
             print(points[-1].row, flush=True)
     if options.plot is not None:
         plot(points, options.plot)

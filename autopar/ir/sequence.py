@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,8 @@ from autopar.ir.ops import AttentionKind
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 
-_PLACES = 8
+# Of a ring, besides the first, that are looked at to know how many blocks it has.
+_STEPS = 8
 
 
 class Span(NamedTuple):
@@ -251,29 +252,53 @@ class BlockWork(NamedTuple):
     rows and columns: 1.0 is all queries of the rank, or one piece of keys, once.
     """
 
-    number: int
+    number: float
     rows: float
     columns: float
 
 
 @lru_cache(maxsize=1024)
 def block_work(shape: RingShape) -> BlockWork:
-    """Of the rank that has most blocks, of at most ``_PLACES`` that are looked at; the last one is."""
-    places = list(shape.places())
-    return max(_block_work(shape, place) for place in places[:: -(-len(places) // _PLACES)])
+    """Of the last rank but one, which has most blocks in folded order and nearly so in natural order.
+
+    Of a long ring some steps stand for all but the first.
+    """
+    taken, count = hops_needed(shape), prod(shape.sizes)
+    place = next(islice(shape.places(), min(1, count - 1), None))
+    own = _work_of(shape, number_of(place, shape.sizes), shape.ring_place(place))
+    others = range(1, len(taken) + 1, -(-len(taken) // _STEPS) or 1)
+    if not others:
+        return own
+    met = [
+        _work_of(shape, number_of(place, shape.sizes), owner(shape.ring_place(place), shape.ring_sizes, taken[:step]))
+        for step in others
+    ]
+    weight = len(taken) / len(met)
+    return BlockWork(*(first + weight * sum(rest) for first, *rest in zip(own, *met, strict=True)))
 
 
-def _block_work(shape: RingShape, place: tuple[int, ...]) -> BlockWork:
-    taken, queries = hops_needed(shape), shape.queries(place)
-    number, rows, columns = 0, 0.0, 0.0
-    held = sum(map(len, queries))
-    for step in range(len(taken) + 1):
-        keys = shape.keys(owner(shape.ring_place(place), shape.ring_sizes, taken[:step]))
-        found = blocks(shape.sight, queries, keys)
-        number += len(found)
-        rows += sum(len(block.rows) for block in found) / held
-        columns += sum(len(block.columns) for block in found) / sum(map(len, keys))
-    return BlockWork(number, rows, columns)
+def _work_of(shape: RingShape, number: int, holder: tuple[int, ...]) -> BlockWork:
+    """Of the queries of one rank with one piece of keys."""
+    pieces = prod(shape.ring_sizes)
+    return _work_of_pieces(
+        shape.sight, shape.lengths, shape.folds, (number, prod(shape.sizes)),
+        (number_of(holder, shape.ring_sizes), pieces),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _work_of_pieces(
+    sight: Sight, lengths: tuple[int, int], folds: int, of_queries: tuple[int, int], of_keys: tuple[int, int]
+) -> BlockWork:
+    """Pieces by number and count. Ranks that share the queries alike in whatever axes have the same work."""
+    queries, keys = (spans(length, folds, *piece) for length, piece in zip(lengths, (of_queries, of_keys), strict=True))
+    found = blocks(sight, queries, keys)
+    held, seen = sum(map(len, queries)), sum(map(len, keys))
+    return BlockWork(
+        len(found),
+        sum(len(block.rows) for block in found) / held,
+        sum(len(block.columns) for block in found) / seen,
+    )
 
 
 def folds_for(lengths: tuple[int, int], count: int, *, balanced: bool) -> int:
