@@ -12,9 +12,10 @@ that may be the fastest in some more rounds.
 What other machines take of the cores all the same is counted (steal), and a profile or a step from which they took
 more than a percent or two is measured again, a few times at most.
 
-Printed: the least seconds a step of each plan over the rounds, as what disturbs a machine only ever adds, and the
-median; those predicted; how much longer the searched plan takes than the fastest of all (regret); and the rank
-correlation of measured and predicted (Spearman). All times are written to ``OUT/NETWORK/MODEL.json``.
+Printed: the least seconds a step of each plan over the rounds, and the median, which says more where a machine has
+rare moments in which it is faster; those predicted; how much longer the searched plan takes than the fastest of all
+(regret); and the rank correlation of measured and predicted (Spearman). All times are written to
+``OUT/NETWORK/MODEL.json``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 while True:
     time.sleep(float(sys.argv[1]))
 """
-# Of memory that is given back and asked for again every page has to be cleared: that took a fifth of a step of ZeRO-2.
+# Of memory that is given back and asked for again every page has to be cleared: a quarter of ZeRO-2's time on a core.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 

@@ -265,25 +265,20 @@ def block_work(shape: RingShape) -> BlockWork:
     """
     taken, count = hops_needed(shape), prod(shape.sizes)
     place = next(islice(shape.places(), min(1, count - 1), None))
-    own = _work_of(shape, number_of(place, shape.sizes), shape.ring_place(place))
+    number, home = number_of(place, shape.sizes), shape.ring_place(place)
+    own = _work_of(shape, number, home)
     others = range(1, len(taken) + 1, -(-len(taken) // _STEPS) or 1)
     if not others:
         return own
-    met = [
-        _work_of(shape, number_of(place, shape.sizes), owner(shape.ring_place(place), shape.ring_sizes, taken[:step]))
-        for step in others
-    ]
+    met = [_work_of(shape, number, owner(home, shape.ring_sizes, taken[:step])) for step in others]
     weight = len(taken) / len(met)
     return BlockWork(*(first + weight * sum(rest) for first, *rest in zip(own, *met, strict=True)))
 
 
 def _work_of(shape: RingShape, number: int, holder: tuple[int, ...]) -> BlockWork:
     """Of the queries of one rank with one piece of keys."""
-    pieces = prod(shape.ring_sizes)
-    return _work_of_pieces(
-        shape.sight, shape.lengths, shape.folds, (number, prod(shape.sizes)),
-        (number_of(holder, shape.ring_sizes), pieces),
-    )  # fmt: skip
+    of_queries, of_keys = (number, prod(shape.sizes)), (number_of(holder, shape.ring_sizes), prod(shape.ring_sizes))
+    return _work_of_pieces(shape.sight, shape.lengths, shape.folds, of_queries, of_keys)
 
 
 @lru_cache(maxsize=4096)
@@ -293,7 +288,8 @@ def _work_of_pieces(
     """Pieces by number and count. Ranks that share the queries alike in whatever axes have the same work."""
     queries, keys = (spans(length, folds, *piece) for length, piece in zip(lengths, (of_queries, of_keys), strict=True))
     found = blocks(sight, queries, keys)
-    held, seen = sum(map(len, queries)), sum(map(len, keys))
+    # Of fewer positions than pieces some have none.
+    held, seen = (max(1, sum(map(len, piece))) for piece in (queries, keys))
     return BlockWork(
         len(found),
         sum(len(block.rows) for block in found) / held,

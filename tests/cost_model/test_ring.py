@@ -15,7 +15,7 @@ from autopar.ir import ops
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
-from autopar.ir.sequence import RingShape, Sight, block_work
+from autopar.ir.sequence import RingShape, Sight, block_work, blocks
 from tests.cost_model.test_ops import call
 
 CLUSTER = make_cluster("h100-sxm", 64)
@@ -70,8 +70,17 @@ def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> N
     launches = 6 * work.number * device.kernel_launch_s
     assert added(True).forward_s == pytest.approx(device.memory_seconds(merged) + launches)
     assert added(True).backward_s > device.memory_seconds(work.columns * 2 * numel * (2 * 4 + 2))
-    # What the blocks see of each other is what attention does.
-    assert block_work(RingShape(Sight("full"), (LENGTH, LENGTH), 1, (4,), (True,))) == (4, 4.0, 4.0)
+
+
+@pytest.mark.parametrize("folds", [1, 32])
+@pytest.mark.parametrize("sight", [Sight("full"), Sight("causal"), Sight("sliding", LENGTH // 4)])
+def test_some_steps_of_a_long_ring_say_how_many_blocks_all_have(sight: Sight, folds: int) -> None:
+    shape = RingShape(sight, (LENGTH, LENGTH), folds, (32,), (True,))
+    place = 30
+    every = [blocks(sight, shape.queries((place,)), shape.keys(((place - step) % 32,))) for step in range(32)]
+    number = sum(map(len, every))
+    assert block_work(shape).number == pytest.approx(number, rel=0.15, abs=1)
+    assert block_work(RingShape(sight, (3, 3), 1, (4,), (True,))).number <= 4, "a rank without queries"
 
 
 def test_links_and_windows() -> None:
