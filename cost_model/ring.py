@@ -9,7 +9,8 @@ o is the share of a transfer's time that compute beside it hides, all of it wher
 Gradients travel in float32. Hops along an outer axis are fewer than along the inner one
 (``autopar.ir.sequence.hops``). All ranks wait for the slowest: the step is the one of the rank with most work.
 
-Queries that are cut in folded order see their keys in blocks too where the keys are whole: one step, and no hop.
+Queries that are cut in folded order see their keys in blocks too where the keys are whole: one step, and no hop, after
+the keys are put in natural order.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def ring_time(
     itemsize = compute_itemsize(operands[1].meta["val"].dtype, precision)
     results = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
     device, steps = fabric.cluster.device, taken.total() + 1
-    # Keys and values are packed. A block's result is scaled, the sum scaled and added to; backward its gradients are
-    # added to float32 sums, which start as zeros and travel behind the keys.
-    packed = 2 * itemsize * sent
+    # Keys and values are packed to be sent, and put in order first where they are not. A block's result is scaled, the
+    # sum scaled and added to; backward its gradients are added to float32 sums, which start as zeros and travel behind
+    # the keys.
+    copied = 2 * itemsize * sent * (bool(taken) + shape.reorders)
     merged = work.rows * results * (6 * _FLOAT32 + itemsize)
     added = work.rows * results * (2 * _FLOAT32 + itemsize) + work.columns * sent * (2 * _FLOAT32 + itemsize)
     added += sent * _FLOAT32 * (steps + 3 * taken.total())
@@ -112,7 +114,7 @@ def ring_time(
     else:
         launches = [work.number * _MERGE_LAUNCHES] * 2
     forward, backward = (
-        device.memory_seconds(packed + moved) + count * device.kernel_launch_s
+        device.memory_seconds(copied + moved) + count * device.kernel_launch_s
         for moved, count in zip((merged, added), launches, strict=True)
     )
     for number, axis in enumerate(ring):

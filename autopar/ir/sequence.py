@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, product
+from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -70,6 +70,23 @@ def spans(length: int, folds: int, index: int = 0, count: int = 1) -> tuple[Span
     return tuple(held)
 
 
+@lru_cache(maxsize=1024)
+def natural_order(held: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Which parts of a piece that holds ``held``, counted from its start, follow each other by position."""
+    starts = accumulate(map(len, held), initial=0)
+    parts = sorted(zip(held, (Span(start, start + len(span)) for start, span in zip(starts, held, strict=False))))
+    return tuple(part for _, part in parts)
+
+
+@lru_cache(maxsize=1024)
+def joined(held: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Spans in order, those that touch as one."""
+    found: list[Span] = []
+    for span in sorted(held):
+        found.append(Span(found.pop().start, span.stop) if found and found[-1].stop == span.start else span)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which keys a query sees, by position: kind and window as in ``ops.attention``, its mask operand apart."""
@@ -94,6 +111,15 @@ class Sight:
             (ahead is not None and keys.start > queries.stop - 1)
             or (window is not None and keys.stop - 1 <= queries.start - window)
         )
+
+    def parts(self, queries: Span, keys: Span) -> Iterator[Span]:
+        """``keys``, cut where what all, some and none of the queries see of them begins."""
+        window, ahead = self.reach
+        places = [] if ahead is None else [queries.start, queries.stop]
+        if window is not None:
+            places += [queries.start - window + 1, min(queries.stop - window, queries.start)]
+        inside = sorted({place for place in places if keys.start < place < keys.stop})
+        return starmap(Span, pairwise([keys.start, *inside, keys.stop]))
 
     def num_pairs(self, queries: Span, keys: Span) -> int:
         """Number of (query, key) that see each other."""
@@ -132,7 +158,7 @@ class Block:
 
 @lru_cache(maxsize=4096)
 def blocks(sight: Sight, queries: tuple[Span, ...], keys: tuple[Span, ...]) -> tuple[Block, ...]:
-    """The blocks of scores that are not hidden, as few as there can be."""
+    """The blocks of scores that are not hidden: few, and those whole or square that can be."""
     return tuple(_blocks(sight, queries, keys))
 
 
@@ -142,7 +168,7 @@ def _blocks(sight: Sight, queries: Sequence[Span], keys: Sequence[Span]) -> Iter
         rows, column = Span(row, row + len(query)), 0
         row = rows.stop
         pending: Block | None = None
-        for key in keys:
+        for key in chain.from_iterable(sight.parts(query, key) for key in keys):
             columns = Span(column, column + len(key))
             column = columns.stop
             whole = sight.sees_all(query, key)
@@ -219,8 +245,30 @@ class RingShape:
         return spans(self.lengths[0], self.folds, number_of(place, self.sizes), prod(self.sizes))
 
     def keys(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
-        """Positions of the keys of the rank at ``holder`` of the ring."""
+        """Positions of the keys of the rank at ``holder`` of the ring, put in natural order."""
+        return joined(self._keys_as_stored(holder))
+
+    def order_of_keys(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
+        """Parts of that rank's piece as it is stored, in natural order."""
+        return natural_order(self._keys_as_stored(holder))
+
+    @property
+    def order_of_all_keys(self) -> tuple[Span, ...]:
+        """The same of all pieces, one after the other as they are stored."""
+        starts = ((holder, self.stored_keys(holder).start) for holder in product(*map(range, self.ring_sizes)))
+        return tuple(
+            Span(start + part.start, start + part.stop)
+            for holder, start in starts
+            for part in self.order_of_keys(holder)
+        )
+
+    def _keys_as_stored(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
         return spans(self.lengths[1], self.folds, number_of(holder, self.ring_sizes), prod(self.ring_sizes))
+
+    @property
+    def reorders(self) -> bool:
+        """Whether a piece of keys is not stored in natural order."""
+        return self.folds > prod(self.ring_sizes)
 
     def stored_keys(self, holder: tuple[int, ...]) -> Span:
         """Where the keys of the rank at ``holder`` of the ring lie among all keys."""
@@ -287,7 +335,7 @@ def _work_of_pieces(
 ) -> BlockWork:
     """Pieces by number and count. Ranks that share the queries alike in whatever axes have the same work."""
     queries, keys = (spans(length, folds, *piece) for length, piece in zip(lengths, (of_queries, of_keys), strict=True))
-    found = blocks(sight, queries, keys)
+    found = blocks(sight, queries, joined(keys))
     # Of fewer positions than pieces some have none.
     held, seen = (max(1, sum(map(len, piece))) for piece in (queries, keys))
     return BlockWork(

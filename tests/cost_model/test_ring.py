@@ -61,10 +61,9 @@ def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> N
         return lowering_time(node, rule_for(node), ("s",), fabric, precision="bf16", balanced=balanced)
 
     assert added(False) == OpTime()
-    # Keys are stored as chunks 0 7, 1 6, 2 5, 3 4. The third rank has 2 and 5: 2 sees 0 and 1, and 2 in part; 5 sees 0,
-    # 1, 2, 5 in part, and 3 and 4, which lie side by side.
+    # Of chunks 0 to 7 the third rank has 2 and 5: 2 sees 0 and 1, and 2 in part; 5 sees 0 to 4, and 5 in part.
     work = block_work(RingShape(Sight("causal"), (LENGTH, LENGTH), 4, (4,), (False,)))
-    assert work == (8, 4.0, 9 / 8)
+    assert work == (4, 2.0, 9 / 8), "keys are put in order, which is a copy"
     numel = 8 * LENGTH * 64
     merged = work.rows * (numel // 4) * (6 * 4 + 2) + 2 * 2 * (2 * numel)
     launches = 6 * work.number * device.kernel_launch_s

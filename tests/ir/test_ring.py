@@ -65,7 +65,15 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     kind = draw(st.sampled_from(["full", "causal", "sliding"]))
-    axes, ring = draw(st.sampled_from([((4,), (True,)), ((2, 2), (True, True)), ((2, 2), (False, True))]))
+    axes, ring = draw(
+        st.sampled_from(
+            [
+                ((4,), (True,)),
+                ((4,), (False,)),
+                *(((2, 2), ring) for ring in [(True, True), (False, True), (True, False)]),
+            ]
+        )
+    )
     folded = draw(st.booleans())
     queries = 8 * draw(st.integers(1, 3)) if folded else draw(st.integers(1, 25))
     keys = queries if kind != "full" or draw(st.booleans()) else draw(st.integers(1, 25))
@@ -144,8 +152,10 @@ def _check(batch: list[Case]) -> list[str]:
         for name, own, x in zip("kv", local[1:], whole[1:]):
             # Queries that are cut where keys are not: each rank has a summand.
             grad = own.grad.clone()
-            if not all(case.ring):
-                dist.all_reduce(grad, group=dist.distributed_c10d._resolve_process_group(groups[case.axes]["a0"]))
+            for number, ring in enumerate(case.ring):
+                if not ring:
+                    group = groups[case.axes][f"a{number}"]
+                    dist.all_reduce(grad, group=dist.distributed_c10d._resolve_process_group(group))
             pairs[name] = (grad, x.grad[:, :, _ring(case, tuple(groups[case.axes].values()))[1][1]])
         if local[3] is not None and local[3].grad is not None:
             order = _index(spans(case.lengths[1], RANKS if case.folded else 1))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir.sequence import RingShape, Sight, Span, blocks, hops, hops_needed, imbalance, owner, spans
+from autopar.ir.sequence import RingShape, Sight, Span, blocks, hops, hops_needed, imbalance, joined, owner, spans
 
 SIGHTS = [Sight("full"), Sight("causal"), Sight("sliding", 3), Sight("sliding", 7), Sight("mask")]
 
@@ -53,10 +53,14 @@ def test_sight(queries: Span, keys: Span, sight: Sight) -> None:
     folds=st.integers(1, 3),
     count=st.integers(1, 3),
     sight=st.sampled_from(SIGHTS),
+    in_order=st.booleans(),
 )
-def test_blocks_cover_what_is_seen(lengths: tuple[int, int], folds: int, count: int, sight: Sight) -> None:
+def test_blocks_cover_what_is_seen(
+    lengths: tuple[int, int], folds: int, count: int, sight: Sight, in_order: bool
+) -> None:
     for one, other in product(range(count), repeat=2):
         queries, keys = spans(lengths[0], folds, one, count), spans(lengths[1], folds, other, count)
+        keys = joined(keys) if in_order else keys
         rows, columns = _positions(queries), _positions(keys)
         covered = set()
         for block in blocks(sight, queries, keys):
@@ -69,6 +73,32 @@ def test_blocks_cover_what_is_seen(lengths: tuple[int, int], folds: int, count: 
             else:
                 assert [columns[c] for c in range(*block.columns)] == list(range(*block.keys))
         assert all((r, c) in covered for r, s in enumerate(rows) for c, t in enumerate(columns) if _sees(sight, s, t))
+
+
+@pytest.mark.parametrize("count", [2, 4, 64])
+def test_keys_that_are_whole_are_four_blocks_in_natural_order(count: int) -> None:
+    shape = RingShape(Sight("causal"), (4 * count, 4 * count), count, (count,), (False,))
+    assert shape.reorders and shape.keys(()) == (Span(0, 4 * count),)
+    for place in range(count):
+        found = blocks(shape.sight, shape.queries((place,)), shape.keys(()))
+        assert len(found) == {0: 3, count - 1: 2}.get(place, 4)
+        assert all(block.whole or block.queries == block.keys for block in found), "of a shape that kernels take"
+
+
+@pytest.mark.parametrize(("sizes", "ring"), [((4,), (False,)), ((2, 2), (False, True)), ((2, 2), (True, False))])
+def test_order_of_keys(sizes: tuple[int, ...], ring: tuple[bool, ...]) -> None:
+    shape = RingShape(Sight("causal"), (16, 16), 4, sizes, ring)
+    everything = _positions(spans(16, 4))
+    for holder in product(*map(range, shape.ring_sizes)):
+        held = everything[slice(*shape.stored_keys(holder))]
+        assert (
+            [held[at] for at in _positions(shape.order_of_keys(holder))]
+            == sorted(held)
+            == _positions(shape.keys(holder))
+        )
+    in_order = [everything[at] for at in _positions(shape.order_of_all_keys)]
+    pieces = [_positions(shape.keys(holder)) for holder in product(*map(range, shape.ring_sizes))]
+    assert in_order == [position for piece in pieces for position in piece]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (2, 3), (3, 2), (2, 2, 2)])

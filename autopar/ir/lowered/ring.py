@@ -13,7 +13,7 @@ several axes the ring of the inner one goes round for each hop of the outer one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -33,7 +33,7 @@ from autopar.ir.lowered.blockwise import Scores
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
-from autopar.ir.sequence import Block, RingShape, Sight, blocks, hops_needed, owner
+from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner
 
 Wait = Callable[[], Tensor]
 
@@ -56,7 +56,8 @@ def ring_attention(
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, local T, D). mask: rows of the local queries or one for all; columns of
         all keys, as they are stored, or one for all. Without rows of its own it has the columns of the local keys.
-    lengths: queries and keys of all ranks together. folds: how the sequence is stored, see ``autopar.ir.sequence``.
+    lengths: queries and keys of all ranks together. folds: how the sequence is stored, see ``autopar.ir.sequence``;
+        a piece of keys that is more than one rank's of a folded sequence is put in natural order first.
     query_groups: groups that cut the queries, major first; key_groups: those of them that cut the keys too.
     """
     shape = RingShape(
@@ -67,7 +68,21 @@ def ring_attention(
     if mask is not None and mask.shape[-2] == 1 < mask.shape[-1] != lengths[1]:
         for group in reversed(key_groups):
             mask = all_gather(mask, dim=3, group=group, backward="reduce_scatter")
+    if shape.reorders:
+        own = shape.order_of_keys(shape.ring_place(place))
+        k, v = (_put_in_order(x, own, 2) for x in (k, v))
+        if mask is not None and mask.shape[-1] > 1:
+            mask = _put_in_order(mask, shape.order_of_all_keys, 3)
     return cast(Tensor, apply(_Ring, q, k, v, mask, _Round(shape, place, key_groups, scale)))
+
+
+def _put_in_order(x: Tensor, parts: tuple[Span, ...], dim: int) -> Tensor:
+    """``x`` with its ``parts``, which are all of it, one after the other."""
+    if len(parts) < 2:
+        return x
+    stored = sorted(parts)
+    pieces = dict(zip(stored, x.split([len(part) for part in stored], dim), strict=True))
+    return torch.cat([pieces[part] for part in parts], dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +197,25 @@ class _Ring(torch.autograd.Function):
         )
 
 
+def _pieces(k: Tensor, v: Tensor, way: _Round) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values at each step, while the next ones are on their way."""
+    if not way.hops:
+        yield k, v
+        return
+    buffer, per_key = _pack(k, v), _numel_per_key(k, v)
+    for step in range(len(way.hops)):
+        coming = way.to_next(buffer, step, per_key * way.num_keys(step + 1))
+        yield _unpack(buffer, k, v, way.num_keys(step))
+        buffer = coming()
+    yield _unpack(buffer, k, v, way.num_keys(len(way.hops)))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> tuple[Tensor, Tensor]:
     """Result (wide) and log-sum-exp of the local queries over all keys."""
     wide = blockwise.wide_dtype(q)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-    per_key = _numel_per_key(k, v)
-    buffer = _pack(k, v)
-    for step in range(len(way.hops) + 1):
-        coming = None
-        if step < len(way.hops):
-            coming = way.to_next(buffer, step, per_key * way.num_keys(step + 1))
-        keys, values = _unpack(buffer, k, v, way.num_keys(step))
+    for step, (keys, values) in enumerate(_pieces(k, v, way)):
         columns = None if mask is None else way.columns(mask, step)
         for block in way.blocks(step):
             row, column = _slices(block)
@@ -202,8 +224,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -
                 q[:, :, row], keys[:, :, column], values[:, :, column], part, Scores(way.scale, way.shape.sight, block)
             )
             blockwise.merge(out[:, :, row], lse[:, :, row], *more)
-        if coming is not None:
-            buffer = coming()
     return out, lse
 
 
@@ -222,15 +242,10 @@ def _gradients(
     wide = blockwise.wide_dtype(q)
     dq = torch.zeros_like(q, dtype=wide)
     per_key = _numel_per_key(k, v)
-    buffer = _pack(k, v)
     sums: Wait | None = None
-    for step in range(len(way.hops) + 1):
+    for step, (keys, values) in enumerate(_pieces(k, v, way)):
         num_keys = way.num_keys(step)
-        coming = None
-        if step < len(way.hops):
-            coming = way.to_next(buffer, step, per_key * way.num_keys(step + 1))
-        keys, values = _unpack(buffer, k, v, num_keys)
-        own = buffer.new_zeros(per_key * num_keys, dtype=wide)
+        own = k.new_zeros(per_key * num_keys, dtype=wide)
         dk, dv = _unpack(own, k, v, num_keys)
         columns = None if mask is None else way.columns(mask, step)
         mask_columns = None if grad_mask is None else way.columns(grad_mask, step)
@@ -248,9 +263,8 @@ def _gradients(
             dv[:, :, column] += more_v
         if sums is not None:
             own += sums()
-        if coming is not None:
+        if step < len(way.hops):
             sums = way.to_next(own, step, per_key * way.num_keys(step + 1))
-            buffer = coming()
     own = way.home(own, per_key)
     return dq, *_unpack(own, k, v, way.num_keys(0))
 
