@@ -4,8 +4,9 @@
 
 A decoder as wide as Llama-3-8B is captured once for every depth. Each search has a process of its own, so that nothing
 is known from the one before; capture and the analysis of the captured graph are not counted, they are printed beside.
-A deeper model can have pipelines of more stages, so every depth is searched once more with eight stages alone, which
-all of them can have. The plot has the curves of all, that of GPUs by the number of their divisors, which are the
+A deeper model can have pipelines of more stages, and takes more memory, so that more has to be tried until it fits. So
+every depth is searched once more with what all of them can have: eight stages under 1F1B, on devices whose memory is
+in proportion to the depth. The plot has the curves of all, that of GPUs by the number of their divisors, which are the
 degrees that pipelines and axes can have. No GPU is needed.
 """
 
@@ -16,7 +17,8 @@ import gc
 import multiprocessing
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,7 +42,10 @@ STAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One search. staged_s: of another one, with ``STAGES`` stages. step_s: of the plan that the first found."""
+    """One search. staged_s: of another one, with ``STAGES`` stages and memory in proportion.
+
+    step_s: of the plan that the first found.
+    """
 
     layers: int
     gpus: int
@@ -72,10 +77,14 @@ def captured_of(layers: int) -> tuple[CapturedModel, float]:
     return captured, time.perf_counter() - start
 
 
-def searched(captured: CapturedModel, gpus: int, stages: int | None = None) -> tuple[float, float, float]:
-    """Seconds of the analysis, of the search and of the plan's step, in a process of its own."""
+def searched(captured: CapturedModel, gpus: int, depth: int | None = None) -> tuple[float, float, float]:
+    """Seconds of the analysis, of the search and of the plan's step, in a process of its own.
+
+    The analysis is all that a ``Workload`` says of a model before a mesh is chosen. depth: layers of the model, to
+    search with ``STAGES`` stages and memory in proportion.
+    """
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_search, args=(captured, gpus, stages, there))
+    process = multiprocessing.get_context("fork").Process(target=_search, args=(captured, gpus, depth, there))
     process.start()
     there.close()
     found: tuple[float, float, float] = here.recv()
@@ -83,10 +92,17 @@ def searched(captured: CapturedModel, gpus: int, stages: int | None = None) -> t
     return found
 
 
-def _search(captured: CapturedModel, gpus: int, stages: int | None, answer: Connection) -> None:
-    cluster, constraints = make_cluster("h100-sxm", gpus, 8), Constraints(precision="bf16", pp=stages)
+def _search(captured: CapturedModel, gpus: int, depth: int | None, answer: Connection) -> None:
+    cluster, constraints = make_cluster("h100-sxm", gpus, 8), Constraints(precision="bf16")
+    if depth is not None:
+        memory = {name: getattr(cluster.device, name) * depth / LAYERS for name in ("memory_bytes", "reserved_bytes")}
+        cluster = replace(cluster, device=replace(cluster.device, **memory))
+        constraints = replace(constraints, pp=STAGES, schedule="1f1b")
     start = time.perf_counter()
     workload = Workload.of(captured, constraints.precision)
+    for name, attribute in vars(Workload).items():
+        if isinstance(attribute, cached_property):
+            getattr(workload, name)
     analysed = time.perf_counter()
     result = search_captured(captured, cluster, constraints, workload=workload)
     answer.send((analysed - start, time.perf_counter() - analysed, result.predicted.step_time_s))
@@ -102,27 +118,29 @@ def plot(points: list[Point], path: Path) -> None:
     )
     deep = [point for point in points if point.gpus == GPUS]
     wide = sorted((p for p in points if p.layers == LAYERS), key=lambda p: (len(divisors(p.gpus)), p.gpus))
-    depths, names = [p.layers for p in deep], [f"{p.layers} layers" for p in deep]
-    counts, sizes = [len(divisors(p.gpus)) for p in wide], [f"{p.gpus} GPUs" for p in wide]
-    for column, label, xs, ys, texts in (
-        (1, "any pipeline", depths, [p.search_s for p in deep], names),
-        (1, f"{STAGES} stages", depths, [p.staged_s for p in deep], names),
-        (2, "any pipeline", counts, [p.search_s for p in wide], sizes),
+    depths, counts = [p.layers for p in deep], [len(divisors(p.gpus)) for p in wide]
+    blue, red = "#4c78a8", "#e45756"
+    for column, label, xs, ys, colour, texts in (
+        (1, "any pipeline", depths, [p.search_s for p in deep], blue, None),
+        (1, f"{STAGES} stages, 1F1B, memory in proportion", depths, [p.staged_s for p in deep], red, None),
+        (2, "any pipeline", counts, [p.search_s for p in wide], blue, [f"{p.gpus} GPUs" for p in wide]),
     ):
         figure.add_scatter(
             x=xs,
             y=ys,
             name=label,
             text=texts,
-            mode="markers+text",
+            mode="markers+text" if texts else "lines+markers",
             textposition=["bottom center" if number % 2 else "top center" for number in range(len(xs))],
+            marker_color=colour,
             cliponaxis=False,
             showlegend=column == 1,
             row=1,
             col=column,
         )
         figure.update_yaxes(title="seconds of search", rangemode="tozero", row=1, col=column)
-    figure.update_xaxes(title="layers", row=1, col=1)
+    figure.update_layout(legend={"orientation": "h", "y": -0.15})
+    figure.update_xaxes(title="layers", rangemode="tozero", row=1, col=1)
     figure.update_xaxes(title="divisors", rangemode="tozero", row=1, col=2)
     figure.write_html(path, include_plotlyjs=True)
 
@@ -144,7 +162,7 @@ def main() -> None:
         captured, capture_s = captured_of(layers)
         for gpus in counts:
             analysis_s, search_s, step_s = searched(captured, gpus)
-            _, staged_s, _ = searched(captured, gpus, STAGES)
+            _, staged_s, _ = searched(captured, gpus, layers)
             points.append(
                 Point(
                     layers=layers,
