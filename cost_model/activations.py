@@ -32,12 +32,31 @@ from autopar.ir.rules.saved import saved_for_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A tensor from one op to another. use: as it is read. made, read: rule, and which result or operand it is."""
+
+    use: Saved
+    producer: fx.Node
+    made: tuple[FactorRule, int]
+    read: tuple[FactorRule, int]
+
+    def is_reduced_or_exchanged(self, assignments: Mapping[fx.Node, Assignment]) -> bool:
+        """Whether ranks sum it, or send its parts to each other, and what comes out is another tensor on each."""
+        (maker, result), (reader, position) = self.made, self.read
+        for made, read in zip(assignments[self.producer], assignments[self.use.node], strict=True):
+            before, after = maker.result(result, made), reader.operand(position, read)[0]
+            if before != after and (before.is_partial() or (before.is_shard() and after.is_shard())):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivations:
     """What one block may keep. Built once per distinct block; evaluated per assignment.
 
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
     kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
-    sum over. moved: (producer's result, consumer's operand), between which a collective may be.
+    sum over. moved: what goes from op to op, where a collective may be between them.
     inputs: operands from outside the block.
     """
 
@@ -45,7 +64,7 @@ class BlockActivations:
     extra: tuple[Saved, ...]
     kept: tuple[Saved, ...]
     every_second: Mapping[fx.Node, frozenset[str]]
-    moved: tuple[tuple[Saved, Saved], ...]
+    moved: tuple[Moved, ...]
     inputs: tuple[Saved, ...]
     backward: BlockBackward
 
@@ -86,7 +105,7 @@ class BlockActivations:
         saved: list[Saved] = []
         extra: list[Saved] = []
         kept: list[Saved] = []
-        moved: list[tuple[Saved, Saved]] = []
+        moved: list[Moved] = []
         inputs: list[Saved] = []
         outputs: list[Saved] = []
         ops: list[BackwardOp] = []
@@ -108,13 +127,11 @@ class BlockActivations:
             if is_contraction(node, rule):
                 kept += results
             inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
-            for tensor, use in zip(operands, uses, strict=True):
+            for position, (tensor, use) in enumerate(zip(operands, uses, strict=True)):
                 producer, result = source(tensor)
                 if producer in inside and use in counted:
-                    produced = Saved.of(
-                        producer, use.storage, use.num_bytes, (rules(producer).results[result],), batches.get(producer)
-                    )
-                    moved.append((produced, use))
+                    made = rules(producer), result
+                    moved.append(Moved(use=use, producer=producer, made=made, read=(rule, position)))
             if is_view(node):
                 continue
             outputs += [result for result in results if is_read_outside(result.storage, inside)]
@@ -128,7 +145,7 @@ class BlockActivations:
                 node: frozenset(rules(node).summed)
                 for node in every_second([node for node in nodes if is_product(node.target)])
             },
-            moved=tuple(dict.fromkeys(moved)),
+            moved=tuple(moved),
             inputs=tuple(dict.fromkeys(inputs)),
             backward=BlockBackward(ops=tuple(reversed(ops)), outputs=tuple(outputs), saved=kept_once, extra=beside),
         )
@@ -140,21 +157,22 @@ class BlockActivations:
         if remat == "full":
             return _total(self.inputs, assignments, mesh, num_microbatches)
         if remat in ("selective", "alternate"):
-            contracted, exchanged = self._dear(assignments, mesh, num_microbatches)
+            contracted, exchanged = self._dear(assignments)
             if remat == "alternate":
                 contracted = [t for t in contracted if not self._runs_again(t.node, assignments)]
-            chosen = dict.fromkeys((*self.inputs, *contracted, *exchanged))
-            least = _total(chosen, assignments, mesh, num_microbatches)
+            # What comes out of a collective is another tensor than what went in, of the same storage in the graph.
+            least = sum(
+                _total(tensors, assignments, mesh, num_microbatches)
+                for tensors in ((*self.inputs, *contracted), exchanged)
+            )
             return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
         return _total(self.saved, assignments, mesh, num_microbatches) + _total(
             self.extra, assignments, mesh, num_microbatches
         )
 
-    def run_again(
-        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1
-    ) -> list[Saved]:
+    def run_again(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
         """Results of contractions that level selective keeps and level alternate computes again."""
-        contracted, _ = self._dear(assignments, mesh, num_microbatches)
+        contracted, _ = self._dear(assignments)
         return [tensor for tensor in contracted if self._runs_again(tensor.node, assignments)]
 
     def _runs_again(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
@@ -164,18 +182,15 @@ class BlockActivations:
             factor in summed for choice in assignments[node] for factor in factors_of_choice(choice)
         )
 
-    def _dear(
-        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
-    ) -> tuple[list[Saved], list[Saved]]:
+    def _dear(self, assignments: Mapping[fx.Node, Assignment]) -> tuple[list[Saved], list[Saved]]:
         """What level selective keeps: results of contractions, and of reductions and exchanges."""
         exchanged = []
         read: dict[Storage, bool] = {}  # whether more than reductions and exchanges read it
-        for produced, use in self.moved:
-            before, after = (t.local_bytes(assignments[t.node], mesh, num_microbatches) for t in (produced, use))
-            cut = produced.cuts(assignments[produced.node]) != use.cuts(assignments[use.node])
-            if cut and after <= before:
-                exchanged.append(use)
-            read[use.storage] = read.get(use.storage, False) or not cut or after > before
+        for moved in self.moved:
+            kept = moved.is_reduced_or_exchanged(assignments)
+            if kept:
+                exchanged.append(moved.use)
+            read[moved.use.storage] = read.get(moved.use.storage, False) or not kept
         contracted = [t for t in self.kept if read.get(t.storage, True) or not is_product(t.node.target)]
         return contracted, exchanged
 

@@ -280,7 +280,7 @@ class _Ops:
         activations = load.activations[kind]
         batches = pricing.mesh, pricing.num_microbatches
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
-        again = {tensor.node for tensor in activations.run_again(assignments, *batches)}
+        again = {tensor.node for tensor in activations.run_again(assignments)}
         return cls(
             compute=compute,
             inside=inside,
