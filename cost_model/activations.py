@@ -185,13 +185,13 @@ class BlockActivations:
     def _dear(self, assignments: Mapping[fx.Node, Assignment]) -> tuple[list[Saved], list[Saved]]:
         """What level selective keeps: results of contractions, and of reductions and exchanges."""
         exchanged = []
-        read: dict[Storage, bool] = {}  # whether more than reductions and exchanges read it
+        read: dict[fx.Node, bool] = {}  # whether more than reductions and exchanges read what an op makes
         for moved in self.moved:
             kept = moved.is_reduced_or_exchanged(assignments)
             if kept:
                 exchanged.append(moved.use)
-            read[moved.use.storage] = read.get(moved.use.storage, False) or not kept
-        contracted = [t for t in self.kept if read.get(t.storage, True) or not is_product(t.node.target)]
+            read[moved.producer] = read.get(moved.producer, False) or not kept
+        contracted = [t for t in self.kept if read.get(t.node, True) or not is_product(t.node.target)]
         return contracted, exchanged
 
     def additive_bytes(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:

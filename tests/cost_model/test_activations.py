@@ -166,6 +166,21 @@ def test_a_tensor_gathered_for_several_ops_is_kept_once() -> None:
     assert selective >= block.saved_bytes(dict.fromkeys(nodes, (None,)), mesh, 1, "selective")
 
 
+def test_what_ranks_exchange_is_kept_and_sums_replace_their_summands() -> None:
+    _, program = captured("decoder")
+    nodes = [n for n in ops(program) if "layers.0" in str(n.meta.get("path"))]
+    block, mesh = measure(program, nodes), Mesh.of(tp=2)
+    assignments: dict[fx.Node, Assignment] = dict.fromkeys(nodes, (None,))
+    norm = next(n for n in nodes if op_name(n) == "layer_norm")
+    assignments[norm] = (rule_for(norm).results[0][1][0],)
+    gathered = block.saved_bytes(assignments, mesh, 1, "selective")
+    for linear in norm.users:
+        assignments[linear] = tuple(rule_for(linear).summed)
+    # Sequence to features, once for the three; each result is a partial sum that only its reduction reads.
+    tensor = 4 * BATCH * SEQ * HIDDEN
+    assert block.saved_bytes(assignments, mesh, 1, "selective") == gathered + tensor / 2
+
+
 def test_sharding_a_linear_divides_its_activations() -> None:
     _, program = captured("decoder")
     nodes = [n for n in ops(program) if str(n.meta.get("path")).endswith("layers.0.down")]
