@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class _Bucket:
     waiting: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class GradientReducer:
     """Sums the gradients of one step.
 
@@ -99,7 +100,8 @@ class GradientReducer:
         slot = _Slot(parameter, group, over_stages, stage)
         self._slots.append(slot)
         if group is not None:
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+            # A parameter that its own hook keeps alive would never be freed: the garbage collector does not see it.
+            parameter.register_post_accumulate_grad_hook(partial(_tell, ref(self), len(self._slots) - 1))
 
     def begin(self) -> None:
         """Start a step. Gradients left from earlier steps are whole: divided, they survive the coming sum."""
@@ -217,6 +219,13 @@ class GradientReducer:
                 gradient = _replace_local(slot.parameter, gradient.contiguous())
             self._sum(gradient, slot.over_stages)
         self._wait()
+
+
+def _tell(reducer: ReferenceType[GradientReducer], number: int, parameter: torch.Tensor) -> None:
+    """A hook: the gradient of a reducer's slot was accumulated."""
+    known = reducer()
+    if known is not None:
+        known._on_gradient(known._slots[number], parameter)
 
 
 def _make_buckets(slots: Iterable[_Slot]) -> list[_Bucket]:

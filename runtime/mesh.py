@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,9 +20,10 @@ PIPELINE_AXIS = "pp"
 _Made = dict[
     tuple[str, tuple[int, ...], tuple[str, ...]], tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None]]
 ]
-# What was made on a default group: device meshes by device type, sizes and names, with the groups over some of their
-# stages by the ranks of the pipeline.
-_MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+# What was made on the default group: device meshes by device type, sizes and names, with the groups over some of their
+# stages by the ranks of the pipeline. A mesh holds the group that it was made on, so what was made on earlier ones is
+# dropped when there is another.
+_MADE: dict[dist.ProcessGroup, _Made] = {}
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -66,6 +66,8 @@ class JobMesh:
         sizes, names = (plan.num_pipeline_ranks, *stage_mesh.sizes), (PIPELINE_AXIS, *stage_mesh.names)
         world = dist.group.WORLD
         assert world is not None, "the default group is there"
+        for gone in _MADE.keys() - {world}:
+            del _MADE[gone]
         made = _MADE.setdefault(world, {})
         if (device_type, sizes, names) not in made:
             made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}

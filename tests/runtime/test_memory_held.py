@@ -57,25 +57,40 @@ def _held(zero: int, chunks: int) -> tuple[float, float]:
     return resting, inside[-1]
 
 
-def _all_held() -> dict[tuple[int, int], tuple[float, float]]:
-    return {case: _held(*case) for case in CASES}
+Held = dict[tuple[int, int], tuple[float, float]]
+
+
+def _all_held() -> tuple[Held, int]:
+    """Bytes of every case, and those left when all models are gone."""
+    before = held_bytes()
+    held = {case: _held(*case) for case in CASES}
+    return held, held_bytes() - before
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[tuple[int, int], tuple[float, float]]:
-    measured: dict[tuple[int, int], tuple[float, float]] = run_ranks(_all_held, RANKS)[0]
-    return measured
+def measured() -> tuple[Held, int]:
+    result: tuple[Held, int] = run_ranks(_all_held, RANKS)[0]
+    return result
+
+
+@pytest.fixture(scope="module")
+def held(measured: tuple[Held, int]) -> Held:
+    return measured[0]
+
+
+def test_nothing_is_left_of_models_that_are_gone(measured: tuple[Held, int]) -> None:
+    assert measured[1] < NUMEL / 100
 
 
 @pytest.mark.parametrize(("zero", "chunks"), CASES)
-def test_between_steps(zero: int, chunks: int, held: dict[tuple[int, int], tuple[float, float]]) -> None:
+def test_between_steps(zero: int, chunks: int, held: Held) -> None:
     # What is gathered for a step is given back after it, at every level.
     expected = 16 * NUMEL / (RANKS if zero else 1)
     assert held[zero, chunks][0] == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(("zero", "chunks"), CASES)
-def test_inside_a_step(zero: int, chunks: int, held: dict[tuple[int, int], tuple[float, float]]) -> None:
+def test_inside_a_step(zero: int, chunks: int, held: Held) -> None:
     block, settings = WIDTH * WIDTH, {"zero": zero, "data_size": RANKS, "precision": "bf16", "num_microbatches": chunks}
     expected = state_memory(NUMEL, **settings)
     # Gradients of the first microbatch come into being in this backward.
