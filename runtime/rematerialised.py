@@ -16,7 +16,7 @@ instead. In the second run nobody reads the product, so it does not run:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.ir.computed_once import Results, Work, keeping
 from autopar.ir.lowered.reductions import split_bias
 from autopar.ir.products import every_second, is_product
 from autopar.ir.program import Remat
@@ -36,7 +37,7 @@ _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
 _KEPT_NAMESPACES = ("_c10d_functional", "autopar")
 
-# Within a call that ``mark`` wrapped, whose results are not kept: whether they are unread, or computed again.
+# Within a call whose results are not kept: whether they are unread, or computed again.
 _Mark = Literal["unread", "again"]
 _not_kept: ContextVar[_Mark | None] = ContextVar("autopar results that are not kept", default=None)
 
@@ -118,14 +119,33 @@ class _Unread(TorchDispatchMode):
 
 def _contexts(kept: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     layouts: list[Tensor] = []
+    results: list[Results] = []
+
+    def compute(work: Work) -> Results:
+        token = _not_kept.set("again")  # what is inside is not kept beside what comes out
+        try:
+            found = work()
+        finally:
+            _not_kept.reset(token)
+        results.append(tuple(result.detach() for result in found))
+        return found
+
+    def give(_: Work) -> Results:
+        return results.pop(0)
+
     first, second = kept()
     # torch's mode counts calls, so it has to see each of them before ours.
-    return _both(_Unread(layouts, again=False), first), _both(_Unread(layouts, again=True), second)
+    return (
+        _all(keeping(compute), _Unread(layouts, again=False), first),
+        _all(keeping(give), _Unread(layouts, again=True), second),
+    )
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -269,7 +269,7 @@ class _Ops:
             inside += lowered
             contracts = is_contraction(node, load.rule(node))
             if contracts:
-                contraction += total.forward_s
+                contraction += (total + -1.0 * lowered).forward_s
             share = load.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if 0.0 < share < 1.0:

@@ -87,6 +87,7 @@ def _differences(name: str, fields: dict[str, Any], padded: bool) -> tuple[dict[
 CASES: dict[str, tuple[str, dict[str, str], str, dict[str, Any]]] = {
     "llama-ring": ("llama", {"cp": "s&t"}, "contiguous", {"cp": 4}),
     "llama-ring-zigzag": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 4}),
+    "llama-ring-zigzag-selective": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 4, "remat": "selective"}),
     "llama-gathered-zigzag": ("llama", {"cp": "s"}, "zigzag", {"cp": 4}),
     "llama-ulysses-ring-zigzag": ("llama", {"cp": "s&t", "tp": "h"}, "zigzag", {"cp": 2, "tp": 2, "sp": True}),
     "llama-padded-zigzag": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 4, "padded": True}),
@@ -94,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, str], str, dict[str, Any]]] = {
     "gpt2-ulysses": ("gpt2", {"cp": "h"}, "contiguous", {"cp": 4}),
     "llama-pipeline-zigzag": ("llama", {"cp": "s&t"}, "zigzag", {"cp": 2, "pp": 2, "num_microbatches": 2}),
 }
-FAST = ("llama-ulysses-ring-zigzag", "gpt2-ring-zigzag")
+FAST = ("llama-ulysses-ring-zigzag", "llama-ring-zigzag-selective", "gpt2-ring-zigzag")
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

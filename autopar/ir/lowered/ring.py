@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import is_fake
 from autopar.ir import ops
 from autopar.ir.collectives import all_gather, apply
 from autopar.ir.communicate import group_rank, group_size
+from autopar.ir.computed_once import computed_once
 from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of
 from autopar.ir.lowered.blockwise import Scores
@@ -175,8 +176,7 @@ class _Ring(torch.autograd.Function):
         if is_fake(q):
             ctx.save_for_backward(q, k, v, mask, None, None)
             return q.new_empty((*q.shape[:3], v.shape[3]))
-        out, lse = _attend(q, k, v, mask, way)
-        out = out.to(q.dtype)
+        out, lse = computed_once(lambda: _attend(q, k, v, mask, way))
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 
@@ -211,7 +211,7 @@ def _pieces(k: Tensor, v: Tensor, way: _Round) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> tuple[Tensor, Tensor]:
-    """Result (wide) and log-sum-exp of the local queries over all keys."""
+    """Result and log-sum-exp (wide) of the local queries over all keys."""
     wide = blockwise.wide_dtype(q)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
@@ -224,7 +224,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -
                 q[:, :, row], keys[:, :, column], values[:, :, column], part, Scores(way.scale, way.shape.sight, block)
             )
             blockwise.merge(out[:, :, row], lse[:, :, row], *more)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def _gradients(
