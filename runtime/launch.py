@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from autopar.ir.errors import LaunchError, PlanMismatch
 from autopar.runtime.environment import Environment
+from autopar.runtime.settling import settle_at_exit
 
 _JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -25,6 +26,7 @@ def ensure_process_group(environment: Environment | None = None) -> None:
     Rank and world size come from torchrun's environment; without it the job has one rank. Raises PlanMismatch
     if a node has more ranks than GPUs, on all of its ranks, and LaunchError if the ranks do not find each other.
     """
+    settle_at_exit()
     if dist.is_initialized():
         return
     environment = Environment() if environment is None else environment
