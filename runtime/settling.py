@@ -44,6 +44,7 @@ def _switches() -> dict[str, str | None]:
         except OSError:  # it has ended
             continue
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        if fields["Name"].startswith(_PREFIX):
-            found[thread.name] = fields["voluntary_ctxt_switches"] if fields["State"].startswith("S") else None
+        if fields.get("Name", "").startswith(_PREFIX):
+            waits = fields.get("State", "S").startswith("S")
+            found[thread.name] = fields.get("voluntary_ctxt_switches", "") if waits else None
     return found
