@@ -3,7 +3,8 @@
     python benchmarks/search.py [--cases 8b,70b] [--repeat 3]
 
 Each case runs ``autopar search MODEL ... --json`` as a process of its own, on models and clusters of true size. Prints
-a table in Markdown with the best of the repeats, and exits with 1 where a limit is missed. No GPU is needed.
+a table in Markdown with the best of the repeats, and exits with 1 where a limit is missed. No GPU is needed. How fast
+the machine is at that moment says the last line: what a process takes that only imports what the models are made of.
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ def run(case: Case) -> Run:
         return Run(wall_s=wall_s, peak_bytes=usage.ru_maxrss * 1024, answer=json.load(out))
 
 
+def imports_s() -> float:
+    """Seconds of a process that imports the model code of transformers, which the commands do first."""
+    start = time.perf_counter()
+    code = "import gc, os; gc.disable(); import transformers.models.llama.modeling_llama; os._exit(0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - start
+
+
 def row(case: Case, best: Run) -> str:
     answer = best.answer
     plan = "nothing fits"
@@ -115,6 +124,7 @@ def main() -> int:
         print(row(case, best), flush=True)
         if best.wall_s > case.limit_s or best.peak_bytes > MAX_BYTES:
             missed.append(case.name)
+    print(f"\nimporting torch and transformers alone: {min(imports_s() for _ in range(options.repeat)):.1f} s")
     if missed:
         print(f"\nover {MAX_BYTES / GIB:.0f} GiB or their limit of seconds: {', '.join(missed)}")
     return 1 if missed else 0
