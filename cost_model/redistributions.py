@@ -104,6 +104,22 @@ class Redistributions:
         sources = np.array([source for _, source in rows], dtype=np.int64).reshape(len(rows), num_axes)
         return cls(steps=steps, sources=sources)
 
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def since(self, number: int) -> Redistributions:
+        """Those from ``number`` on."""
+        return Redistributions(steps=self.steps[number:], sources=self.sources[number:])
+
+    def followed_by(self, other: Redistributions) -> Redistributions:
+        """Those of ``other`` after these."""
+        most = max(self.steps.shape[1], other.steps.shape[1])
+        steps = (
+            np.pad(own.steps, ((0, 0), (0, most - own.steps.shape[1]), (0, 0)), constant_values=-1)
+            for own in (self, other)
+        )
+        return Redistributions(steps=np.concatenate(list(steps)), sources=np.concatenate([self.sources, other.sources]))
+
     def times(self, prices: LinkPrices, rows: float = inf) -> Times:
         """On one mesh. rows: global size of dimension 0."""
         sizes = prices.sizes

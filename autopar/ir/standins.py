@@ -19,8 +19,8 @@ from autopar.ir.errors import CaptureError
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake CPU tensor of the same shape, strides and dtype."""
-    with mode:
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    shapes = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return mode.fake_tensor_converter.from_meta_and_device(mode, shapes, torch.device("cpu"))
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -105,6 +105,7 @@ class Moves:
     _pairs: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ascending
     _numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the pairs
     _rows: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
+    _made: Redistributions | None = None  # of the first of the rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -140,7 +141,11 @@ class Moves:
 
     def since(self, number: int) -> Redistributions:
         """Those from ``number`` on."""
-        return Redistributions.of(self._rows[number:], self.num_axes)
+        done = 0 if self._made is None else len(self._made)
+        if self._made is None or done < len(self._rows):
+            more = Redistributions.of(self._rows[done:], self.num_axes)
+            self._made = more if self._made is None else self._made.followed_by(more)
+        return self._made.since(number)
 
 
 def rows_class(rows: float, mesh: Mesh) -> float:

@@ -50,8 +50,10 @@ class Options:
         sizes = np.array(mesh.sizes, dtype=np.int64)
         chosen = picks[:, :, None] == np.arange(len(group.choices))
         every = np.where(chosen, sizes[None, :, None], 1).prod(axis=1)
-        degrees, first, of = np.unique(every, axis=0, return_index=True, return_inverse=True)
-        return cls(group=group, mesh=mesh, picks=picks, degrees=degrees, of=of.reshape(-1), first=first)
+        rows: dict[bytes, int] = {}  # faster than np.unique of rows
+        of = np.array([rows.setdefault(row.tobytes(), len(rows)) for row in every], dtype=np.int64)
+        first = np.unique(of, return_index=True)[1]
+        return cls(group=group, mesh=mesh, picks=picks, degrees=every[first], of=of, first=first)
 
     def __len__(self) -> int:
         return len(self.picks)

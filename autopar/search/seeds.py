@@ -7,7 +7,7 @@ baseline begins with the lowest that leaves room for activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from math import inf
@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search.ahead import Job
 from autopar.search.build import Weights
 from autopar.search.configuration import Configuration
-from autopar.search.constraints import NoOption
+from autopar.search.constraints import NoOption, role_of_axis
 from autopar.search.leaf import HIDDEN, job
 from autopar.search.outcome import Outcome
 
@@ -31,6 +31,11 @@ SEED_SHARE = 0.7
 # Part of a rank's memory that the state of the model may take where a lower level of ZeRO is preferred.
 STATE_SHARE = 0.7
 
+# Of the seconds that a baseline is taken for, by what another one with as many stages and other data axes takes, the
+# share that it takes at least; and where the number of microbatches is another one too.
+ALIKE_BUT_DATA = 0.99
+ALIKE = 0.96
+
 # Baselines that are tried in earnest: the best that fit as they are, whose neighbours are tried too, and some others.
 BEST = 4
 EARNEST = 8
@@ -42,6 +47,7 @@ class Seeds:
 
     outer: Outer
     outcomes: dict[Configuration, Outcome] = field(default_factory=dict)
+    _slower: dict[Hashable, float] = field(default_factory=dict)
 
     def run(self) -> None:
         first = list(self.in_turns())
@@ -87,11 +93,43 @@ class Seeds:
 
         def coming() -> Iterator[Job]:
             left = (c for c in configurations if c not in self.outcomes and outer.known_of(c) is None)
-            return (job((c,), Weights(sync=HIDDEN), outer.record_s) for c in left)
+            return (job((c,), Weights(sync=HIDDEN), outer.record_s) for c in left if self.by_others(c) is None)
 
         with outer.solver.ahead.expecting(coming):
             for configuration in configurations:
-                self.attempt(configuration, GLANCE_SHARE, once=True)
+                known = self.by_others(configuration)
+                if known is None:
+                    self.attempt(configuration, GLANCE_SHARE, once=True)
+                    self.learn(configuration)
+                else:
+                    outer.num_skipped += 1
+                    self.outcomes[configuration] = known
+                    outer.note(configuration, known)
+
+    def by_others(self, configuration: Configuration) -> Outcome | None:
+        """What baselines that are like it say of one, if that is slower than the best plan so far."""
+        hope = self.outer.bounds.hope(configuration.num_stages, configuration.num_microbatches)
+        for alike, share in zip(_alike(configuration), (ALIKE_BUT_DATA, ALIKE), strict=True):
+            seconds = hope * self._slower.get(alike, 0.0)
+            if configuration.zero <= 1 and share * seconds >= self.outer.record_s:
+                return Outcome(None, seconds)
+        return None
+
+    def learn(self, configuration: Configuration) -> None:
+        """How far a baseline is from the bound of its pace, without the sums of gradients, which data axes decide.
+
+        What tensor parallelism takes hardly depends on microbatches. What ZeRO gathers in every one of them does.
+        """
+        outer, outcome = self.outer, self.outcomes.get(configuration)
+        tried = outcome is not None and outcome.least_s < inf and outer.known_of(configuration) is None
+        if not tried or configuration.zero > 1:
+            return
+        inner = outer.solver.inner(configuration, Weights(sync=HIDDEN))
+        sums_s = HIDDEN * sum(block.sync.step_s for block in inner.priced.blocks)
+        seconds = outer.solver.least_s(configuration, inner.objective - sums_s)
+        slower = seconds / outer.bounds.hope(configuration.num_stages, configuration.num_microbatches)
+        for alike in _alike(configuration):
+            self._slower[alike] = min(slower, self._slower.get(alike, inf))
 
     def attempt(self, configuration: Configuration, share: float, *, once: bool = False, again: bool = False) -> None:
         """Try a leaf, unless the work for it is spent or it is known not to be worth while. once: with memory for free.
@@ -147,6 +185,13 @@ class Seeds:
             for num in options[max(0, place - reach) : place + reach + 1]:
                 for root in space.roots(best.num_stages, best.mesh, num, best.constraints):
                     yield from space.with_zero(root)
+
+
+def _alike(configuration: Configuration) -> tuple[Hashable, Hashable]:
+    """What a baseline has in common with one that has other data axes, and with one that has other microbatches too."""
+    axes = tuple(axis for axis in configuration.mesh.axes if role_of_axis(axis.name) != "dp")
+    own = (configuration.num_stages, axes)
+    return (*own, configuration.num_microbatches), own
 
 
 def _turns(rows: Iterable[Sequence[Configuration]]) -> Iterator[Configuration]:

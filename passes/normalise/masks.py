@@ -127,7 +127,7 @@ class MaskReader:
 
     def _seen(self, parts: list[fx.Node], low: int, high: int, queries: int, keys: int) -> Tensor:
         """Which keys the queries from low to high see: boolean, (.., high - low, keys) or broadcasting to it."""
-        seen = torch.ones((), dtype=torch.bool)
+        seen: Tensor | None = None
         for part in parts:
             shape = shape_of(part)
             lead: Box = tuple((0, size) for size in self._lead(part))
@@ -135,7 +135,9 @@ class MaskReader:
             if len(shape) >= 2 and shape[-2] == queries and queries > 1:
                 tail = ((low, high), tail[1])
             value = self.evaluator.evaluate(part, (*lead, *tail))
-            seen = seen & _as_boolean(value)
+            own = _as_boolean(value)
+            seen = own if seen is None else seen & own
+        assert seen is not None
         return seen.expand(torch.broadcast_shapes(seen.shape, (high - low, keys)))
 
 
@@ -167,12 +169,10 @@ def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, first: int) -
     if kind == "full":
         return bool(seen.all())
     rows, keys = seen.shape[-2:]
-    queries = torch.arange(first, first + rows)[:, None]
-    positions = torch.arange(keys)[None, :]
-    expected = positions <= queries
+    expected = torch.ones(rows, keys, dtype=torch.bool).tril_(first)
     if window is not None:
-        expected &= positions > queries - window
-    return bool((seen == expected).all())
+        expected.triu_(first - window + 1)
+    return torch.equal(seen, expected.expand(seen.shape))
 
 
 def joined(graph: fx.Graph, mode: FakeTensorMode, parts: tuple[fx.Node, ...], like: fx.Node) -> fx.Node:

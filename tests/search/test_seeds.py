@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+import pytest
+
 from autopar.search.build import Weights
-from autopar.search.configuration import Candidate
+from autopar.search.configuration import Candidate, Configuration
 from autopar.search.leaf import HIDDEN
 from autopar.search.outcome import Outcome
 from autopar.search.outer import Outer
@@ -47,6 +49,22 @@ def test_every_baseline_is_looked_at_and_the_best_in_earnest() -> None:
     assert len(around) > 1 and {(c.mesh, c.num_stages) for c in seeds.near(fitting[:1])} == {
         (fitting[0].mesh, fitting[0].num_stages)
     }
+
+
+@pytest.mark.parametrize(("gpus", "batch", "room"), [(8, 16, 2.0), (64, 64, 0.2), (64, 256, 0.05)])
+def test_what_is_like_slow_baselines_is_passed_over(gpus: int, batch: int, room: float) -> None:
+    outer = outer_of(DEEP, batch=batch, seq=4096, room=room, gpus=gpus)
+    seeds = Seeds(outer)
+    passed_over: list[Configuration] = []
+    for configuration in seeds.in_turns():
+        if configuration not in seeds.outcomes and seeds.by_others(configuration) is not None:
+            passed_over.append(configuration)
+        seeds.glance_at([configuration])
+    assert len(passed_over) > 4
+    record_s = outer.record_s
+    for configuration in passed_over:
+        looked_into = outer.expand(configuration, once=True)
+        assert looked_into.least_s >= record_s, f"{configuration} was worth while"
 
 
 def test_where_the_state_is_large_baselines_start_with_it_divided() -> None:
