@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -10,8 +11,11 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster import Cluster
 from autopar.ir.errors import InvalidCluster
 
-# What a device's name has to hold, most special first, and its name in the catalogue.
+# Words of a device's name, most special first, and its name in the catalogue.
 _NAMES = (
+    (("GB300",), "gb300"),
+    (("GB200",), "gb200"),
+    (("B300",), "b300"),
     (("B200",), "b200"),
     (("H200",), "h200"),
     (("H100", "PCIe"), "h100-pcie"),
@@ -20,6 +24,8 @@ _NAMES = (
     (("A100", "80GB"), "a100-80gb"),
     (("A100",), "a100-40gb"),
     (("V100",), "v100"),
+    (("MI355X",), "mi355x"),
+    (("MI325X",), "mi325x"),
     (("MI300X",), "mi300x"),
 )
 
@@ -38,8 +44,9 @@ def catalogue_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     found = torch.cuda.get_device_name(device)
+    words = re.split(r"[\W_]+", found.lower())
     for parts, name in _NAMES:
-        if all(part.lower() in found.lower() for part in parts):
+        if all(part.lower() in words for part in parts):
             return name
     raise InvalidCluster(
         f"this GPU, {found!r}, is not in the catalogue, so nothing is known of its speed.\n"

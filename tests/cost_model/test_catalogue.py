@@ -12,7 +12,10 @@ from autopar.cost_model.entries import Assumed, Fit, Published
 from autopar.cost_model.matmul import Tile
 from autopar.ir.errors import InvalidCluster
 
-NAMES = ("a100-80gb", "a100-40gb", "v100", "h100-sxm", "h100-pcie", "h100-96gb", "h200", "b200", "mi300x", "cpu")
+NAMES = (
+    *("v100", "a100-40gb", "a100-80gb", "a100-80gb-pcie", "h100-sxm", "h100-pcie", "h100-96gb", "h200"),
+    *("b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x", "cpu"),
+)
 
 
 def constants(value: object, path: str) -> list[tuple[str, Published | Assumed | Fit]]:
@@ -58,7 +61,7 @@ def test_datasheet_figures() -> None:
 
 
 def test_names() -> None:
-    assert set(NAMES) <= set(known_gpus())
+    assert set(NAMES) == set(known_gpus())
     assert find_gpu("H100") is find_gpu("h100-SXM") is find_gpu("h100_sxm")
 
 
@@ -76,6 +79,7 @@ def test_node_size_defaults() -> None:
     assert make_cluster("h200", 4).gpus_per_node == 4
     assert make_cluster("h200", 32).gpus_per_node == 8
     assert make_cluster("h200", 32, 4).num_nodes == 8
+    assert make_cluster("gb200", 64).num_nodes == 1  # of a rack of 72
 
 
 def test_gpus_must_fill_the_nodes() -> None:

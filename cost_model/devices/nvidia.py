@@ -1,0 +1,291 @@
+"""NVIDIA's parts in their usual nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost_model.devices.parts import (
+    ACCELERATORS,
+    EIGHT,
+    HOST_A100,
+    HOST_H100,
+    HOST_V100,
+    LAUNCH,
+    MAMF,
+    MEMORY_EFFICIENCY,
+    NETWORK,
+    RESERVED,
+    fp32,
+    half,
+    network,
+    tiling,
+)
+from autopar.cost_model.entries import Assumed, Fit, GpuEntry, HostEntry, LinkEntry, Published, RateEntry
+
+_TITAN = "Grand Teton H100 of 500 W, HBM2e: pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c"
+_A100 = "recalled: NVIDIA A100 datasheet"
+_H100 = "recalled: NVIDIA H100 datasheet"
+_V100 = "recalled: NVIDIA V100 datasheet"
+_B200 = "recalled: NVIDIA HGX B200 datasheet"
+_B300 = "recalled: NVIDIA HGX B300 datasheet"
+_GB200 = "recalled: NVIDIA GB200 NVL72 datasheet"
+_RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
+_A100_ATTENTION = Fit("attention_ampere", "the share of FlashAttention-2, and of older kernels, in training runs")
+_A100_HALF = half(312, ACCELERATORS, 271.2, MAMF, _A100_ATTENTION)
+_A100_TILING = tiling(108, _A100)
+_H100_ATTENTION = Fit("attention_hopper", "FlashAttention-2, the kernel PyTorch ships, in training runs")
+_H100_HALF = half(989, ACCELERATORS, 794.5, MAMF, _H100_ATTENTION)
+_H100_TILING = tiling(132, _H100)
+_B200_ATTENTION = Assumed(0.35, "a guess, not measured: about the fraction of H100")
+
+_NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
+_NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
+
+
+def _nvlink(name: str, gb_s: float, efficiency: float, why: str, switch: Published | None = None) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=Published(gb_s, NETWORK),
+        efficiency=Assumed(efficiency, why),
+        base_latency_us=_NVLINK_BASE,
+        hop_latency_us=_NVLINK_HOP,
+        switch_reduce_gb_s=switch,
+    )
+
+
+def _pcie(name: str, gb_s: float, source: str) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=Published(gb_s, source),
+        efficiency=Assumed(
+            0.60, "a guess, not measured: protocol overhead leaves 0.8; neighbours share host bridges and switches"
+        ),
+        base_latency_us=_NVLINK_BASE,
+        hop_latency_us=Assumed(3.0, "a guess, not measured: through the root complex"),
+    )
+
+
+_IB_A100 = network("HDR InfiniBand", Published(25, "DGX A100: 8 x HDR 200 Gb/s, SC21 Megatron-LM paper"))
+_IB_H100 = network("NDR InfiniBand", Published(50, f"DGX H100: 8 x NDR 400 Gb/s, {NETWORK}"))
+_NVLINK_A100 = _nvlink("NVLink 3", 300, 0.76, "nccl busbw 229-235 of 300 GB/s at 1-16 GiB, 8 GPUs")
+_NVLINK_H100 = _nvlink(
+    "NVLink 4",
+    450,
+    0.80,
+    "ring busbw 363-368 of 450 GB/s, 2 to 8 GPUs",
+    Published(270, f"NVLS all-reduce: 480 GB/s busbw on 8 GPUs = 274 GB/s of payload, 414 on 5 = 259; {NETWORK}"),
+)
+_NVLINK_B200 = _nvlink(
+    "NVLink 5",
+    900,
+    0.75,
+    "ring busbw 673-682 of 900 GB/s, 4 to 8 GPUs",
+    Published(470, f"NVLS all-reduce: 838 GB/s busbw on 8 GPUs = 479 GB/s payload, 778 on 6 = 467; {NETWORK}"),
+)
+
+# A rack of NVLink switches is one node; its CPUs reach their GPUs over NVLink too.
+_RACK = Published(72, "recalled: NVL72 systems hold 72 GPUs")
+_HOST_GRACE = HostEntry(
+    link_gb_s=Assumed(225, "recalled: NVIDIA Grace datasheet, NVLink-C2C, 450 GB/s either way, for two GPUs"),
+    link_efficiency=Assumed(0.79, "a guess, not measured: as over PCI Express"),
+    memory_gb_s=Assumed(256, "recalled: NVIDIA Grace datasheet, 512 GB/s of LPDDR5X for two GPUs"),
+    memory_efficiency=Assumed(0.60, "a guess, not measured: AdamW streams seven arrays on the cores of one GPU"),
+)
+
+V100 = GpuEntry(
+    name="V100",
+    rates={
+        "fp32": fp32(15.7, _V100),
+        "fp16": half(
+            125,
+            "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
+            95,
+            "recalled: cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
+            Assumed(0.25, "a guess, not measured: no FlashAttention on V100, but the memory-efficient kernel"),
+        ),
+    },
+    memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(900, _V100),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_V100,
+    tiling=tiling(80, _V100),
+    gpus_per_node=EIGHT,
+    intra_node=_nvlink("NVLink 2", 150, 0.80, "taken from A100, whose rings reach 0.78; no V100 measurement of a node"),
+    inter_node=network("EDR InfiniBand", Published(6.25, "DGX-1V: 4 x EDR 100 Gb/s per node, NVIDIA/nccl-tests#29")),
+)
+A100_40GB = GpuEntry(
+    name="A100-40GB",
+    rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
+    memory_gb=Published(40, _A100),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(1555, _A100),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_A100,
+    tiling=_A100_TILING,
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_A100,
+    inter_node=_IB_A100,
+)
+A100_80GB = GpuEntry(
+    name="A100-80GB",
+    rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
+    memory_gb=Published(80, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(2039, _A100),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_A100,
+    tiling=_A100_TILING,
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_A100,
+    inter_node=_IB_A100,
+)
+A100_80GB_PCIE = GpuEntry(
+    name="A100-80GB-PCIe",
+    rates={
+        "fp32": fp32(19.5, _A100),
+        "bf16": half(
+            312,
+            ACCELERATORS,
+            252.9,
+            MAMF,
+            Fit("attention_ampere", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
+        ),
+    },
+    memory_gb=Published(80, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(1940, ACCELERATORS),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_A100,
+    tiling=_A100_TILING,
+    gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
+    intra_node=_pcie("PCIe 4 x16", 31.5, "recalled: PCI Express 4.0 specification, 16 GT/s x 16 lanes, 128b/130b"),
+    inter_node=network("100 Gb/s Ethernet per GPU", Assumed(12.5, "line rate; two 400 Gb/s adapters for eight cards")),
+)
+H100_SXM = GpuEntry(
+    name="H100-SXM",
+    rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF},
+    memory_gb=Published(80, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(3350, ACCELERATORS),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_H100,
+    tiling=_H100_TILING,
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_H100,
+    inter_node=_IB_H100,
+)
+H100_96GB = GpuEntry(
+    name="H100-96GB",
+    rates={
+        "fp32": fp32(67, _H100),
+        "bf16": RateEntry(
+            peak_tflops=Published(989, ACCELERATORS),
+            efficiency=Fit("matmul_500w", MAMF, 794.5 / 989),
+            attention=Fit("attention_500w", "FlashAttention-2, the kernel PyTorch ships, in training runs"),
+        ),
+    },
+    memory_gb=Published(96, _TITAN),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(2400, _TITAN),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_H100,
+    tiling=_H100_TILING,
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_H100,
+    inter_node=_IB_H100,
+)
+H100_PCIE = GpuEntry(
+    name="H100-PCIe",
+    rates={
+        "fp32": fp32(51, _H100),
+        "bf16": half(
+            756, ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100", _H100_ATTENTION
+        ),
+    },
+    memory_gb=Published(80, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(2000, ACCELERATORS),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_H100,
+    tiling=tiling(114, "recalled: NVIDIA H100 datasheet"),
+    gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
+    intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
+    inter_node=network("200 Gb/s per GPU", Assumed(25, "200 Gb/s line rate; four 400 Gb/s adapters for eight cards")),
+)
+H200 = GpuEntry(
+    name="H200",
+    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF},
+    memory_gb=Published(141, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(4800, ACCELERATORS),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_H100,
+    tiling=_H100_TILING,
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_H100,
+    inter_node=_IB_H100,
+)
+B200 = GpuEntry(
+    name="B200",
+    rates={
+        "fp32": fp32(75, _B200),
+        "bf16": half(
+            2250,
+            ACCELERATORS,
+            1745,
+            MAMF,
+            _B200_ATTENTION,
+        ),
+    },
+    memory_gb=Published(180, ACCELERATORS),
+    reserved_gb=RESERVED,
+    bandwidth_gb_s=Published(7700, _RECIPES),
+    memory_efficiency=MEMORY_EFFICIENCY,
+    kernel_launch_us=LAUNCH,
+    host=HOST_H100,
+    tiling=tiling(148, _B200),
+    gpus_per_node=EIGHT,
+    intra_node=_NVLINK_B200,
+    inter_node=network("NDR InfiniBand or EFA v4", Published(50, f"8 x 400 Gb/s, {NETWORK}")),
+)
+B300 = replace(
+    B200,
+    name="B300",
+    rates={"fp32": fp32(75, _B300), "bf16": half(2250, ACCELERATORS, 1769, MAMF, _B200_ATTENTION)},
+    memory_gb=Published(270, f"DGX B300; {_RECIPES}"),
+    tiling=tiling(148, _B300),
+    inter_node=network("XDR InfiniBand or EFA v4", Published(100, f"DGX B300: 8 x 800 Gb/s, {NETWORK}")),
+)
+GB200 = replace(
+    B200,
+    name="GB200",
+    rates={"fp32": fp32(80, _GB200), "bf16": half(2500, ACCELERATORS, 1822, MAMF, _B200_ATTENTION)},
+    memory_gb=Published(186, ACCELERATORS),
+    bandwidth_gb_s=Published(8000, ACCELERATORS),
+    tiling=tiling(148, _GB200),
+    host=_HOST_GRACE,
+    gpus_per_node=_RACK,
+    inter_node=network("NDR InfiniBand", Assumed(50, "recalled: one 400 Gb/s ConnectX-7 for each GPU")),
+)
+GB300 = replace(
+    GB200,
+    name="GB300",
+    rates={
+        "fp32": fp32(80, "recalled: NVIDIA GB300 NVL72 datasheet"),
+        "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured", _B200_ATTENTION),
+    },
+    memory_gb=Published(279, _RECIPES),
+    bandwidth_gb_s=Published(8000, _RECIPES),
+    inter_node=network("XDR InfiniBand", Assumed(100, "recalled: one 800 Gb/s ConnectX-8 for each GPU")),
+)
+
+NVIDIA = (V100, A100_40GB, A100_80GB, A100_80GB_PCIE, H100_SXM, H100_96GB, H100_PCIE, H200, B200, B300, GB200, GB300)

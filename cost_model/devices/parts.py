@@ -1,0 +1,85 @@
+"""What entries of several devices share: pages, habits of libraries, hosts and kinds of links."""
+
+from __future__ import annotations
+
+from autopar.cost_model.entries import (
+    Assumed,
+    Fit,
+    HostEntry,
+    LinkEntry,
+    Published,
+    RateEntry,
+    TilingEntry,
+)
+from autopar.cost_model.matmul import Tile
+
+# Pages that several entries quote.
+ACCELERATORS = "stas00/ml-engineering compute/accelerator/README.md @744d01e"
+NETWORK = "stas00/ml-engineering network/README.md @744d01e"
+MAMF = "best shape of the MAMF finder, " + ACCELERATORS
+
+RESERVED = Assumed(
+    1.5, "a guess: CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
+)
+MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
+LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
+TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.8), Tile(64, 64, 0.65))
+EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
+
+
+def fp32(tflops: float, source: str) -> RateEntry:
+    return RateEntry(
+        peak_tflops=Published(tflops, source),
+        efficiency=Assumed(
+            0.85, "a guess, not measured: cuBLAS SGEMM without TF32, which PyTorch leaves off, runs near its peak"
+        ),
+        attention=Assumed(
+            0.35, "a guess, not measured: the memory-efficient kernel serves fp32, FlashAttention does not"
+        ),
+    )
+
+
+def half(tflops: float, source: str, best_tflops: float, why: str, attention: Assumed | Fit) -> RateEntry:
+    """best_tflops: the highest rate measured on any shape."""
+    return RateEntry(
+        peak_tflops=Published(tflops, source),
+        efficiency=Fit("matmul", why, best_tflops / tflops),
+        attention=attention,
+    )
+
+
+def tiling(units: int, source: str) -> TilingEntry:
+    return TilingEntry(
+        tiles=TILES,
+        why_tiles="a guess, not measured: the tiles that libraries have; smaller ones read more for what they compute",
+        units=Published(units, source),
+        half_depth=Fit("half_depth", "set-up and write-out of a tile, as steps along its depth"),
+    )
+
+
+def network(name: str, bandwidth_gb_s: Published | Assumed) -> LinkEntry:
+    return LinkEntry(
+        name=name,
+        bandwidth_gb_s=bandwidth_gb_s,
+        efficiency=Assumed(0.90, "busbw 192 of 200 GB/s (DGX A100), 382 of 400 (B200 EFA), 350 of 400 (248 nodes)"),
+        base_latency_us=Assumed(
+            25.0, "a guess, not measured: as within a node, plus the proxy thread that drives the NIC"
+        ),
+        hop_latency_us=Assumed(5.0, "B200 EFA: 1 MiB on 32 GPUs takes 380 us in 62 ring steps; InfiniBand less"),
+    )
+
+
+def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> HostEntry:
+    return HostEntry(
+        link_gb_s=Published(link_gb_s, f"recalled: PCI Express {generation}.0 specification, 16 lanes, 128b/130b"),
+        link_efficiency=Assumed(
+            0.79, "nvbandwidth on 8 A100: 24.8 of 31.5 GB/s either way (forums.developer.nvidia.com/t/352186)"
+        ),
+        memory_gb_s=Assumed(memory_gb_s, f"recalled: {memory}, divided among eight GPUs"),
+        memory_efficiency=Assumed(0.60, "a guess, not measured: AdamW streams seven arrays on the cores of one GPU"),
+    )
+
+
+HOST_V100 = host(3, 15.75, 32, "2 Xeon of 6 channels DDR4-2666 (DGX-2)")
+HOST_A100 = host(4, 31.5, 51, "2 EPYC 7742 of 8 channels DDR4-3200 (DGX A100)")
+HOST_H100 = host(5, 63, 77, "2 Xeon 8480C of 8 channels DDR5-4800 (DGX H100)")
