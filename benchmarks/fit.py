@@ -24,12 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from published import ROOT, Missing, Row, captured_of
+from published import ROOT
+from published_models import captured_of
+from published_rows import Missing, Row
 
 from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
-from autopar.search.api import estimate_captured, predict_plan
+from autopar.search.api import predict_plan
 from autopar.search.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -64,11 +66,10 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
     found = []
     for row in map(Row, cells):
         try:
-            constraints, reported = row.constraints(), row.reported()
+            reported = row.reported()
             captured = captured_of(row, known)
-            load = Workload.of(captured, constraints.precision)
-            cluster = row.cluster(fitted)
-            result = estimate_captured(captured, cluster, constraints, workload=load)
+            load = Workload.of(captured, row.dtype)
+            result = row.under_its_plan(captured, load, fitted)
         except (Missing, AutoparError):
             continue
         error = np.log(result.predicted.step_time_s / reported)
@@ -83,7 +84,7 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
 
 
 def measure_all(rows: list[Row], fitted: Fitted, jobs: int) -> list[Measured]:
-    groups = [[row.cells for row in group] for _, group in itertools.groupby(rows, key=lambda row: row.model_name)]
+    groups = [[row.cells for row in group] for _, group in itertools.groupby(rows, key=lambda row: row.model)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         return list(itertools.chain(*pool.map(measure, groups, itertools.repeat(fitted))))
 

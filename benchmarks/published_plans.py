@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from published import ROOT, Missing, Row, captured_of
+from published import ROOT
+from published_models import captured_of
+from published_rows import Missing, Row
 
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.report.data import remat_level
-from autopar.search.api import estimate_captured, search_captured
+from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
 from autopar.search.result import SearchResult
 from autopar.search.workload import Workload
@@ -80,11 +82,10 @@ def in_words(plan: Plan) -> str:
 def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     """Raises Missing, or AutoparError where the published plan cannot be."""
     row.reported()
-    constraints, captured = row.constraints(), captured_of(row, known)
-    load = Workload.of(captured, constraints.precision)
-    enough = row.cluster()
-    published = estimate_captured(captured, enough, constraints, workload=load)
-    free = Constraints(precision=constraints.precision)
+    captured = captured_of(row, known)
+    load = Workload.of(captured, row.dtype)
+    published = row.under_its_plan(captured, load)
+    free = Constraints(precision=row.dtype)
     cluster = row.devices()
     # A little more, so that rounding does not exclude the plan itself.
     needed = int(1.001 * published.predicted.peak_bytes / free.memory_fraction)

@@ -1,0 +1,264 @@
+"""What a published run says of itself: the shape of its model, its cluster, its plan and its figure.
+
+A row that leaves open what a prediction needs raises ``Missing``. What of a plan can be searched for is not needed: how
+model parallelism is split into tensors and stages, virtual stages, the size of a microbatch (``Row.unprinted``).
+Nothing depends on the name of a row or of its model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.fitted import FITTED, Fitted
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan, Precision
+from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.constraints import Constraints, Remat
+from autopar.search.result import SearchResult
+from autopar.search.workload import Workload
+
+GIB = 2**30
+ENOUGH = 1 << 50
+PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
+# The year of a source, as in "2022" or "SC21". The first fused attention was published in May 2022, and training code
+# had it the year after.
+YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
+LAST_UNFUSED = 22
+# Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
+USUAL_VOCABULARY = 51_200
+# Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
+ALIKE = 0.12
+
+# plain: two matrices in the MLP, learned positions, tied embeddings. gated: three, rotary positions.
+Shape = Literal["plain", "gated", "experts"]
+
+
+class Missing(Exception):
+    """A row does not state what a prediction needs."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run."""
+
+    cells: dict[str, str]
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.cells.get(name) or ""
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.cells.get(name)
+        if not text:
+            if default is None:
+                raise Missing(name)
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise Missing(f"{name} as a number ({text})") from None
+
+    # The figure.
+
+    @property
+    def family(self) -> str:
+        return self.id.split("-")[0]
+
+    @property
+    def is_memory(self) -> bool:
+        return self.reported_metric == "peak_memory_gb"
+
+    @property
+    def tokens(self) -> int:
+        return self.number("global_batch") * self.number("seq_len")
+
+    def reported(self) -> float:
+        """Seconds a step, or bytes for rows of memory."""
+        value, metric = float(self.reported_value), self.reported_metric
+        if metric == "step_seconds":
+            return value
+        if metric == "peak_memory_gb":
+            return value * GIB
+        if metric == "tokens_per_s_per_gpu":
+            return self.tokens / (value * self.number("n_gpus"))
+        if metric == "tflops_per_gpu":
+            return self.flops() / (value * 1e12 * self.number("n_gpus"))
+        raise Missing(f"a figure that says seconds ({metric})")
+
+    def flops(self) -> float:
+        """Floating point operations of a step, as the source counts them."""
+        layers, hidden, seq = (self.number(name) for name in ("layers", "hidden", "seq_len"))
+        if "HARDWARE" in self.notes:  # Narayanan et al. 2021, equation 3: with recomputation
+            shape = 1 + seq / (6 * hidden) + self.vocabulary / (16 * layers * hidden)
+            return 96.0 * self.tokens * layers * hidden**2 * shape
+        active = self.params or float(self.count(self.shape))
+        if self.experts:
+            inner = 3 * hidden * self.number("ffn_hidden") * layers
+            active = active - (self.number("experts") - self.number("top_k")) * inner
+        return self.tokens * (6 * active + 6 * layers * hidden * seq)
+
+    # The model.
+
+    @property
+    def params(self) -> float | None:
+        return float(self.params_b) * 1e9 if self.params_b else None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.number("kv_heads", self.number("heads"))
+
+    @property
+    def vocabulary(self) -> int:
+        small = self.params is not None and USUAL_VOCABULARY * self.number("hidden") < 0.01 * self.params
+        return self.number("vocab", USUAL_VOCABULARY if small else None)
+
+    def count(self, shape: Shape) -> int:
+        """Parameters of a model of the stated sizes, without biases and norms."""
+        hidden, heads = self.number("hidden"), self.number("heads")
+        attention = 2 * hidden**2 + 2 * hidden**2 * self.kv_heads // heads
+        mlp = (2 if shape == "plain" else 3) * hidden * self.number("ffn_hidden") * self.number("experts", 1)
+        ends = self.number("seq_len") + self.vocabulary if shape == "plain" else 2 * self.vocabulary
+        return self.number("layers") * (attention + mlp) + ends * hidden
+
+    @property
+    def shape(self) -> Shape:
+        """The kind of model that has as many parameters as the row says."""
+        if self.experts:
+            able: tuple[Shape, ...] = ("experts",)
+        else:
+            able = ("plain", "gated") if self.kv_heads == self.number("heads") else ("gated",)
+        if self.params is None:
+            return able[0]
+        near = {shape: abs(self.count(shape) / self.params - 1) for shape in able}
+        best = min(able, key=near.__getitem__)
+        if near[best] > ALIKE:
+            raise Missing(f"sizes that add up to its parameters ({self.count(best) / 1e9:.4g}b of {self.params_b}b)")
+        return best
+
+    @property
+    def fused_attention(self) -> bool:
+        years = YEAR.findall(self.source)
+        return not years or int(max(years)) > LAST_UNFUSED
+
+    # The cluster.
+
+    def devices(self, fitted: Fitted = FITTED) -> Cluster:
+        return make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted)
+
+    def cluster(self, fitted: Fitted = FITTED) -> Cluster:
+        """The devices, with memory for whatever was run."""
+        return self.devices(fitted).with_memory(ENOUGH)
+
+    # The plan.
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks over which one copy of the model is divided by tensors and stages."""
+        return self.number("n_gpus") // (self.number("dp") * self.number("cp", 1))
+
+    @property
+    def unprinted(self) -> tuple[str, ...]:
+        """What of the plan is left open."""
+        found = []
+        if self.model_parallel > 1:
+            found += [name for name in ("tp", "pp") if not getattr(self, name)]
+            pipelined = self.number("pp", 2) > 1
+            found += ["vpp"] if pipelined and "interleaved" in self.schedule and not self.vpp else []
+        if not self.micro_batch and (found or self.number("pp", 1) == 1):
+            found.append("micro_batch")
+        return tuple(found)
+
+    def constraints(self) -> Constraints:
+        """The plan; what is not printed is open."""
+        open_ = self.unprinted
+        tp, pp, virtual = (None if name in open_ else self.number(name, 1) for name in ("tp", "pp", "vpp"))
+        data, experts = self.number("dp"), self.number("ep", 1)
+        if data % experts:
+            raise Missing(f"an expert degree that divides its data ranks (ep {experts}, dp {data})")
+        count = None
+        if "micro_batch" not in open_:
+            count = self.number("global_batch") // (data * self.number("micro_batch", 1))
+        schedule: Any = None
+        if pp is not None and pp > 1:
+            schedule = "interleaved" if virtual != 1 else "1f1b"
+        return Constraints(
+            tp=tp,
+            pp=pp,
+            cp=self.number("cp", 1),
+            ep=experts,
+            dp=data // experts,
+            sequence_parallel=self.sp == "1" if tp != 1 else None,
+            num_microbatches=count,
+            precision=self.dtype,
+            remat=self.remat(),
+            schedule=schedule,
+            virtual_stages=virtual if schedule == "interleaved" else None,
+            **self.zero(),
+        )
+
+    @property
+    def dtype(self) -> Precision:
+        name = self.precision.split()[0] if self.precision else ""
+        if name not in PRECISIONS:
+            raise Missing(f"a precision of {', '.join(PRECISIONS)} ({name or 'none'})")
+        return PRECISIONS[name]
+
+    def zero(self) -> dict[str, Any]:
+        kind = self.zero_stage_or_fsdp
+        if "no reshard" in kind:
+            return {"zero": 3, "reshard_after_forward": False}
+        if kind in ("fsdp", "zero3"):
+            return {"zero": 3}
+        return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}
+
+    def remat(self) -> Remat:
+        """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
+        spelt out, what ours runs again is mostly that. Torchtitan's "selective (op)" keeps every second product."""
+        levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
+        if not self.fused_attention:
+            levels["selective"] = "selective"
+        return levels.get(self.recompute, "none")
+
+    def under_its_plan(
+        self, captured: CapturedModel, load: Workload | None = None, fitted: Fitted = FITTED
+    ) -> SearchResult:
+        """The prediction, with memory for whatever was run. Raises Missing where the plan is printed in part alone, and
+        AutoparError where it cannot be."""
+        if self.unprinted:
+            raise Missing(", ".join(self.unprinted))
+        cluster = self.cluster(fitted)
+        found = estimate_captured(captured, cluster, self.constraints(), workload=load)
+        if "every other layer" in self.recompute:
+            plan = every_other_block_again(found.plan)
+            found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=load))
+        return found
+
+    def under_the_best_plan(self, captured: CapturedModel) -> SearchResult:
+        """The fastest plan that has what is printed, and fits; if none is thought to fit, with memory for whatever was
+        run. Raises AutoparError where there is none at all."""
+        try:
+            return self._best_plan(captured, self.devices())
+        except InfeasiblePlan:
+            return self._best_plan(captured, self.cluster())
+
+    def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
+        given = self.constraints()
+        load = Workload.of(captured, given.precision)
+        schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
+        each = [replace(given, schedule=schedule) for schedule in schedules]
+        found = [search_captured(captured, cluster, one, workload=load) for one in each]
+        return min(found, key=lambda one: one.predicted.step_time_s)
+
+
+def every_other_block_again(plan: Plan) -> Plan:
+    """Half the blocks of every stage rematerialised; which of them makes no difference to the time."""
+    stages = [
+        stage.model_copy(update={"remat": {"full": (stage.last - stage.first + 1) // 2}}) for stage in plan.stages
+    ]
+    return plan.model_copy(update={"stages": stages, "prediction": None})

@@ -1,0 +1,107 @@
+"""Rows of published runs are read by what they state, whatever they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.ir.errors import InvalidCluster
+from autopar.ir.plan import StagePlan
+from benchmarks.published_rows import Missing, Row, every_other_block_again
+
+# A gated decoder with 8 billion parameters on one node.
+CELLS = {
+    "id": "somebody-001", "source": "a page", "model": "a model", "params_b": "8", "layers": "32", "hidden": "4096",
+    "ffn_hidden": "14336", "heads": "32", "kv_heads": "8", "vocab": "128256", "seq_len": "8192", "experts": "",
+    "top_k": "", "gpu": "H100-96GB-HBM2e", "n_gpus": "8", "tp": "1", "sp": "", "cp": "1", "pp": "1", "vpp": "",
+    "ep": "", "dp": "8", "zero_stage_or_fsdp": "fsdp", "micro_batch": "2", "global_batch": "16", "precision": "bf16",
+    "recompute": "none", "schedule": "", "reported_metric": "tokens_per_s_per_gpu", "reported_value": "4096",
+    "notes": "",
+}  # fmt: skip
+
+
+def row(**cells: str) -> Row:
+    assert cells.keys() <= CELLS.keys()
+    return Row({**CELLS, **cells})
+
+
+def test_a_row_that_says_all() -> None:
+    given = row()
+    assert given.unprinted == ()
+    assert given.reported() == 16 * 8192 / (4096 * 8)
+    constraints = given.constraints()
+    assert (constraints.dp, constraints.tp, constraints.pp, constraints.zero) == (8, 1, 1, 3)
+    assert constraints.num_microbatches == 1
+    assert given.devices().device.name == "H100-96GB"
+
+
+@pytest.mark.parametrize(
+    ("cells", "shape"),
+    [
+        ({}, "gated"),
+        ({"kv_heads": "32", "params_b": "8.9"}, "gated"),
+        ({"kv_heads": "", "params_b": "6.6"}, "plain"),
+        ({"experts": "8", "top_k": "2", "params_b": "47.5"}, "experts"),
+    ],
+)
+def test_the_shape_is_that_of_so_many_parameters(cells: dict[str, str], shape: str) -> None:
+    assert row(**cells).shape == shape
+
+
+def test_a_shape_that_the_columns_do_not_describe_is_left_out() -> None:
+    with pytest.raises(Missing, match=r"sizes that add up to its parameters \(8.03b of 13b\)"):
+        _ = row(params_b="13").shape
+
+
+def test_what_of_a_plan_is_not_printed_is_open() -> None:
+    given = row(n_gpus="64", dp="4", tp="", pp="", zero_stage_or_fsdp="none")
+    assert given.unprinted == ("tp", "pp")
+    assert (given.constraints().tp, given.constraints().pp, given.constraints().dp) == (None, None, 4)
+    given = row(n_gpus="64", tp="8", pp="4", dp="2", schedule="interleaved-1F1B")
+    assert given.unprinted == ("vpp",)
+    assert (given.constraints().schedule, given.constraints().virtual_stages) == ("interleaved", None)
+    with pytest.raises(Missing, match="vpp"):
+        given.under_its_plan(None)  # type: ignore[arg-type]  # nothing is predicted
+    assert row(tp="", pp="").unprinted == (), "one rank a copy leaves nothing open"
+    assert row(micro_batch="").unprinted == ("micro_batch",)
+
+
+@pytest.mark.parametrize(
+    ("cells", "fused"),
+    [
+        ({"source": "Narayanan et al. SC21"}, False),
+        ({"source": "a paper of 2022, arXiv 2205.05198"}, False),
+        ({"source": "benchmarks/llama3_h100_202412.md @152aab304d"}, True),
+        ({"source": "a report of 2024 on a model of 2021"}, True),
+    ],
+)
+def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> None:
+    assert row(**cells).fused_attention is fused
+
+
+def test_what_is_missing_is_said() -> None:
+    for cells, said in (
+        ({"global_batch": "4M tokens"}, "global_batch as a number"),
+        ({"global_batch": ""}, "global_batch"),
+        ({"reported_metric": "mfu"}, "seconds"),
+    ):
+        with pytest.raises(Missing, match=said):
+            row(**cells).reported()
+    with pytest.raises(Missing, match="precision"):
+        row(precision="fp8").constraints()
+    with pytest.raises(Missing, match="expert degree"):
+        row(ep="16").constraints()
+    with pytest.raises(InvalidCluster):
+        row(gpu="an abacus").devices()
+
+
+def test_a_small_vocabulary_does_not_have_to_be_printed() -> None:
+    assert row(vocab="", params_b="530", hidden="20480").vocabulary == 51_200
+    with pytest.raises(Missing, match="vocab"):
+        _ = row(vocab="").vocabulary
+
+
+def test_every_other_block() -> None:
+    from autopar.ir.plan import Plan
+
+    plan = Plan.model_construct(stages=[StagePlan(first=0, last=8), StagePlan(first=9, last=12)], prediction=None)
+    assert [stage.remat for stage in every_other_block_again(plan).stages] == [{"full": 4}, {"full": 2}]
