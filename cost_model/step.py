@@ -35,8 +35,9 @@ OVERLAP = 0.8
 OVERLAP_SLOWDOWN = 0.126
 
 # What it takes on a CPU to start the second part of a backward at one op with weights, in launches of a kernel: 14 to
-# 20 were measured on stacks of 4 to 32 small layers. A GPU has its kernels queued meanwhile.
-_BRANCH_LAUNCHES = 15
+# 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where the second part
+# finds nothing in the caches any more. A GPU has its kernels queued meanwhile.
+_BRANCH_LAUNCHES = 60
 
 # What FSDP's Python takes on a CPU, in launches of a kernel, for a block and for each of its tensors: around each of
 # its passes, to gather it and to scatter its gradients. Measured over a fake process group, on blocks of 2 to 16 small
