@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -304,6 +305,8 @@ def main() -> int:
         return 0
     if os.geteuid() != 0:
         parser.error("network namespaces need root")
+    # Whoever ends this process early leaves neither hosts nor the processes that keep the shares.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for network in options.networks.split(","):
         folder = options.out / network
         folder.mkdir(parents=True, exist_ok=True)
