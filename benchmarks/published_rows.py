@@ -80,7 +80,11 @@ class Row:
 
     def reported(self) -> float:
         """Seconds a step, or bytes for rows of memory."""
-        value, metric = float(self.reported_value), self.reported_metric
+        metric = self.reported_metric
+        try:
+            value = float(self.reported_value)
+        except ValueError:
+            raise Missing(f"its figure as a number ({self.reported_value or 'none'})") from None
         if metric == "step_seconds":
             return value
         if metric == "peak_memory_gb":
@@ -129,6 +133,8 @@ class Row:
     @property
     def shape(self) -> Shape:
         """The kind of model that has as many parameters as the row says."""
+        if self.number("hidden") % self.number("heads"):
+            raise Missing(f"heads that divide its hidden size ({self.heads}, {self.hidden})")
         if self.experts:
             able: tuple[Shape, ...] = ("experts",)
         else:

@@ -83,9 +83,12 @@ def test_what_is_missing_is_said() -> None:
         ({"global_batch": "4M tokens"}, "global_batch as a number"),
         ({"global_batch": ""}, "global_batch"),
         ({"reported_metric": "mfu"}, "seconds"),
+        ({"reported_value": "about 5"}, "figure as a number"),
     ):
         with pytest.raises(Missing, match=said):
             row(**cells).reported()
+    with pytest.raises(Missing, match="heads that divide"):
+        _ = row(heads="30", kv_heads="30").shape
     with pytest.raises(Missing, match="precision"):
         row(precision="fp8").constraints()
     with pytest.raises(Missing, match="expert degree"):
