@@ -129,19 +129,8 @@ A100_40GB = GpuEntry(
     intra_node=_NVLINK_A100,
     inter_node=_IB_A100,
 )
-A100_80GB = GpuEntry(
-    name="A100-80GB",
-    rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
-    memory_gb=Published(80, ACCELERATORS),
-    reserved_gb=RESERVED,
-    bandwidth_gb_s=Published(2039, _A100),
-    memory_efficiency=MEMORY_EFFICIENCY,
-    kernel_launch_us=LAUNCH,
-    host=HOST_A100,
-    tiling=_A100_TILING,
-    gpus_per_node=EIGHT,
-    intra_node=_NVLINK_A100,
-    inter_node=_IB_A100,
+A100_80GB = replace(
+    A100_40GB, name="A100-80GB", memory_gb=Published(80, ACCELERATORS), bandwidth_gb_s=Published(2039, _A100)
 )
 A100_80GB_PCIE = GpuEntry(
     name="A100-80GB-PCIe",
@@ -180,7 +169,8 @@ H100_SXM = GpuEntry(
     intra_node=_NVLINK_H100,
     inter_node=_IB_H100,
 )
-H100_96GB = GpuEntry(
+H100_96GB = replace(
+    H100_SXM,
     name="H100-96GB",
     rates={
         "fp32": fp32(67, _H100),
@@ -191,15 +181,7 @@ H100_96GB = GpuEntry(
         ),
     },
     memory_gb=Published(96, _TITAN),
-    reserved_gb=RESERVED,
     bandwidth_gb_s=Published(2400, _TITAN),
-    memory_efficiency=MEMORY_EFFICIENCY,
-    kernel_launch_us=LAUNCH,
-    host=HOST_H100,
-    tiling=_H100_TILING,
-    gpus_per_node=EIGHT,
-    intra_node=_NVLINK_H100,
-    inter_node=_IB_H100,
 )
 H100_PCIE = GpuEntry(
     name="H100-PCIe",
@@ -220,31 +202,18 @@ H100_PCIE = GpuEntry(
     intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
     inter_node=network("200 Gb/s per GPU", Assumed(25, "200 Gb/s line rate; four 400 Gb/s adapters for eight cards")),
 )
-H200 = GpuEntry(
+H200 = replace(
+    H100_SXM,
     name="H200",
     rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF},
     memory_gb=Published(141, ACCELERATORS),
-    reserved_gb=RESERVED,
     bandwidth_gb_s=Published(4800, ACCELERATORS),
-    memory_efficiency=MEMORY_EFFICIENCY,
-    kernel_launch_us=LAUNCH,
-    host=HOST_H100,
-    tiling=_H100_TILING,
-    gpus_per_node=EIGHT,
-    intra_node=_NVLINK_H100,
-    inter_node=_IB_H100,
 )
 B200 = GpuEntry(
     name="B200",
     rates={
         "fp32": fp32(75, _B200),
-        "bf16": half(
-            2250,
-            ACCELERATORS,
-            1745,
-            MAMF,
-            _B200_ATTENTION,
-        ),
+        "bf16": half(2250, ACCELERATORS, 1745, MAMF, _B200_ATTENTION),
     },
     memory_gb=Published(180, ACCELERATORS),
     reserved_gb=RESERVED,

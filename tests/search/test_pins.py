@@ -96,7 +96,7 @@ def seconds(model: CapturedModel, cluster: Cluster, **pinned: Any) -> float:
         (on_24_h100, {"num_microbatches": 16}),
         # ZeRO-1 takes more memory than ZeRO-2 and fits; ZeRO-2 sums gradients in every microbatch.
         (on_32_v100, {"zero": 1}),
-        # A step takes a third of a second, and the best pace comes after three others with the same bound.
+        # The best pace comes after three that looked better.
         (on_two_hosts, {"num_microbatches": 2}),
     ],
 )
