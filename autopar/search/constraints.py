@@ -32,9 +32,10 @@ from autopar.search.forbidden import Forbidden
 Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
-# What a search considers. naive takes longest and least memory, so it is the last resort.
+# What a search considers. naive takes longest and least memory, so it is the last resort. Llama 3 405B was trained with
+# eight virtual stages.
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
-MAX_VIRTUAL_STAGES = 4
+MAX_VIRTUAL_STAGES = 8
 
 
 class NoOption(InfeasiblePlan):

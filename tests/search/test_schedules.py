@@ -62,6 +62,13 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, load: Worklo
     assert pinned["gpipe", 1].peak_bytes > pinned["1f1b", 1].peak_bytes
 
 
+def test_virtual_stages_that_are_considered() -> None:
+    """As many as published runs had, as long as each has a block."""
+    limits = Constraints(schedule="interleaved")
+    assert [shape.virtual_stages for shape in limits.shapes(16, 16, 128)] == [2, 3, 4, 5, 6, 7, 8]
+    assert [shape.virtual_stages for shape in limits.shapes(16, 16, 100)] == [2, 3, 4, 5, 6]
+
+
 def test_a_split_backward_is_not_chosen_where_it_cannot_run(tied: CapturedModel, load: Workload) -> None:
     cluster = make_cluster("a100-80gb", 4, 4)
     for limits in (replace(PIPELINE, dp=2, zero=3), replace(PIPELINE, remat="full")):
