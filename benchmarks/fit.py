@@ -27,6 +27,7 @@ import numpy.typing as npt
 from published import ROOT
 from published_models import captured_of
 from published_rows import Missing, Row
+from published_software import step_time_s
 
 from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.ir.errors import AutoparError
@@ -72,11 +73,12 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
             result = row.under_its_plan(captured, load, fitted)
         except (Missing, AutoparError):
             continue
-        error = np.log(result.predicted.step_time_s / reported)
+        error = np.log(step_time_s(row, captured, result.plan, result.predicted, fitted) / reported)
         slopes = []
         for name in PRIOR:
             moved = replace(fitted, **{name: getattr(fitted, name) * np.exp(STEP)})
-            step_s = predict_plan(captured, row.cluster(moved), result.plan, workload=load).step_time_s
+            predicted = predict_plan(captured, row.cluster(moved), result.plan, workload=load)
+            step_s = step_time_s(row, captured, result.plan, predicted, moved)
             slopes.append(float(np.log(step_s / reported) - error) / STEP)
         found.append(Measured(row.id, row.family, float(error), tuple(slopes)))
         print(f"  {row.id:20} {100 * np.expm1(error):+6.1f} %", flush=True)

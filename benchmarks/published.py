@@ -24,6 +24,7 @@ from statistics import median, quantiles
 import torch
 from published_models import captured_of
 from published_rows import GIB, Missing, Row
+from published_software import step_time_s
 
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
@@ -50,13 +51,12 @@ def predict(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Compared:
     reported, unprinted = row.reported(), row.unprinted
     row.constraints()  # so that what is missing is said before the model is captured
     captured = captured_of(row, known)
-    found = (row.under_the_best_plan(captured) if unprinted else row.under_its_plan(captured)).predicted
-    return Compared(
-        row=row,
-        reported=reported,
-        predicted=float(found.peak_bytes) if row.is_memory else found.step_time_s,
-        unprinted=unprinted,
-    )
+    found = row.under_the_best_plan(captured) if unprinted else row.under_its_plan(captured)
+    if row.is_memory:
+        predicted = float(found.predicted.peak_bytes)
+    else:
+        predicted = step_time_s(row, captured, found.plan, found.predicted)
+    return Compared(row=row, reported=reported, predicted=predicted, unprinted=unprinted)
 
 
 def line(found: Compared) -> str:

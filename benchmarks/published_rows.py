@@ -148,9 +148,13 @@ class Row:
         return best
 
     @property
+    def year(self) -> int:
+        """The last two digits of the latest one that the source names; that of today's software if it names none."""
+        return int(max(YEAR.findall(self.source), default="99"))
+
+    @property
     def fused_attention(self) -> bool:
-        years = YEAR.findall(self.source)
-        return not years or int(max(years)) > LAST_UNFUSED
+        return self.year > LAST_UNFUSED
 
     # The cluster.
 
@@ -216,9 +220,11 @@ class Row:
         return PRECISIONS[name]
 
     def zero(self) -> dict[str, Any]:
+        """In a pipeline FSDP that does not reshard gathers each stage once a step, adds up its gradients whole and
+        scatters them once (torch.distributed.pipelining): that is level 1 here."""
         kind = self.zero_stage_or_fsdp
         if "no reshard" in kind:
-            return {"zero": 3, "reshard_after_forward": False}
+            return {"zero": 1} if self.number("pp", 1) > 1 else {"zero": 3, "reshard_after_forward": False}
         if kind in ("fsdp", "zero3"):
             return {"zero": 3}
         return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}

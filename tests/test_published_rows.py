@@ -76,6 +76,16 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
     assert row(**cells).fused_attention is fused
 
 
+def test_in_a_pipeline_parameters_that_stay_gathered_are_gathered_once_a_step() -> None:
+    kind = "fsdp (no reshard after forward)"
+    assert (
+        row(zero_stage_or_fsdp=kind).constraints().zero,
+        row(zero_stage_or_fsdp=kind).constraints().reshard_after_forward,
+    ) == (3, False)
+    piped = row(zero_stage_or_fsdp=kind, n_gpus="64", tp="8", pp="4", dp="2", vpp="1").constraints()
+    assert (piped.zero, piped.reshard_after_forward) == (1, None)
+
+
 def test_what_is_missing_is_said() -> None:
     for cells, said in (
         ({"global_batch": "4M tokens"}, "global_batch as a number"),

@@ -1,0 +1,77 @@
+"""Published runs of ZeRO-3 until 2021 are taken to gather each parameter by itself, in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.cost_model.collectives import Fabric
+from autopar.ir.capture import capture
+from autopar.ir.redistribution import Collective
+from autopar.passes.normalise import normalise
+from autopar.search.api import estimate_captured
+from benchmarks.published_software import gathers_in_place, in_place_s, step_time_s
+from tests.test_published_rows import row
+
+SC21 = {
+    "source": "Narayanan et al. SC21", "gpu": "A100-80GB", "n_gpus": "16", "dp": "16", "zero_stage_or_fsdp": "zero3",
+    "precision": "fp16", "recompute": "full", "micro_batch": "2", "global_batch": "64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "in_place"),
+    [
+        ({}, True),
+        ({"source": "a page of 2021"}, True),
+        ({"source": "a page of 2022"}, False),
+        ({"source": "a page"}, False),
+        ({"zero_stage_or_fsdp": "fsdp"}, False),
+        ({"zero_stage_or_fsdp": "zero1"}, False),
+        ({"tp": "2", "dp": "8"}, False),
+    ],
+)
+def test_it_is_told_by_kind_and_year(cells: dict[str, str], in_place: bool) -> None:
+    assert gathers_in_place(row(**{**SC21, **cells})) is in_place
+
+
+class Tied(nn.Module):
+    """Matrices of 160,000 and 320,000 elements, the second used twice, and a bias that is never taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(400, 400)
+        self.second = nn.Parameter(torch.empty(400, 800))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x) @ self.second @ self.second.T).square().mean()
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("full", 3), ("none", 2)])
+def test_what_it_takes(recompute: str, passes: int) -> None:
+    given = row(**{**SC21, "recompute": recompute})
+    with torch.device("meta"):
+        captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
+    cluster = given.cluster()
+    found = estimate_captured(captured, cluster, given.constraints())
+    fabric, axes = Fabric(cluster, found.plan.stage_mesh), tuple(range(len(found.plan.stage_mesh)))
+    expected = 0.0
+    for numel in (160_000, 320_000):
+        gather_s = fabric.time(Collective.ALL_GATHER, 2 * numel, axes) + 16 * cluster.device.kernel_launch_s
+        expected += passes * gather_s + fabric.time(Collective.ALL_REDUCE, 2 * numel, axes)
+    assert found.plan.batch.num_microbatches == 2
+    in_place = in_place_s(given, captured, found.plan)
+    assert in_place == pytest.approx(2 * expected)
+    today = found.predicted.breakdown_s["gradient_sync"]
+    assert step_time_s(given, captured, found.plan, found.predicted) == pytest.approx(
+        found.predicted.step_time_s - today + in_place
+    )
+
+
+def test_later_software_is_todays() -> None:
+    given = row(**{**SC21, "source": "a page of 2024"})
+    with torch.device("meta"):
+        captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
+    found = estimate_captured(captured, given.cluster(), given.constraints())
+    assert step_time_s(given, captured, found.plan, found.predicted) == found.predicted.step_time_s
