@@ -220,11 +220,13 @@ class Row:
         return PRECISIONS[name]
 
     def zero(self) -> dict[str, Any]:
-        """In a pipeline FSDP that does not reshard gathers each stage once a step, adds up its gradients whole and
-        scatters them once (torch.distributed.pipelining): that is level 1 here."""
+        """In a pipeline FSDP gathers each stage once a step, adds up its gradients whole and scatters them once
+        (torch.distributed.pipelining, and torchtitan does not reshard there): that is level 1 here."""
         kind = self.zero_stage_or_fsdp
+        if kind.startswith("fsdp") and self.number("pp", 1) > 1:
+            return {"zero": 1}
         if "no reshard" in kind:
-            return {"zero": 1} if self.number("pp", 1) > 1 else {"zero": 3, "reshard_after_forward": False}
+            return {"zero": 3, "reshard_after_forward": False}
         if kind in ("fsdp", "zero3"):
             return {"zero": 3}
         return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}

@@ -76,14 +76,23 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
     assert row(**cells).fused_attention is fused
 
 
-def test_in_a_pipeline_parameters_that_stay_gathered_are_gathered_once_a_step() -> None:
-    kind = "fsdp (no reshard after forward)"
-    assert (
-        row(zero_stage_or_fsdp=kind).constraints().zero,
-        row(zero_stage_or_fsdp=kind).constraints().reshard_after_forward,
-    ) == (3, False)
-    piped = row(zero_stage_or_fsdp=kind, n_gpus="64", tp="8", pp="4", dp="2", vpp="1").constraints()
-    assert (piped.zero, piped.reshard_after_forward) == (1, None)
+@pytest.mark.parametrize(
+    ("kind", "alone", "piped"),
+    [
+        ("none", (0, None), (0, None)),
+        ("zero1", (1, None), (1, None)),
+        ("zero3", (3, None), (3, None)),
+        ("fsdp", (3, None), (1, None)),
+        ("fsdp (no reshard after forward)", (3, False), (1, None)),
+    ],
+)
+def test_in_a_pipeline_fsdp_gathers_once_a_step(
+    kind: str, alone: tuple[int, bool | None], piped: tuple[int, bool | None]
+) -> None:
+    given = row(zero_stage_or_fsdp=kind).constraints()
+    assert (given.zero, given.reshard_after_forward) == alone
+    given = row(zero_stage_or_fsdp=kind, n_gpus="64", tp="8", pp="4", dp="2", vpp="1").constraints()
+    assert (given.zero, given.reshard_after_forward) == piped
 
 
 def test_what_is_missing_is_said() -> None:
