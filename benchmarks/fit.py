@@ -33,7 +33,6 @@ from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.search.api import predict_plan
-from autopar.search.workload import Workload
 
 Floats = npt.NDArray[np.float64]
 
@@ -69,7 +68,7 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
         try:
             reported = row.reported()
             captured = captured_of(row, known)
-            load = Workload.of(captured, row.dtype)
+            load = row.workload(captured)
             result = row.under_its_plan(captured, load, fitted)
         except (Missing, AutoparError):
             continue

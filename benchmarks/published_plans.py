@@ -29,7 +29,6 @@ from autopar.report.data import remat_level
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
 from autopar.search.result import SearchResult
-from autopar.search.workload import Workload
 
 # A part of the step is named if it differs by this share of the published step.
 SHOWN = 0.02
@@ -83,7 +82,7 @@ def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     """Raises Missing, or AutoparError where the published plan cannot be."""
     row.reported()
     captured = captured_of(row, known)
-    load = Workload.of(captured, row.dtype)
+    load = row.workload(captured)
     published = row.under_its_plan(captured, load)
     free = Constraints(precision=row.dtype)
     cluster = row.devices()

@@ -29,6 +29,8 @@ PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf
 # had it the year after.
 YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
 LAST_UNFUSED = 22
+# Until 2022 the second run of a rematerialised block was a whole one, in Megatron-LM and in torch before 2.1.
+LAST_WHOLE = 22
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -156,6 +158,9 @@ class Row:
     def fused_attention(self) -> bool:
         return self.year > LAST_UNFUSED
 
+    def workload(self, captured: CapturedModel) -> Workload:
+        return replace(Workload.of(captured, self.dtype), ends_early=self.year > LAST_WHOLE)
+
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
@@ -246,6 +251,7 @@ class Row:
         AutoparError where it cannot be."""
         if self.unprinted:
             raise Missing(", ".join(self.unprinted))
+        load = load or self.workload(captured)
         cluster = self.cluster(fitted)
         found = estimate_captured(captured, cluster, self.constraints(), workload=load)
         if "every other layer" in self.recompute:
@@ -263,7 +269,7 @@ class Row:
 
     def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
         given = self.constraints()
-        load = Workload.of(captured, given.precision)
+        load = self.workload(captured)
         schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
         each = [replace(given, schedule=schedule) for schedule in schedules]
         found = [search_captured(captured, cluster, one, workload=load) for one in each]

@@ -8,6 +8,9 @@ Autograd saves operands and results of ops (``autopar.ir.rules.saved``); ``stora
     alternate   the same without every second product, which runs again
     full        the block's inputs; everything is recomputed
 
+The second run ends when all that autograd saves is there again. What comes after is not computed: additions at the end
+of a block, and the matrix product before them, of which autograd saves the operands alone (``unreached``).
+
 Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
 every block of a stage saves the same one.
 """
@@ -57,7 +60,8 @@ class BlockActivations:
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
     kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
     sum over. moved: what goes from op to op, where a collective may be between them.
-    inputs: operands from outside the block.
+    inputs: operands from outside the block. unreached: ops that do not run again. ends_at: the one of them whose
+    operands are there again all the same.
     """
 
     saved: tuple[Saved, ...]
@@ -67,6 +71,8 @@ class BlockActivations:
     moved: tuple[Moved, ...]
     inputs: tuple[Saved, ...]
     backward: BlockBackward
+    unreached: frozenset[fx.Node]
+    ends_at: fx.Node | None
 
     @classmethod
     def of(
@@ -78,12 +84,13 @@ class BlockActivations:
         shared: AbstractSet[fx.Node] = frozenset(),
         needs_grad: AbstractSet[fx.Node] | None = None,
         rules: Callable[[fx.Node], FactorRule] = rule_for,
+        ends_early: bool = True,
     ) -> BlockActivations:
         """Measure the ops of a block.
 
         batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
         parameters, buffers, step inputs, and ops that depend on no parameter. needs_grad: tensors that a
-        gradient flows through; every floating point one if not given.
+        gradient flows through; every floating point one if not given. ends_early: whether a second run ends as above.
         """
         inside = set(nodes)
         batches = batch_factors or {}
@@ -109,6 +116,8 @@ class BlockActivations:
         inputs: list[Saved] = []
         outputs: list[Saved] = []
         ops: list[BackwardOp] = []
+        unreached: list[fx.Node] = []
+        ends_at: fx.Node | None = None
         for node in nodes:
             if is_getitem(node):
                 continue
@@ -118,6 +127,12 @@ class BlockActivations:
             counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
             results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
             operand_positions, result_positions, extra_bytes, extra_factors = saved_for_backward(node, differentiable)
+            if result_positions or extra_bytes:
+                unreached, ends_at = [], None
+            elif operand_positions:
+                unreached, ends_at = [node], node
+            else:
+                unreached.append(node)
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
             if extra_bytes:
@@ -148,6 +163,8 @@ class BlockActivations:
             moved=tuple(moved),
             inputs=tuple(dict.fromkeys(inputs)),
             backward=BlockBackward(ops=tuple(reversed(ops)), outputs=tuple(outputs), saved=kept_once, extra=beside),
+            unreached=frozenset(unreached if ends_early else ()),
+            ends_at=ends_at,
         )
 
     def saved_bytes(
@@ -173,7 +190,11 @@ class BlockActivations:
     def run_again(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
         """Results of contractions that level selective keeps and level alternate computes again."""
         contracted, _ = self._dear(assignments)
-        return [tensor for tensor in contracted if self._runs_again(tensor.node, assignments)]
+        return [t for t in contracted if self._runs_again(t.node, assignments) and t.node not in self.unreached]
+
+    def is_past(self, readers: Iterable[fx.Node]) -> bool:
+        """Whether a second run ends before any of ``readers`` needs its operands."""
+        return all(node in self.unreached and node is not self.ends_at for node in readers)
 
     def _runs_again(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
         """Whether level alternate computes a product again. One that is reduced between ranks is kept as their sum."""

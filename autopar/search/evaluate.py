@@ -157,7 +157,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     def ops(kind: int) -> _Ops:
         return _Ops.of(pricing, assignments, kind)
 
-    def move(number: int) -> tuple[OpTime, float]:
+    def move(number: int) -> Moves:
         return _moved(pricing, load.transfers[number], assignments, inputs, passing)
 
     own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
@@ -169,14 +169,15 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
         arrivals, held = load.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            into = [moves[number] for number in arrivals.transfers]
-            moved = sum((move for move, _ in into), ZERO)
+            reaches = load.activations[block.kind]
+            past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in load.transfers[n].uses)]
+            moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
-            made[key] = own[block.kind].block(pricing, moved, sum(again for _, again in into), held, send)
+            made[key] = own[block.kind].block(pricing, moved, left, held, send)
         blocks.append(made[key])
     prelude = pricing.feeding_s(inputs)
     prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
-    prelude += sum(moves[number][0].forward_s for number in load.arrivals[PRELUDE].transfers)
+    prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
 
 
@@ -240,14 +241,31 @@ def layout_of(
     return replicated(pricing.mesh)
 
 
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Redistributions. again_s: forward seconds of those whose results selective rematerialisation does not keep."""
+
+    all: OpTime = ZERO
+    again_s: float = 0.0
+
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(self.all + other.all, self.again_s + other.again_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
-    """What all blocks of a kind have in common."""
+    """What all blocks of a kind have in common.
+
+    unreached_s: forward seconds of what a second run does not reach; unreached_dear_s: the part of them in contractions
+    and collectives.
+    """
 
     compute: OpTime
     inside: OpTime
     contraction_s: float
     again_s: float
+    unreached_s: float
+    unreached_dear_s: float
     weights_s: float
     twice_s: float
     later_bytes: float
@@ -259,7 +277,8 @@ class _Ops:
         load = pricing.workload
         first = next(block for block in load.folding.blocks if block.kind == kind)
         compute = inside = ZERO
-        contraction = weights = twice = later = 0.0
+        contraction = weights = twice = later = unreached = unreached_dear = 0.0
+        activations = load.activations[kind]
         for node in first.nodes:
             if node not in assignments:
                 continue
@@ -270,6 +289,9 @@ class _Ops:
             contracts = is_contraction(node, load.rule(node))
             if contracts:
                 contraction += (total + -1.0 * lowered).forward_s
+            if node in activations.unreached:
+                unreached += total.forward_s
+                unreached_dear += total.forward_s if contracts else lowered.forward_s
             share = load.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if 0.0 < share < 1.0:
@@ -277,7 +299,6 @@ class _Ops:
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
                 twice += branch_s(pricing.ops.cluster.device)
-        activations = load.activations[kind]
         batches = pricing.mesh, pricing.num_microbatches
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
         again = {tensor.node for tensor in activations.run_again(assignments)}
@@ -286,6 +307,8 @@ class _Ops:
             inside=inside,
             contraction_s=contraction,
             again_s=sum(pricing.op(node, assignments[node]).forward_s for node in again),
+            unreached_s=unreached,
+            unreached_dear_s=unreached_dear,
             weights_s=weights,
             twice_s=twice,
             later_bytes=later,
@@ -294,20 +317,28 @@ class _Ops:
         )
 
     def block(
-        self, pricing: Pricing, moved: OpTime, again: float, held: tuple[ParameterPrice, ...], send: float | None
+        self,
+        pricing: Pricing,
+        moved: Moves,
+        past: Moves,
+        held: tuple[ParameterPrice, ...],
+        send: float | None,
     ) -> BlockPrice:
-        """again: forward seconds of ``moved`` whose results are not kept."""
+        """moved: into ops of the block. past: those of them that a second run does not reach."""
         micro = sum((p.micro for p in held), ZERO)
-        communication = self.inside + moved
+        communication = self.inside + moved.all
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
         gathered, unsharded, scattered = pricing.zero_bytes(held)
         sync, waited = pricing.bucket_sync(held)
-        kept_s = self.contraction_s + communication.forward_s - again
+        dear = self.contraction_s + communication.forward_s - moved.again_s
+        # Without what a second run does not reach.
+        forward -= self.unreached_s + past.all.forward_s
+        dear -= self.unreached_dear_s + past.all.forward_s - past.again_s
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
-            recomputed_s=tuple(rematerialised_s(level, forward, kept_s, self.again_s) for level in LEVELS),
+            recomputed_s=tuple(rematerialised_s(level, forward, dear, self.again_s) for level in LEVELS),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
@@ -344,13 +375,13 @@ def _moved(
     assignments: Mapping[fx.Node, Assignment],
     inputs: Assignment,
     passing: Passing,
-) -> tuple[OpTime, float]:
-    """Redistributions of a transfer, and the forward seconds of those that selective rematerialisation runs again."""
+) -> Moves:
+    """Redistributions of a transfer."""
     source = layout_of(pricing, transfer.tensor, assignments, inputs)
     wanted = needs_of(pricing.workload, transfer, assignments, passing)
     made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
-    return sum(made.values(), ZERO), redone
+    return Moves(sum(made.values(), ZERO), redone)
 
 
 def _crossing_bytes(

@@ -26,6 +26,9 @@ from autopar.cost_model.storages import Saved
 from autopar.search.instance import Floats, Ints
 from autopar.search.known_prices import OpPrices
 
+# A row of ``Work`` for an op that takes no time.
+NOTHING = (0.0,) * 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
@@ -60,9 +63,10 @@ class Work:
 class Kept:
     """What the blocks of one kind keep, and run again, all together.
 
-    forward: passes of its ops. light: 1 of those that run again at level selective. batch_bytes, other_bytes: kept at
-    each of LEVELS, over all ranks: of the whole batch, and what is no part of the batch. every_second: the products
-    that level alternate does not keep, by their place in ``forward``, each with these bytes of its own.
+    forward: passes of its ops, nothing for those that a second run does not reach. light: 1 of those that run again at
+    level selective. batch_bytes, other_bytes: kept at each of LEVELS, over all ranks: of the whole batch, and what is
+    no part of the batch. every_second: the products that level alternate does not keep, by their place in ``forward``,
+    each with these bytes of its own.
     """
 
     forward: Work
@@ -86,7 +90,9 @@ class Kept:
         results = [[tensor for tensor in found.kept if tensor.node is nodes[number]] for number in second]
         own = [[repeats * _distinct_bytes(tensors, batch) for tensors in results] for batch in (True, False)]
         return cls(
-            forward=Work.of([_forward(ops.cost(node), repeats) for node in nodes]),
+            forward=Work.of(
+                [NOTHING if node in found.unreached else _forward(ops.cost(node), repeats) for node in nodes]
+            ),
             light=np.array([1.0 - share for share in contracts]),
             batch_bytes=np.array(size[0]),
             other_bytes=np.array(size[1]),
@@ -182,7 +188,7 @@ class Floor:
 
 
 def _forward(cost: OpCost, repeats: int) -> tuple[float, ...]:
-    return (0.0,) * 5 if cost.free else _row(cost, cost.flops, False, repeats)
+    return NOTHING if cost.free else _row(cost, cost.flops, False, repeats)
 
 
 def _row(cost: OpCost, flops: float, backward: bool, repeats: int) -> tuple[float, ...]:

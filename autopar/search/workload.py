@@ -101,13 +101,17 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """A captured model, analysed. ``precision`` is of compute."""
+    """A captured model, analysed. ``precision`` is of compute.
+
+    ends_early: whether a block's second run ends when all that autograd saves is there again, as with torch since 2.1.
+    """
 
     captured: CapturedModel
     folding: Folding
     roles: Roles
     clusters: Clusters
     precision: Precision
+    ends_early: bool = True
 
     @classmethod
     def of(cls, captured: CapturedModel, precision: Precision) -> Workload:
@@ -349,6 +353,7 @@ class Workload:
                 batch_factors=self.roles.batch,
                 shared=frozenset(self.folding.prelude),
                 needs_grad=self.differentiable,
+                ends_early=self.ends_early,
             )
             for index in first_instances(self.folding)
         )

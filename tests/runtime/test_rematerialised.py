@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
+from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.ops import op_name
+from autopar.ir.capture import capture
 from autopar.ir.collective_counter import CollectiveCounter
+from autopar.ir.graph import op_nodes
 from autopar.ir.lowered import blockwise
 from autopar.ir.sequence import Block, Sight, Span
+from autopar.passes.normalise import normalise
 from autopar.runtime.rematerialised import rematerialised
 from autopar.search.api import predict_plan
 from tests.end_to_end.stacks import Attention, FeedForward, batch, stack, tensor_parallel_plan
@@ -100,6 +107,45 @@ class _OneBlock(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         return blockwise.backward(grads[0], q, k, v, None, out, lse, _OneBlock.scores(), None)
+
+
+class Feed(nn.Module):
+    """Two products, what is between them, and what comes after them."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(8, 32), nn.Linear(32, 8, bias=False), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.parametrize(
+    ("last", "unreached"),
+    [
+        pytest.param(lambda x: x, ["add", "linear"], id="a product's result is saved by nobody"),
+        pytest.param(lambda x: 2 * x.view(-1, 4), ["add", "linear", "mul", "reshape"], id="nor what scales it"),
+        pytest.param(lambda x: torch.sin(x), ["sin"], id="an operand is saved, the op need not run"),
+        pytest.param(lambda x: torch.sigmoid(x), [], id="a result is saved"),
+        pytest.param(lambda x: torch.sigmoid(x) + x, ["add"], id="a result is saved, then comes more"),
+    ],
+)
+def test_a_second_run_ends_where_the_cost_model_says(last: Callable[[Tensor], Tensor], unreached: list[str]) -> None:
+    block, x = Feed(last), torch.ones(4, 8)
+    nodes = list(op_nodes(normalise(capture(block, (x,))).graph))
+    found = BlockActivations.of(nodes)
+    assert sorted(op_name(node) for node in found.unreached) == unreached
+    assert found.ends_at is None or (found.is_past([]) and not found.is_past([found.ends_at]))
+    assert BlockActivations.of(nodes, ends_early=False).unreached == frozenset()
+
+    def flops(remat: Any) -> int:
+        result = rematerialised(block, remat=remat, preserve_rng_state=False)(x.requires_grad_())
+        with FlopCounterMode(display=False) as counter:
+            result.sum().backward()
+        return counter.get_total_flops()
+
+    one = 2 * 4 * 8 * 32
+    assert flops("full") - flops("none") == one * (1 if "linear" in unreached else 2)
 
 
 def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
