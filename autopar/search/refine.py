@@ -1,7 +1,10 @@
 """What is decided once a plan has its ops and stages: offload of each stage, ZeRO level of each block, prefetch.
 
-None of it changes what the inner problem chose, and all of it trades memory for time on one rank:
+None of it changes what the inner problem chose for ops, and but for the first it trades memory for time on one rank:
 
+    inputs      divided on every data axis, if that is as good as the search cares to know and no slower than a baseline:
+                a rank loads its own rows alone. The inner problem may leave them whole, as then no count of tokens is
+                summed over ranks
     offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
                 independent, and offload only costs time, so this is exact
     levels      every combination of levels over the kinds of block that hold most, the rest as the plan has them;
@@ -20,10 +23,15 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+import numpy as np
+
+from autopar.ir.clusters import BATCH
 from autopar.search.configuration import Candidate
+from autopar.search.constraints import role_of_axis
 from autopar.search.evaluate import evaluate_stages
 from autopar.search.leaf import Solver
 from autopar.search.outer import TOLERANCE
+from autopar.search.plan_of import named
 from autopar.search.pricing import Pricing
 from autopar.search.stage import Stage
 
@@ -39,13 +47,13 @@ def refine(solver: Solver, found: Candidate, baseline_s: float = inf) -> Candida
 
     That is a faster one, or a simpler one of at most ``baseline_s`` seconds.
     """
+    found = _with_own_rows(solver, found, baseline_s)
     if not found.configuration.zero or found.pricing.zero_degree == 1:
         return found
     constraints = found.configuration.constraints
     if constraints.zero is None and constraints.may_be_whole():
         whole = _whole(found)
-        most_s = min(found.predicted.step_time_s * (1 + TOLERANCE), baseline_s)
-        if _fits(solver, whole) and whole.predicted.step_time_s <= most_s:
+        if _as_good(solver, whole, found, baseline_s):
             return whole
     if found.configuration.offload and constraints.offload is None:
         found = _on_device(solver, found)
@@ -54,6 +62,25 @@ def refine(solver: Solver, found: Candidate, baseline_s: float = inf) -> Candida
     if constraints.prefetch is None:
         found = _prefetch(solver, found)
     return found
+
+
+def _with_own_rows(solver: Solver, found: Candidate, baseline_s: float) -> Candidate:
+    pricing, configuration = found.pricing, found.configuration
+    group = pricing.workload.clusters.inputs
+    if configuration.batch_axes is not None:
+        return found
+    names = named(pricing.workload, pricing.mesh, found.leaders).names
+    divided = tuple(
+        BATCH if role_of_axis(name) == "dp" and configuration.constraints.may(old, "dp") else choice
+        for name, old, choice in zip(names, pricing.mesh.names, found.leaders[group.index], strict=True)
+    )
+    picks = np.array([[group.choices.index(choice) for choice in divided]], dtype=np.int64)
+    count = pricing.num_microbatches
+    if divided == found.leaders[group.index] or not pricing.ops.codes.allows(group, picks, pricing.mesh, count).all():
+        return found
+    leaders = (*found.leaders[: group.index], divided, *found.leaders[group.index + 1 :])
+    other = _with(replace(found, leaders=leaders), pricing, found.stages)
+    return other if _as_good(solver, other, found, baseline_s) else found
 
 
 def _whole(found: Candidate) -> Candidate:
@@ -66,6 +93,11 @@ def _whole(found: Candidate) -> Candidate:
 def _with(found: Candidate, pricing: Pricing, stages: tuple[Stage, ...]) -> Candidate:
     priced = evaluate_stages(pricing, found.leaders, stages)
     return replace(found, pricing=pricing, priced=priced, stages=stages, hopeless=False)
+
+
+def _as_good(solver: Solver, simpler: Candidate, found: Candidate, baseline_s: float) -> bool:
+    most_s = min(found.predicted.step_time_s * (1 + TOLERANCE), baseline_s)
+    return _fits(solver, simpler) and simpler.predicted.step_time_s <= most_s
 
 
 def _fits(solver: Solver, found: Candidate) -> bool:
