@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.fitted import FITTED, Fitted
 from autopar.ir.errors import InfeasiblePlan
@@ -25,12 +25,22 @@ from autopar.search.workload import Workload
 GIB = 2**30
 ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
-# The year of a source, as in "2022" or "SC21". The first fused attention was published in May 2022, and training code
-# had it the year after.
+# The year of a source, as in "2022" or "SC21"; of tables that print none, that of the software they were made with.
 YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
+YEARS = {
+    # Its scripts for A100 and H100 (scripts/train/benchmarking) name torch 1.13.1 and 2.0.1, and attention in Triton.
+    "mosaicml/llm-foundry": 23,
+}
+# The first fused attention was published in May 2022, and training code had it the year after.
 LAST_UNFUSED = 22
-# Until 2022 the second run of a rematerialised block was a whole one, in Megatron-LM and in torch before 2.1.
-LAST_WHOLE = 22
+# The second run of a rematerialised block was a whole one in Megatron-LM, and in torch until 2.1 of October 2023
+# (github.com/pytorch/pytorch, pull request 96866).
+LAST_WHOLE = 23
+# Fused attention on Hopper was kernels for Ampere, of Triton before MLIR or FlashAttention before its second version;
+# as much faster than on an A100, it is assumed, as FlashAttention-2 is, which has no instruction of Hopper's either: up
+# to 335 and 230 TFLOP/s (recalled: Dao 2023 and its announcement).
+LAST_OF_AMPERE = 23
+HOPPER_OVER_AMPERE = 335 / 230
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -151,8 +161,9 @@ class Row:
 
     @property
     def year(self) -> int:
-        """The last two digits of the latest one that the source names; that of today's software if it names none."""
-        return int(max(YEAR.findall(self.source), default="99"))
+        """The last two digits of the latest one that the source names; if it names none, of its software, or today's."""
+        known = [year for name, year in YEARS.items() if name in self.source]
+        return max([int(year) for year in YEAR.findall(self.source)] or known, default=99)
 
     @property
     def fused_attention(self) -> bool:
@@ -164,7 +175,7 @@ class Row:
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        return make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted)
+        return make_cluster(self.gpu, self.number("n_gpus"), fitted=kernels(self.year, fitted))
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""
@@ -274,6 +285,14 @@ class Row:
         each = [replace(given, schedule=schedule) for schedule in schedules]
         found = [search_captured(captured, cluster, one, workload=load) for one in each]
         return min(found, key=lambda one: one.predicted.step_time_s)
+
+
+def kernels(year: int, fitted: Fitted = FITTED) -> Fitted:
+    """``fitted`` with what fused attention reached in a year."""
+    if year > LAST_OF_AMPERE:
+        return fitted
+    ampere, hopper = (find_gpu(name).rates["bf16"].peak_tflops.value for name in ("a100-80gb", "h100-sxm"))
+    return replace(fitted, attention_hopper=fitted.attention_ampere * ampere / hopper * HOPPER_OVER_AMPERE)
 
 
 def every_other_block_again(plan: Plan) -> Plan:
