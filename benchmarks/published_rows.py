@@ -161,7 +161,7 @@ class Row:
 
     @property
     def year(self) -> int:
-        """The last two digits of the latest one that the source names; if it names none, of its software, or today's."""
+        """The last two digits of the latest one that the source names; if none, of its software's; else of today's."""
         known = [year for name, year in YEARS.items() if name in self.source]
         return max([int(year) for year in YEAR.findall(self.source)] or known, default=99)
 

@@ -35,7 +35,7 @@ class Series:
 
 def compare(samples: Samples, cluster: Cluster) -> list[Series]:
     """One series for each precision, and for each kind of communication and group."""
-    # These collectives come one after the other, with nothing before them that ranks would wait for.
+    # These collectives have too little before them for ranks to wait for each other.
     cluster = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
     device = cluster.device
     found: dict[tuple[str, str], list[Point]] = {}

@@ -2,9 +2,9 @@
 
 None of it changes what the inner problem chose for ops, and but for the first it trades memory for time on one rank:
 
-    inputs      divided on every data axis, if that is as good as the search cares to know and no slower than a baseline:
-                a rank loads its own rows alone. The inner problem may leave them whole, as then no count of tokens is
-                summed over ranks
+    inputs      divided on every data axis, if that is as good as the search cares to know and no slower than a
+                baseline: a rank loads its own rows alone. The inner problem may leave them whole, as then no count of
+                tokens is summed over ranks
     offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
                 independent, and offload only costs time, so this is exact
     levels      every combination of levels over the kinds of block that hold most, the rest as the plan has them;
