@@ -36,9 +36,9 @@ LAST_UNFUSED = 22
 # The second run of a rematerialised block was a whole one in Megatron-LM, and in torch until 2.1 of October 2023
 # (github.com/pytorch/pytorch, pull request 96866).
 LAST_WHOLE = 23
-# Fused attention on Hopper was kernels for Ampere, of Triton before MLIR or FlashAttention before its second version;
-# as much faster than on an A100, it is assumed, as FlashAttention-2 is, which has no instruction of Hopper's either: up
-# to 335 and 230 TFLOP/s (recalled: Dao 2023 and its announcement).
+# Fused attention on Hopper is taken to have been kernels for Ampere until then: Triton before MLIR, and FlashAttention
+# (cuDNN had some of its own). As much faster than on an A100, it is assumed, as FlashAttention-2 is, which has no
+# instruction of Hopper's either: up to 335 and 230 TFLOP/s (recalled: Dao 2023 and its announcement).
 LAST_OF_AMPERE = 23
 HOPPER_OVER_AMPERE = 335 / 230
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
@@ -175,7 +175,7 @@ class Row:
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        return make_cluster(self.gpu, self.number("n_gpus"), fitted=kernels(self.year, fitted))
+        return make_cluster(self.gpu, self.number("n_gpus"), fitted=of_year(self.year, fitted))
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""
@@ -287,7 +287,7 @@ class Row:
         return min(found, key=lambda one: one.predicted.step_time_s)
 
 
-def kernels(year: int, fitted: Fitted = FITTED) -> Fitted:
+def of_year(year: int, fitted: Fitted = FITTED) -> Fitted:
     """``fitted`` with what fused attention reached in a year."""
     if year > LAST_OF_AMPERE:
         return fitted

@@ -72,6 +72,13 @@ def _nothing() -> None:
     """What a rank does that only waits for the others."""
 
 
+def _product(device: torch.device) -> Callable[[], object]:
+    """The compute that collectives are measured beside and between."""
+    size = _GPU_PRODUCT if device.type == "cuda" else _CPU_PRODUCT
+    a = torch.randn(size, size, device=device)
+    return lambda: torch.mm(a, a)
+
+
 def _turns(number: int, *parts: Callable[[], object]) -> None:
     for _ in range(number):
         for part in parts:
@@ -82,14 +89,10 @@ def _after_compute(clock: Clock, run: Callable[[], object]) -> float:
     """Seconds that one call of ``run`` adds to a little compute before it.
 
     With nothing between them calls of gloo run into each other, where a rank goes on with the next one as soon as it
-    has what the last one gives it: all-to-alls of 64 KiB to 1 MiB over four ranks took 2 ms, and 3 ms between the
-    passes of a layer; all-gathers and reduce-scatters alike, all-reduces hardly more (2026-11-25).
+    has what the last one gives it: all-to-alls of 64 KiB to 1 MiB over four ranks took 2.2 to 2.7 ms, and 2.9 to 3.6
+    between the passes of a layer; all-gathers and reduce-scatters alike, all-reduces hardly more.
     """
-    a = torch.randn(_CPU_PRODUCT, _CPU_PRODUCT)
-
-    def compute() -> None:
-        torch.mm(a, a)
-
+    compute = _product(clock.device)
     ((likely,),) = clock.rounds(run, number=1)
     count = max(1, min(clock.most_repeats, round(_APART * clock.seconds / likely)))
     rounds = clock.rounds(partial(_turns, count, compute), partial(_turns, count, compute, run), number=_ROUNDS)
@@ -104,38 +107,30 @@ def _beside_compute(
     sums = [one for one in samples.communicated if one.kind == "all_reduce" and one.group == found]
     likely = min(sums, key=lambda one: abs(one.seconds - clock.seconds))
     x = torch.ones(likely.payload_bytes // 4, device=clock.device)
-    size = _GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT
-    a = torch.randn(size, size, device=clock.device)
+    product = _product(clock.device)
 
     def sum_all() -> dist.Work:
         return cast(dist.Work, dist.all_reduce(x, group=group, async_op=True))
 
-    def compute(count: int) -> None:
-        for _ in range(count):
-            torch.mm(a, a)
-
     def both(count: int) -> None:
         work = sum_all()
-        compute(count)
+        _turns(count, product)
         work.wait()
 
     def sum_alone() -> None:
         sum_all().wait()
 
-    count = max(1, round(clock.time(sum_alone) / _BESIDE / clock.time(partial(compute, 1))))
-    return Overlapped(found, *clock.in_turn(sum_alone, partial(compute, count), partial(both, count), rounds=_ROUNDS))
+    count = max(1, round(clock.time(sum_alone) / _BESIDE / clock.time(product)))
+    runs = sum_alone, partial(_turns, count, product), partial(both, count)
+    return Overlapped(found, *clock.in_turn(*runs, rounds=_ROUNDS))
 
 
 def _between_compute(clock: Clock, found: Group, group: dist.ProcessGroup, progress: Callable[[str], object]) -> Waited:
     """Compute and a small all-reduce in turn, against each of them by itself."""
     progress(f"all_reduce over {found} between matrix products")
     x, name = torch.ones(1, device=clock.device), str(group.group_name)
-    a = torch.randn(*[_GPU_PRODUCT if clock.device.type == "cuda" else _CPU_PRODUCT] * 2, device=clock.device)
-    count = max(1, round(_BETWEEN_S / clock.time(lambda: torch.mm(a, a))))
-
-    def compute() -> None:
-        for _ in range(count):
-            torch.mm(a, a)
+    product = _product(clock.device)
+    compute = partial(_turns, max(1, round(_BETWEEN_S / clock.time(product))), product)
 
     def summed() -> object:
         return sum_ranks(x, name)
