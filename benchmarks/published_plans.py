@@ -5,8 +5,9 @@
 Every workload of ``shared/published/runs.csv`` is predicted under its published plan and under the plan that a free
 search finds for the same model, batch, precision and devices. A device has its own memory, or as much as the published
 plan is predicted to take, if that is more. Both predictions come from one cost model, so this says how good the search
-is, not how good the model; ``published.py`` does that. Printed: seconds a step of both, and what the difference is made
-of: the parts of the step in which the searched plan spends less, or more, of the published step's time.
+is, not how good the model; ``published.py`` does that. Printed: seconds a step of both, their ratio in the closed form
+and stream by stream, and what the difference is made of: the parts of the step in which the searched plan spends less,
+or more, of the published step's time.
 """
 
 from __future__ import annotations
