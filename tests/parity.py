@@ -1,0 +1,240 @@
+"""Small models under a set of plans, against one process: the loss, the gradients, the parameters and the buffers.
+
+A *case* is a module of ``tests.cases``. It defines
+
+    model()         the model, built anew at each call
+    batch(seed)     the arguments of one forward over the global batch: a tuple, or a dict of keyword arguments
+
+and may define
+
+    loss_fn(output, target)     for a model that does not return its loss; then also
+    target(seed)                its second argument
+    EVALUATES = True            the case is about ``pm.eval()``: outputs are compared, and nothing is trained
+    REFUSED = "text"            no plan can be exact: capture is refused, and the error holds this text
+    IMPOSSIBLE = {plan: "text"} plans that the model cannot have; the error holds this text
+
+A *cell* is one case under one plan. Three steps of SGD with momentum have to give the loss within 1e-5 and all else
+within 1e-4 of one process in float32. The error of a tensor is |a - b| / max(|b|, 1e-3 |all tensors of its kind|), so
+that rounding noise in a gradient that is zero in exact arithmetic does not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.ir.errors import AutoparError, CaptureError
+from tests.harness import RankFailure, run_ranks
+
+STEPS = 3
+LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4, "buffer": 1e-4, "output": 1e-4}
+
+# Name of a plan -> number of ranks and constraints of the search.
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {"dp": 2, "zero": 0}),
+    "dp2-m2": (2, {"dp": 2, "zero": 0, "num_microbatches": 2}),
+    "zero1": (2, {"dp": 2, "zero": 1}),
+    "zero3": (2, {"dp": 2, "zero": 3}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2-tp2": (4, {"dp": 2, "tp": 2}),
+}
+
+# exact: equal to one process. refused: CaptureError. impossible: the model cannot have the plan, and an error says so.
+# failed: any other exception, or a rank that died or hung.
+Verdict = Literal["exact", "wrong", "refused", "impossible", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one case did under one plan. text: the errors of a wrong cell, or the message of one that did not run."""
+
+    case: str
+    plan: str
+    verdict: Verdict
+    text: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = self.text if self.verdict != "exact" else ""
+        return f"{self.case} {self.plan}: {self.verdict} ({self.seconds:.1f} s)  {lines}".rstrip()
+
+
+def case_of(name: str) -> ModuleType:
+    return importlib.import_module(f"tests.cases.{name}")
+
+
+def expected(name: str, plan: str) -> tuple[Verdict, str]:
+    """The verdict that a cell has to have, and what its text has to hold."""
+    case = case_of(name)
+    if hasattr(case, "REFUSED"):
+        return "refused", case.REFUSED
+    impossible = getattr(case, "IMPOSSIBLE", {})
+    return ("impossible", impossible[plan]) if plan in impossible else ("exact", "")
+
+
+def run_cells(cases: Sequence[str], plans: Sequence[str]) -> Iterator[Cell]:
+    """All cells of ``cases`` under ``plans``, those of one number of ranks on one group of processes.
+
+    A rank that dies, hangs or is left by the others ends its group; the cell failed, and another group runs the rest.
+    """
+    for num_ranks in sorted({PLANS[plan][0] for plan in plans}):
+        left = [(case, plan) for case in cases for plan in plans if PLANS[plan][0] == num_ranks]
+        while left:
+            with tempfile.TemporaryDirectory(prefix="autopar-cells-") as folder:
+                record = Path(folder) / "cells.jsonl"
+                failure = "a rank ended the group"
+                try:
+                    run_ranks(_run_all, num_ranks, left, str(record), timeout=120.0 + 30.0 * len(left))
+                except RankFailure as error:
+                    failure = str(error)
+                done = [Cell(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
+            yield from done
+            left = left[len(done) :]
+            if left and not (done and done[-1].verdict == "failed"):
+                (case, plan), *left = left
+                yield Cell(case, plan, "failed", failure)
+
+
+def _run_all(cells: Sequence[tuple[str, str]], record: str) -> None:
+    """Body of a rank. The first rank records the cells; a failure that may leave ranks apart ends the group."""
+    for name, plan in cells:
+        start = time.perf_counter()
+        try:
+            verdict, text = _run_cell(case_of(name), PLANS[plan][0], PLANS[plan][1])
+        except CaptureError as error:
+            verdict, text = "refused", str(error)
+        except AutoparError as error:
+            verdict, text = "impossible", str(error)
+        except Exception:  # whatever it is, it is the cell's result
+            verdict, text = "failed", traceback.format_exc()
+        if dist.get_rank() == 0:
+            cell = Cell(name, plan, verdict, text, time.perf_counter() - start)
+            with open(record, "a") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+        if verdict == "failed":
+            os._exit(1)
+
+
+def _run_cell(case: ModuleType, num_ranks: int, constraints: dict[str, Any]) -> tuple[Verdict, str]:
+    torch.manual_seed(0)
+    model = case.model()
+    alone = _copy(case, model)
+    extra: dict[str, Any] = {}
+    if hasattr(case, "loss_fn"):
+        extra = {"loss_fn": case.loss_fn, "example_target": case.target(0)}
+    parallel = autopar.parallelize(model, num_ranks, example_inputs=case.batch(0), **extra, **constraints)
+    errors = _evaluate(case, alone, parallel) if getattr(case, "EVALUATES", False) else _train(case, alone, parallel)
+    wrong = {name: error for name, error in errors.items() if not error <= LIMITS[name.split()[0]]}
+    # One rank may be right where another is not.
+    gathered: list[dict[str, float]] = [{} for _ in range(num_ranks)]
+    dist.all_gather_object(gathered, wrong)
+    texts = [f"rank {rank}: " + ", ".join(f"{n} {e:.1e}" for n, e in w.items()) for rank, w in enumerate(gathered) if w]
+    return ("wrong", "; ".join(texts)) if texts else ("exact", "")
+
+
+def _copy(case: ModuleType, model: nn.Module) -> nn.Module:
+    """The same model, built again: some hold what cannot be copied."""
+    torch.manual_seed(0)
+    built: nn.Module = case.model()
+    built.load_state_dict(copy.deepcopy(model.state_dict()))
+    return built
+
+
+def _call(model: Any, arguments: Any, **more: Any) -> Any:
+    return model(**arguments, **more) if isinstance(arguments, dict) else model(*arguments, **more)
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    return loss
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _train(case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModule) -> dict[str, float]:
+    """Largest relative error of each kind over the steps."""
+    errors: dict[str, float] = {}
+
+    def note(kind: str, error: float) -> None:
+        errors[kind] = max(errors.get(kind, 0.0), error)
+
+    one, many = _optimizer(alone.parameters()), _optimizer(parallel.parameters())
+    for step in range(STEPS):
+        one.zero_grad()
+        many.zero_grad()
+        given = case.batch(step)
+        if hasattr(case, "loss_fn"):
+            target = case.target(step)
+            loss = case.loss_fn(_call(alone, given), target)
+            got = _call(parallel.step, parallel.shard_batch(given), target=parallel.shard_batch(target))
+        else:
+            loss = _loss(_call(alone, given))
+            got = _call(parallel.step, parallel.shard_batch(given))
+        loss.backward()
+        wanted = float(loss.detach())
+        note("loss", abs(float(got) - wanted) / max(abs(wanted), 1e-12))
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in alone.named_parameters()
+            if p.requires_grad
+        }
+        note("gradient", relative(parallel.full_gradients(), gradients))
+        one.step()
+        many.step()
+    state = parallel.full_state_dict()
+    parameters = {name for name, _ in alone.named_parameters()}
+    whole = dict(alone.state_dict())
+    note("parameter", relative(state, {n: t for n, t in whole.items() if n in parameters}))
+    note("buffer", relative(state, {n: t for n, t in whole.items() if n not in parameters}))
+    buffers = dict(alone.named_buffers())
+    note("buffer", relative(here := dict(parallel.named_buffers()), {name: buffers[name] for name in here}))
+    return errors
+
+
+def _evaluate(case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModule) -> dict[str, float]:
+    """Errors of outputs in eval mode, twice, and of buffers, which have to stay."""
+    alone.eval()
+    parallel.eval()
+    before = {name: tensor.clone() for name, tensor in parallel.full_state_dict().items()}
+    errors: dict[str, float] = {}
+    for repeat in range(2):
+        given = case.batch(1)
+        with torch.no_grad():
+            wanted = _call(alone, given)
+            got = _call(parallel, parallel.shard_batch(given))
+        mine = parallel.shard_batch(wanted) if wanted.dim() else wanted
+        errors[f"output {repeat}"] = relative({"": got}, {"": mine})
+    errors["buffer"] = relative(parallel.full_state_dict(), before)
+    return errors
+
+
+def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Largest relative error of any tensor; infinite if one is missing, of another shape or not finite."""
+    worst, whole = 0.0, sum(float(b.detach().double().norm()) ** 2 for b in wanted.values()) ** 0.5
+    for name, tensor in wanted.items():
+        if name not in got or got[name].shape != tensor.shape:
+            return float("inf")
+        a, b = got[name].detach().double(), tensor.detach().double()
+        error = float((a - b).norm()) / max(float(b.norm()), 1e-3 * whole, 1e-30)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
