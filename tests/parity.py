@@ -71,8 +71,9 @@ class Cell:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        lines = self.text if self.verdict != "exact" else ""
-        return f"{self.case} {self.plan}: {self.verdict} ({self.seconds:.1f} s)  {lines}".rstrip()
+        lines = self.text.strip().splitlines() or [""]
+        line = lines[-1 if self.verdict == "failed" else 0][:300]
+        return f"{self.case} {self.plan}: {self.verdict} ({self.seconds:.1f} s)  {line}".rstrip()
 
 
 def case_of(name: str) -> ModuleType:

@@ -16,6 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--verbose", action="store_true", help="whole messages and tracebacks")
     options = parser.parse_args()
     cases = options.cases or sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
     wrong = 0
@@ -26,6 +27,8 @@ def main() -> int:
         print(f"{'    ' if right else 'NOT '}{cell}", flush=True)
         if not right and verdict != "exact":
             print(f"      expected: {verdict}, with {text!r}")
+        if options.verbose and cell.text:
+            print(cell.text)
     print(f"{wrong} cells are not as expected")
     return int(wrong > 0)
 
