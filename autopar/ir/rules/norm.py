@@ -98,6 +98,31 @@ def instance_norm(call: Call) -> FactorRule | None:
     return factors.rule(operands, [dims], flops=8 * numel(x.shape))
 
 
+def weight_norm(call: Call) -> FactorRule | None:
+    """A weight scaled to the norms ``g`` of its slices along ``dim``: slices are independent.
+
+    weight_norm (dim 0)   o _1, o 1 -> o _1
+    """
+    bound = call.bound()
+    weight: Operand = bound["v"]
+    rank = len(weight.shape)
+    apart = bound["dim"] % rank if bound["dim"] != -1 else None
+    factors = Factors()
+    dims = tuple(factors.dim("o", s) if d == apart else factors.fresh(s) for d, s in enumerate(weight.shape))
+    norms = tuple(dims[d] if d == apart else () for d in range(rank))
+
+    def describe(shape: tuple[int, ...]) -> TensorFactors:
+        return dims if shape == weight.shape else norms[: len(shape)]
+
+    if any(len(o.shape) not in (0, rank) for o in call.operands):
+        return None
+    return factors.rule(
+        [describe(o.shape) for o in call.operands],
+        [describe(r.shape) for r in call.results],
+        flops=4 * numel(weight.shape),
+    )
+
+
 def along_dim(call: Call) -> FactorRule | None:
     """softmax, log_softmax, normalisations of each line along ``dim``."""
     bound = call.bound()
@@ -128,6 +153,8 @@ RULES: dict[str, Rule] = {
     "aten::_native_batch_norm_legit_no_training": batch_norm,
     "aten::_batch_norm_no_update": batch_norm,
     "aten::instance_norm": instance_norm,
+    "aten::_weight_norm": weight_norm,
+    "aten::_weight_norm_interface": weight_norm,
     "aten::softmax": along_dim,
     "aten::_softmax": along_dim,
     "aten::_safe_softmax": along_dim,

@@ -1,15 +1,19 @@
 """Factors of an op that no rule describes, found by trying.
 
-The op is run on small random operands, whole and in halves. If halves of one dimension of some operands give
-halves of one dimension of every result (or summands of it), forward and backward, that dimension is a factor.
-What cannot be tried (too large, random, no kernel on the CPU) is repeated on every rank.
+The op is run on small random operands, whole and in parts. If parts of one dimension of some operands give
+parts of one dimension of every result (or summands of it), forward and backward, that dimension is a factor.
+What cannot be tried (random, no kernel on the CPU) is repeated on every rank.
+
+Kernels need not check what they are given: one that is handed half of one operand alone may read or write past its
+end. So an op is first run without values, on the meta device, and only shapes that it accepts there are run with
+values; and that is done in a process of its own, since what computes shapes may not check them either.
 
     unknown_op   (8, 6), (6, 4) -> (8, 4)      probed:  f0 f1, f1 f2 -> f0 f2    f1 summed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.placement import Placement, Shard
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, numel, replicated_rule
+from autopar.ir.rules.isolated import isolated
 from autopar.ir.rules.proof import Run, check, runner
 
 # Elements of all operands and results together beyond which the op is tried on smaller sizes.
@@ -28,16 +32,20 @@ _MAX_ELEMENTS = 1 << 16
 _SMALL = 8
 _MAX_COMBINATIONS = 256
 _TOLERANCE = 1e-4
+# Seconds after which a trial is given up. One takes less than a second on an idle machine.
+_LIMIT_S = 120.0
 # What an op says to arguments that it does not take.
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError)
 
 # For each operand the dimension that is cut, if any.
 _Cut = tuple[int | None, ...]
+# For each result the dimension that is cut, None if the parts have to be added up.
+_Joined = tuple[int | None, ...]
 
 
-class _Trial(NamedTuple):
-    values: list[Tensor]
-    results: list[Tensor]
+class _Factor(NamedTuple):
+    cut: _Cut
+    joined: _Joined
 
 
 def probe(call: Call) -> FactorRule | None:
@@ -46,40 +54,54 @@ def probe(call: Call) -> FactorRule | None:
         return None
     small = _shrink(call)
     run = runner(_node_of(small))
-    trials = [trial for signed in (False, True) if (trial := _try(run, small, signed=signed)) is not None]
-    if not trials:
+    if _shapes(run, small.operands) != [t.shape for t in small.results]:
+        return None
+    candidates = [_Factor(cut, joined) for cut in _cuts(small) if (joined := _joined(run, small, cut)) is not None]
+    if not candidates:
+        return None
+    found = isolated(lambda: _tried(run, small, candidates), limit_s=_LIMIT_S)
+    if not found:
         return None
 
     operands: list[list[DimFactors]] = [[()] * len(o.shape) for o in call.operands]
     results: list[list[DimFactors]] = [[()] * len(t.shape) for t in call.results]
     factors = Factors()
     summed: set[str] = set()
-    for cut in _cuts(small):
-        if any(d is not None and operands[p][d] for p, d in enumerate(cut)):
-            continue
-        placements = _placements(run, small, trials[0], cut)
-        if placements is None or any(isinstance(p, Shard) and results[n][p.dim] for n, p in enumerate(placements)):
-            continue
-        if not all(_holds(run, small, trial, cut, placements) for trial in trials):
-            continue
+    for cut, joined in found:
         size = next(call.operands[p].shape[d] for p, d in enumerate(cut) if d is not None)
         name = f"f{len(factors.sizes)}"
         for p, d in enumerate(cut):
             if d is not None:
                 operands[p][d] = factors.dim(name, size)
-        for n, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                results[n][placement.dim] = factors.dim(name, call.results[n].shape[placement.dim])
-            else:
+        for n, d in enumerate(joined):
+            if d is None:
                 summed.add(name)
-    if not factors.sizes:
-        return None
+            else:
+                results[n][d] = factors.dim(name, call.results[n].shape[d])
     return factors.rule(
         [_filled(factors, dims, o.shape) for dims, o in zip(operands, call.operands, strict=True)],
         [_filled(factors, dims, t.shape) for dims, t in zip(results, call.results, strict=True)],
         summed=summed,
         flops=replicated_rule(call).flops,
     )
+
+
+def _tried(run: Run, call: Call, candidates: Sequence[_Factor]) -> list[_Factor]:
+    """Those candidates that are factors by what the op makes of values. No dimension has two factors."""
+    trials = [trial for signed in (False, True) if (trial := _try(run, call, signed=signed)) is not None]
+    found: list[_Factor] = []
+    taken: set[tuple[bool, int, int]] = set()
+    for factor in candidates:
+        dims = {
+            (is_result, n, d)
+            for is_result, tensors in ((False, factor.cut), (True, factor.joined))
+            for n, d in enumerate(tensors)
+            if d is not None
+        }
+        if taken.isdisjoint(dims) and trials and all(_holds(run, call, trial, factor) for trial in trials):
+            found.append(factor)
+            taken |= dims
+    return found
 
 
 def _may_run(call: Call) -> bool:
@@ -139,8 +161,8 @@ def _node_of(call: Call) -> fx.Node:
     return node
 
 
-def _try(run: Run, call: Call, *, signed: bool) -> _Trial | None:
-    """Operands that the op takes, with what it makes of them; None if it refuses or is not a function."""
+def _try(run: Run, call: Call, *, signed: bool) -> list[Tensor] | None:
+    """Operands that the op takes; None if it refuses or is not a function."""
     generator = torch.Generator().manual_seed(int(signed))
     values = [_random(operand, generator, signed) for operand in call.operands]
     try:
@@ -151,7 +173,7 @@ def _try(run: Run, call: Call, *, signed: bool) -> _Trial | None:
         return None
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         return None  # random, or not a number
-    return _Trial(values, first)
+    return values
 
 
 def _random(operand: Operand, generator: torch.Generator, signed: bool) -> Tensor:
@@ -173,43 +195,62 @@ def _cuts(call: Call) -> Iterator[_Cut]:
         yield from (cut for cut in cuts if any(d is not None for d in cut))
 
 
-def _placements(run: Run, call: Call, trial: _Trial, cut: _Cut) -> list[Placement | None] | None:
-    """Placement of each result (None: a summand), by the shapes that the first half gives."""
-    halves = [v if d is None else v.narrow(d, 0, v.shape[d] // 2).contiguous() for v, d in zip(trial.values, cut)]
+def _shapes(run: Run, operands: Sequence[Operand]) -> list[tuple[int, ...]] | None:
+    """Shapes of the results, without computing anything; None if the op does not take such operands."""
     try:
-        results = run(halves, None)
+        results = run([torch.empty(o.shape, dtype=o.dtype, device="meta") for o in operands], None)
     except _REFUSALS:
         return None
-    placements: list[Placement | None] = []
-    for local, full in zip(results, trial.results, strict=True):
-        if local.dim() != full.dim():
-            return None
-        smaller = [d for d, (a, b) in enumerate(zip(local.shape, full.shape)) if a != b]
-        if len(smaller) > 1 or any(2 * local.shape[d] != full.shape[d] for d in smaller):
-            return None
-        if not smaller and not full.dtype.is_floating_point:
-            return None  # counts and indices that happen to add up
-        placements.append(Shard(smaller[0]) if smaller else None)
-    return placements
+    return [tuple(t.shape) for t in results]
 
 
-def _holds(run: Run, call: Call, trial: _Trial, cut: _Cut, placements: list[Placement | None]) -> bool:
-    """Whether a rule with only this factor is right for 2, 4 and as many parts as there can be."""
+def _parts(call: Call, cut: _Cut) -> list[int]:
+    """Numbers of parts that a cut is tried in: 2, 4 and as many as there can be."""
     size = next(call.operands[p].shape[d] for p, d in enumerate(cut) if d is not None)
+    return [num_parts for num_parts in sorted({2, 4, size}) if size % num_parts == 0]
+
+
+def _joined(run: Run, call: Call, cut: _Cut) -> _Joined | None:
+    """How the results are cut, by the shapes that parts of the operands give; None if there is no such way."""
+    joined: _Joined | None = None
+    for num_parts in _parts(call, cut):
+        local = [
+            operand if d is None else replace(operand, shape=_divided(operand.shape, d, num_parts))
+            for operand, d in zip(call.operands, cut, strict=True)
+        ]
+        shapes = _shapes(run, local)
+        if shapes is None or len(shapes) != len(call.results):
+            return None
+        if joined is None:
+            dims = [[d for d, (a, b) in enumerate(zip(s, t.shape)) if a != b] for s, t in zip(shapes, call.results)]
+            if any(len(d) > 1 for d in dims):
+                return None
+            joined = tuple(d[0] if d else None for d in dims)
+        for shape, result, d in zip(shapes, call.results, joined, strict=True):
+            if d is None and not result.dtype.is_floating_point:
+                return None  # counts and indices that happen to add up
+            if shape != (result.shape if d is None else _divided(result.shape, d, num_parts)):
+                return None
+    return joined
+
+
+def _divided(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[int, ...]:
+    return tuple(s // num_parts if d == dim else s for d, s in enumerate(shape))
+
+
+def _holds(run: Run, call: Call, values: Sequence[Tensor], factor: _Factor) -> bool:
+    """Whether a rule with only this factor is right."""
+    size = next(call.operands[p].shape[d] for p, d in enumerate(factor.cut) if d is not None)
     rule = FactorRule(
-        operands=tuple(_only(o.shape, d) for o, d in zip(call.operands, cut, strict=True)),
-        results=tuple(
-            _only(t.shape, p.dim if isinstance(p, Shard) else None)
-            for t, p in zip(call.results, placements, strict=True)
-        ),
+        operands=tuple(_only(o.shape, d) for o, d in zip(call.operands, factor.cut, strict=True)),
+        results=tuple(_only(t.shape, d) for t, d in zip(call.results, factor.joined, strict=True)),
         sizes={"f": size},
-        summed=frozenset({"f"}) if None in placements else frozenset(),
+        summed=frozenset({"f"}) if None in factor.joined else frozenset(),
     )
     try:
         return all(
-            check(run, trial.values, rule, "f", num_parts=num_parts, tolerance=_TOLERANCE) is None
-            for num_parts in {2, 4, size}
-            if size % num_parts == 0
+            check(run, values, rule, "f", num_parts=num_parts, tolerance=_TOLERANCE) is None
+            for num_parts in _parts(call, factor.cut)
         )
     except _REFUSALS:
         return False

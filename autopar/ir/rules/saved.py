@@ -121,6 +121,14 @@ def _group_norm(call: Call, needs: set[int]) -> Saved:
     return _norm(call, x, 2.0 * x.shape[0] * groups)
 
 
+def _weight_norm(call: Call, needs: set[int]) -> Saved:
+    """The direction, the wanted norms, and the norms that the slices have."""
+    direction, norms = call.operands
+    if len(call.results) > 1:
+        return Saved((0, 1), (1,))
+    return Saved((0, 1), (), numel(norms.shape) * direction.dtype.itemsize)
+
+
 def _batch_norm(call: Call, needs: set[int]) -> Saved:
     x: Operand = call.bound()["input"]
     return _norm(call, x, 2.0 * x.shape[1])
@@ -252,6 +260,7 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
         ),
         _batch_norm,
     ),
+    **dict.fromkeys(aten("_weight_norm _weight_norm_interface"), _weight_norm),
     "autopar::attention": _attention,
     "aten::scaled_dot_product_attention": _attention,
     "autopar::cross_entropy": _cross_entropy,

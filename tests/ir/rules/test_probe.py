@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from autopar.ir.capture import capture
+from autopar.ir.graph import op_nodes
 from autopar.ir.rules import MissingRuleWarning, rule_for
 from autopar.ir.rules.call import call_of
+from autopar.ir.rules.isolated import isolated
 from autopar.ir.rules.probe import probe
 
 aten = torch.ops.aten
@@ -83,6 +88,34 @@ def test_a_sum_of_positive_numbers_only_is_not_believed(library: Any) -> None:
 def test_counts_are_not_sums(library: Any) -> None:
     target = library("largest(Tensor x) -> Tensor", lambda x: x.argmax())
     assert probe(call_of(node_of(target, (8,), shapes=[()], dtype=torch.int64))) is None
+
+
+def test_a_kernel_that_trusts_its_sizes_is_not_given_wrong_ones() -> None:
+    """Half of one operand alone makes it write past the end of the other; the heap that it breaks is not ours."""
+    weight = nn.utils.parametrizations.weight_norm(nn.Linear(64, 256))
+    node = next(n for n in op_nodes(capture(weight, (torch.randn(8, 64),)).graph) if "_weight_norm" in n.name)
+    rule = probe(call_of(node))
+    assert rule is not None
+    assert rule.shardable() == rule.operands[0][0] == rule.operands[1][0] == rule.results[0][0]
+
+
+def test_an_op_that_ends_its_process_is_repeated() -> None:
+    library = torch.library.Library("autopar_probe_deadly", "DEF")
+    library.define("crash(Tensor x, Tensor y) -> Tensor")
+    library.impl("crash", lambda x, y: os.abort() if len(x) != 8 or len(y) != 8 else x + y, "CPU")
+    library.impl("crash", lambda x, y: torch.empty_like(x), "Meta")  # does not check either
+    node = node_of(torch.ops.autopar_probe_deadly.crash.default, (8,), (8,), shapes=[(8,)])
+    with pytest.warns(MissingRuleWarning, match="every rank repeats it"):
+        assert rule_for(node).shardable() == ()
+    library._destroy()
+
+
+def test_isolated_calls_answer_fail_die_and_hang() -> None:
+    big = torch.arange(100_000).tolist()
+    assert isolated(lambda: big, limit_s=60.0) == big
+    assert isolated(lambda: 1 // 0, limit_s=60.0) is None
+    assert isolated(os.abort, limit_s=60.0) is None
+    assert isolated(lambda: time.sleep(60.0), limit_s=0.1) is None
 
 
 def test_random_and_failing_ops_are_repeated(library: Any) -> None:
