@@ -17,6 +17,7 @@ from autopar.passes.normalise import normalise
 from autopar.report.units import plural, seconds
 from autopar.search.api import estimate_captured, search_captured
 from autopar.search.constraints import Constraints
+from autopar.search.divided import DividedFlops, degenerate
 from autopar.search.outer import Progress
 from autopar.search.result import SearchResult
 
@@ -38,6 +39,10 @@ class Planned:
     @property
     def plan(self) -> Plan:
         return self.result.plan
+
+    def degenerate(self) -> list[DividedFlops]:
+        """The axes for tensors or experts that leave much of their work whole on every rank."""
+        return degenerate(self.captured, self.plan, workload=self.result.workload)
 
 
 def find_plan(

@@ -39,3 +39,10 @@ def percent(fraction: float) -> str:
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     """``1 rank``, ``4 ranks``."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def of_flop(part: float, whole: float) -> str:
+    """``12 of 38 GFLOP``: a part of floating point operations, both in the unit that suits the whole."""
+    units = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
+    size, unit = next((one for one in units if whole >= one[0]), units[-1])
+    return f"{significant(part / size)} of {significant(whole / size)} {unit}"
