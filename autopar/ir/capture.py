@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
+from autopar.ir.captured_state import check_captured
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.simplify import simplify
-from autopar.ir.source import WRAPPED
+from autopar.ir.source import WRAPPED, origin_of
 from autopar.ir.standins import fake_like, fake_model
 
 # ``loss_fn(output, target)``.
@@ -236,7 +237,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     for buffer, value in zip(updates, final[len(final) - len(updates) :], strict=True):
         old = buffers[buffer]
         buffers[buffer] = Buffer(name=old.name, persistent=old.persistent, updated_by=value.name)
-    return CapturedModel(
+    captured = CapturedModel(
         graph_module=graph_module,
         parameters=parameters,
         buffers=buffers,
@@ -250,6 +251,9 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         name=title,
         fingerprint=_fingerprint(parameters, graph),
     )
+    lines = {arguments[n].name: origin_of(op)[1] for n, op in writer.written.items() if n.op == "placeholder"}
+    check_captured(captured, {name: line for name, line in lines.items() if name not in buffers})
+    return captured
 
 
 def _parameters_of(model: nn.Module) -> list[Parameter]:

@@ -65,7 +65,7 @@ class _View:
 class Functionaliser:
     """Copies an exported graph into ``graph``, node by node.
 
-    repeats: what to run for each call of ``again``.
+    repeats: what to run for each call of ``again``. written: a base -> the first op that wrote to it.
     """
 
     graph: fx.Graph
@@ -75,6 +75,7 @@ class Functionaliser:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     views: dict[fx.Node, _View] = field(default_factory=dict)
     versions: dict[fx.Node, int] = field(default_factory=dict)
+    written: dict[fx.Node, fx.Node] = field(default_factory=dict)
     writes: bool = False
     _repeated: dict[int, dict[int, Any]] = field(default_factory=dict)
     _moved: tuple[str, str] | None = None
@@ -82,7 +83,7 @@ class Functionaliser:
     def run(self, source: fx.Graph, arguments: dict[fx.Node, Any]) -> Any:
         """Copy all ops of ``source``; returns the new values of its output."""
         self.values.update(arguments)
-        self.writes = self.writes or any(_writes(node) for node in source.nodes)
+        self.writes = self.writes or _has_writes(source, self.module)
         result: Any = None
         for node in source.nodes:
             if node.op == "output":
@@ -201,6 +202,7 @@ class Functionaliser:
             view.version = self._version(view.base)
         else:
             self.versions[node] = self.versions.get(node, 0) + 1
+            self.written.setdefault(node, write)
         self.values[node] = new
 
     def _scattered(self, view: _View, base: fx.Node, new: fx.Node, write: fx.Node) -> Any:
@@ -245,7 +247,7 @@ class Functionaliser:
 
     def _swap(self, pairs: Mapping[fx.Node, fx.Node]) -> None:
         """Exchange all that is known of the nodes of each pair."""
-        known: tuple[dict[fx.Node, Any], ...] = (self.values, self.views, self.versions)
+        known: tuple[dict[fx.Node, Any], ...] = (self.values, self.views, self.versions, self.written)
         for a, b in pairs.items():
             for table in known:
                 of_a, of_b = table.pop(a, None), table.pop(b, None)
@@ -267,6 +269,10 @@ class Functionaliser:
         body = self.values[region]
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         outer, self.module = self.module, body
+        for inside, operand in zip(placeholders, operands, strict=True):
+            if isinstance(operand, fx.Node):
+                # A write inside is one to what is outside.
+                self.views[inside] = _View(operand, node, aten.alias.default, (), {}, self._version(operand))
         result = self.run(body.graph, dict(zip(placeholders, self._read(operands), strict=True)))
         self.module = outer
         if not enabled:
@@ -286,6 +292,18 @@ def _is_write(argument: torch._C.Argument) -> bool:
 def _writes(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _has_writes(graph: fx.Graph, module: torch.nn.Module) -> bool:
+    """Whether any op of a graph writes, those in its regions included."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            region = operator.attrgetter(str(node.target))(module)
+            if isinstance(region, fx.GraphModule) and _has_writes(region.graph, region):
+                return True
+        elif _writes(node):
+            return True
+    return False
 
 
 def _functional_twin(node: fx.Node) -> torch._ops.OpOverload:

@@ -1,0 +1,91 @@
+"""Checks of a captured model before anything is planned: what it reads has values, what it writes has a place.
+
+every constant has values             a tensor that was made while a stand-in ran has none
+every write has a home                a buffer is given its new value after each step; nothing else is
+the loss depends on what is trained   through ops that have a gradient, if anything is trained at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.ir.errors import CaptureError
+from autopar.ir.graph import CapturedModel, is_tensor
+
+aten = torch.ops.aten
+
+# Ops through which no gradient flows, whatever they are given.
+_CUTS = frozenset({aten.detach.default, aten.detach_.default, aten.zeros_like.default, aten.ones_like.default})
+
+
+def check_captured(captured: CapturedModel, writes: Mapping[str, str]) -> None:
+    """Raise CaptureError if a captured model cannot be trained as the model itself is.
+
+    writes: placeholder that forward writes to, buffers apart -> the source line of the write.
+    """
+    _constants_have_values(captured)
+    _writes_have_a_home(captured, writes)
+    _loss_is_trained(captured)
+
+
+def _constants_have_values(captured: CapturedModel) -> None:
+    for name, value in captured.constants.items():
+        if isinstance(value, FakeTensor) or value.is_meta:
+            node = _placeholder(captured, name)
+            reader = next((user for user in node.users if user.op == "call_function"), None)
+            where = reader.meta.get("source") if reader is not None else None
+            raise CaptureError(
+                f"{captured.name} cannot be captured: it reads a tensor of shape {tuple(value.shape)} whose values are "
+                f"not known.\n  at {where or 'an unknown line'}\n  try: self.register_buffer(...) for tensors that "
+                "forward reads, and no tensor in forward that an earlier call has made"
+            )
+
+
+def _writes_have_a_home(captured: CapturedModel, writes: Mapping[str, str]) -> None:
+    for name, line in writes.items():
+        if name in captured.parameters:
+            raise CaptureError(
+                f"{captured.name} cannot be captured: forward writes to the parameter "
+                f"{captured.parameters[name].name!r}, which only the optimiser may change.\n  at {line}\n"
+                "  try: the write after optimizer.step(), or the changed value in place of the parameter, as in "
+                "torch.nn.utils.parametrize"
+            )
+        if name in captured.constants and _placeholder(captured, name).users:
+            raise CaptureError(
+                f"{captured.name} cannot be captured: forward writes to a tensor that is neither a buffer nor a "
+                f"parameter, and reads it in the next call.\n  at {line}\n"
+                "  try: self.register_buffer(...) for a tensor that forward changes"
+            )
+
+
+def _loss_is_trained(captured: CapturedModel) -> None:
+    loss = captured.loss_node()
+    trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
+    if not isinstance(loss, fx.Node) or not trained:
+        return
+    seen, stack = {loss}, [loss]
+    while stack:
+        node = stack.pop()
+        if node.name in trained:
+            return
+        if node.target in _CUTS:
+            continue
+        for operand in node.all_input_nodes:
+            if operand not in seen and (not is_tensor(operand) or operand.meta["val"].is_floating_point()):
+                seen.add(operand)
+                stack.append(operand)
+    raise CaptureError(
+        f"{captured.name} cannot be trained: its loss does not depend on any parameter that requires a gradient.\n"
+        f"  at {loss.meta.get('source') or 'an unknown line'}\n"
+        "  try: a loss without detach(), no_grad() or integer ops between it and the parameters"
+    )
+
+
+def _placeholder(captured: CapturedModel, name: str) -> fx.Node:
+    found = next(node for node in captured.graph.nodes if node.op == "placeholder" and node.name == name)
+    assert isinstance(found, fx.Node)
+    return found

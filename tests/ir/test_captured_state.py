@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.ir.capture import capture
+from autopar.ir.errors import CaptureError
+from tests.ir.models import assert_same_training
+
+SHARED = torch.ones(8)
+
+
+class Base(nn.Module):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.linspace(-1, 1, 8))
+        self.scratch = torch.zeros(8)
+
+
+class ClampsAParameter(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-1, 1)  # the write
+        return self.linear(x).square().mean()
+
+
+class Renormalises(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        indices = (x > 0).long()
+        return F.embedding(indices, self.linear.weight, max_norm=1.0).square().mean()  # the write
+
+
+class WritesToAnAttribute(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.add_(1)  # the write
+        return (self.linear(x) * self.scratch).square().mean()
+
+
+class WritesToAGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        SHARED.mul_(0.9)  # the write
+        return (self.linear(x) * SHARED).square().mean()
+
+
+class Detaches(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).detach().square().mean()
+
+
+class CountsOnly(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).argmax(-1) == 3).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "line"),
+    [
+        (ClampsAParameter, "forward writes to the parameter 'linear.weight'", "# the write"),
+        (Renormalises, "forward writes to the parameter 'linear.weight'", "# the write"),
+        (WritesToAnAttribute, "neither a buffer nor a parameter", "# the write"),
+        (WritesToAGlobal, "neither a buffer nor a parameter", "# the write"),
+        (Detaches, "does not depend on any parameter", "in forward"),
+        (CountsOnly, "does not depend on any parameter", "in forward"),
+    ],
+)
+def test_what_cannot_be_trained_as_it_is_is_refused(model: type[nn.Module], what: str, line: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(model(), torch.randn(4, 8))
+    assert what in str(caught.value)
+    assert line in str(caught.value)
+
+
+class WritesUnderNoGrad(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+            self.average[2:4].zero_()
+        return (h - self.average).square().mean()
+
+
+def test_a_write_in_a_region_without_gradients_is_one_outside_of_it() -> None:
+    model, x = WritesUnderNoGrad(), torch.randn(4, 8)
+    captured = capture(model, x)
+    assert [buffer.updated_by is not None for buffer in captured.buffers.values()] == [True]
+    assert_same_training(captured, model, (x,))
