@@ -10,8 +10,8 @@
             assert result.tolist() == [12.0, 12.0]
 
 Ranks are forked from a server that has imported torch once, so starting them takes a fraction of a second.
-Nothing hangs: a rank that raises ends the others, and past ``timeout`` all are killed and the error shows
-where each one stood.
+Nothing hangs: a rank that raises ends the others, and ranks that stand still or run in circles (``tests/patience.py``)
+are killed, and the error shows where each one stood. No limit is one of the clock, which a loaded machine would pass.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -33,8 +34,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-# Seconds that the other ranks get to fail by themselves once one has, so that the first cause is reported.
+from tests.patience import Patience
+
+# Seconds in which the other ranks may do nothing once one has failed: they fail by themselves, or are killed. So the
+# first cause is reported.
 _GRACE_S = 1.0
+# Collectives have no limit of their own: whoever waits in vain does nothing, which the test's process sees.
+_COLLECTIVE = timedelta(days=1)
 
 
 class RankFailure(AssertionError):
@@ -45,14 +51,16 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout: float = 120.0,
+    idle_s: float = 60.0,
+    limit_s: float = 600.0,
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
     """Calls ``function(*args, **kwargs)`` on ``num_ranks`` processes of one group; returns the results by rank.
 
     ``function`` is defined at the top level of a module; arguments and results travel by pickle (tensors by
-    value; results are detached). Each rank runs one thread, seeded with 0. Raises RankFailure.
+    value; results are detached). Each rank runs one thread, seeded with 0. Raises RankFailure: where a rank raises,
+    where all do nothing for ``idle_s`` seconds, or where they use ``limit_s`` seconds of CPU time, each on average.
     """
     if "<locals>" in function.__qualname__:
         raise TypeError(f"{function.__qualname__} is not at the top level of a module, so ranks cannot import it")
@@ -70,23 +78,14 @@ def run_ranks(
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                job = (
-                    function.__module__,
-                    source,
-                    function.__qualname__,
-                    payload,
-                    folder,
-                    rank,
-                    num_ranks,
-                    timeout,
-                    backend,
-                )
+                job = (function.__module__, source, function.__qualname__, payload, folder, rank, num_ranks, backend)
                 process = context.Process(target=_rank_main, args=(sender, *job), daemon=True)
                 process.start()
                 sender.close()
                 processes.append(process)
                 pending[receiver] = rank
-            return _collect(pending, num_ranks, time.monotonic() + timeout, Path(folder), timeout)
+            pids = [process.pid or 0 for process in processes]
+            return _collect(pending, pids, idle_s, limit_s * num_ranks, Path(folder))
         finally:
             for process in processes:
                 process.join(_GRACE_S if not pending else 0)
@@ -95,14 +94,16 @@ def run_ranks(
                     process.join()
 
 
-def _collect(
-    pending: dict[Connection, int], num_ranks: int, deadline: float, folder: Path, timeout: float
-) -> list[Any]:
+def _collect(pending: dict[Connection, int], pids: list[int], idle_s: float, limit_s: float, folder: Path) -> list[Any]:
     """Results by rank, or RankFailure."""
+    num_ranks = len(pids)
     results: list[Any] = [None] * num_ranks
     failures: dict[int, str] = {}
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for ready in wait(list(pending), timeout=left):
+    patience = Patience(pids, idle_s=idle_s, limit_s=limit_s)
+    reason = None
+    while pending and reason is None:
+        finished = wait(list(pending), timeout=patience.pause_s)
+        for ready in finished:
             assert isinstance(ready, Connection)
             rank = pending.pop(ready)
             try:
@@ -112,19 +113,32 @@ def _collect(
             if ok:
                 results[rank] = payload
             else:
+                if not failures:
+                    patience = Patience(pids, idle_s=_GRACE_S, limit_s=limit_s)
                 failures[rank] = payload
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not finished:
+            reason = patience.lost()
     if failures:
         raise RankFailure("\n".join(f"rank {rank} of {num_ranks}:\n{text}" for rank, text in sorted(failures.items())))
     if pending:
-        stuck = "\n".join(f"rank {rank}:\n{_stack(folder, rank)}" for rank in sorted(pending.values()))
-        raise RankFailure(f"ranks {sorted(pending.values())} of {num_ranks} did not finish in {timeout:g} s\n{stuck}")
+        stuck = sorted(pending.values())
+        stacks = "\n".join(f"rank {rank}:\n{_stack(folder, rank, pids[rank])}" for rank in stuck)
+        raise RankFailure(f"ranks {stuck} of {num_ranks} did not finish: all of them {reason}\n{stacks}")
     return results
 
 
-def _stack(folder: Path, rank: int) -> str:
+def _stack(folder: Path, rank: int, pid: int) -> str:
+    """Where a rank stands: it writes that when it gets the signal, whatever it is doing."""
     path = folder / f"stack.{rank}"
-    return (path.read_text() if path.exists() else "") or "no stack was written"
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return "the process has ended"
+    for _ in range(50):
+        if path.exists() and (text := path.read_text()).endswith("\n"):
+            return text
+        time.sleep(0.1)
+    return "no stack was written"
 
 
 def _rank_main(
@@ -136,7 +150,6 @@ def _rank_main(
     folder: str,
     rank: int,
     num_ranks: int,
-    timeout: float,
     backend: str,
 ) -> None:
     """Body of a rank: joins the group, runs the function, sends ``(ok, result or traceback)``."""
@@ -149,14 +162,14 @@ def _rank_main(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with open(Path(folder) / f"stack.{rank}", "w") as stack:
-        faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack)
         try:
             dist.init_process_group(
                 backend,
                 init_method=f"file://{folder}/rendezvous",
                 rank=rank,
                 world_size=num_ranks,
-                timeout=timedelta(seconds=timeout),
+                timeout=_COLLECTIVE,
             )
             args, kwargs = pickle.loads(payload)
             result = getattr(_load(module, source), name)(*args, **kwargs)
@@ -165,7 +178,7 @@ def _rank_main(
             dist.barrier()
         except BaseException:  # whatever ended the rank is the test's to see
             message = pickle.dumps((False, traceback.format_exc()))
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
     sender.send_bytes(message)
     sender.close()
     if pickle.loads(message)[0]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import patience
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md"))
@@ -52,15 +53,8 @@ def commands(text: str) -> list[Command]:
 def run(command: str | list[str], folder: Path) -> tuple[int, str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    done = subprocess.run(
-        command,
-        shell=isinstance(command, str),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [command] if isinstance(command, str) else command
+    done = patience.run(*words, shell=isinstance(command, str), cwd=folder, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def check_large(
     captured = captured_of(source, 1024)
     plan = plan_of(captured, 1024, pp=2, tp=4, dp=128, num_microbatches=4, zero=0)
     made = partition(captured, plan)
-    start = time.monotonic()
+    start = sum(os.times()[:4])  # of CPU time, with that of the processes that it starts
     checked = check_plan(
         source.build,
         captured,
@@ -88,7 +88,7 @@ def check_large(
         ranks=[515],
         programs=lambda rank: tamper(partition(captured, plan)) if tamper and rank == 515 else made,
     )
-    return checked, time.monotonic() - start
+    return checked, sum(os.times()[:4]) - start
 
 
 def without_a_collective(programs: Sequence[StageProgram]) -> Sequence[StageProgram]:

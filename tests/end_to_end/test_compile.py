@@ -41,17 +41,17 @@ def _train(compiled: bool, depth: int, constraints: dict[str, Any]) -> dict[str,
 )
 def test_the_same_training_with_as_many_compilations_for_more_blocks(constraints: dict[str, Any]) -> None:
     eager = run_ranks(_train, 2, False, 3, constraints)[0]
-    for result in run_ranks(_train, 2, True, 3, constraints, timeout=600):
+    for result in run_ranks(_train, 2, True, 3, constraints):
         torch.testing.assert_close(result["losses"], eager["losses"], rtol=1e-6, atol=0)
         torch.testing.assert_close(result["state"], eager["state"], rtol=1e-4, atol=1e-6)
         assert not result["breaks"]
         graphs = result["graphs"]
-    deeper = run_ranks(_train, 2, True, 8, constraints, timeout=600)[0]
+    deeper = run_ranks(_train, 2, True, 8, constraints)[0]
     assert deeper["graphs"] == graphs
 
 
 def test_one_rank() -> None:
-    eager, compiled = (run_ranks(_train, 1, flag, 2, {}, timeout=300)[0] for flag in (False, True))
+    eager, compiled = (run_ranks(_train, 1, flag, 2, {})[0] for flag in (False, True))
     torch.testing.assert_close(compiled["losses"], eager["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(compiled["state"], eager["state"], rtol=1e-4, atol=1e-6)
     assert 0 < compiled["graphs"] <= 4

@@ -113,7 +113,7 @@ def _alone(name: str, capacity: float | None) -> Trained:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[list[Trained]]:
-    return run_ranks(_all, 4, [plan[:2] for plan in PLANS], timeout=500)
+    return run_ranks(_all, 4, [plan[:2] for plan in PLANS])
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
+
+from tests.patience import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +28,8 @@ def _torchrun(ranks: int, *command: str) -> str:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300,
-    )  # fmt: skip
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    done = run(*launcher, *command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

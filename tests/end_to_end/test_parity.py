@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.patience import run
 
 ROOT = Path(__file__).parents[2]
 CELLS = [
@@ -30,8 +31,8 @@ CELLS = [
 
 def test_models_and_plans() -> None:
     cells = [f"{model}:{plan}" for model, plan in CELLS]
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "parity.py"), "--cells", ",".join(cells)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT)
+    command = (sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "parity.py"), "--cells", ",".join(cells))
+    result = run(*command, cwd=ROOT, limit_s=3600)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert "cannot be" not in result.stdout, result.stdout
     assert f"{len(CELLS)} of {len(CELLS)} cells" in result.stdout

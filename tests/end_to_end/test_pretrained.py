@@ -135,7 +135,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (sources[name], str(folder / f"out{number}"), limits, "20KB" if number % 2 else "5GB")
         for number, (name, limits) in enumerate(request.param)
     ]
-    results = zip(*run_ranks(_train_all, RANKS, jobs, timeout=300), strict=True)
+    results = zip(*run_ranks(_train_all, RANKS, jobs), strict=True)
     return [
         Trained(name, Path(job[0]), Path(job[1]), job[3] == "20KB", list(ranks))
         for (name, _), job, ranks in zip(request.param, jobs, results, strict=True)

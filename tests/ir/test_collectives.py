@@ -65,7 +65,7 @@ def _redistribute_all(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), LINE, SQUARE], ids=str)
 def test_every_redistribution_moves_value_and_gradient(mesh: Mesh) -> None:
-    ranks = run_ranks(_redistribute_all, mesh.size, mesh, timeout=300)
+    ranks = run_ranks(_redistribute_all, mesh.size, mesh)
     x, g = _tensors()
     for number, (source, value, grad) in enumerate(_cases(mesh)):
         case = f"{source} -> {value} with gradient {grad}"
@@ -136,7 +136,7 @@ def _compiled() -> list[tuple[Tensor, list[Tensor | None]]]:
 
 
 def test_compiles_in_one_graph() -> None:
-    for eager, compiled in run_ranks(_compiled, 2, timeout=300):
+    for eager, compiled in run_ranks(_compiled, 2):
         torch.testing.assert_close(compiled, eager)
 
 

@@ -288,7 +288,7 @@ def _local(case: Case, names: dict[str, str]) -> list[Found]:
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, list[Found]]]:
     """By rank: what it found in every case."""
-    return run_ranks(_all_local, MESH.size, timeout=300)
+    return run_ranks(_all_local, MESH.size)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, StagePlan
+from tests import patience
 
 ROOT = Path(__file__).parents[2]
 _JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,5 +33,5 @@ def environ(**more: str) -> dict[str, str]:
     return own | quiet | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
 
 
-def run(*command: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environ(), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return patience.run(*command, env=environ(), cwd=ROOT)

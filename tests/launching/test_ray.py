@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ra
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = run(sys.executable, "-m", "tests.launching.ray_checks", timeout=240)
+    done = run(sys.executable, "-m", "tests.launching.ray_checks")
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -82,10 +81,9 @@ def test_a_script_of_ones_own(folder: Path) -> None:
 
 
 def test_another_number_of_ranks_is_refused_on_every_rank(folder: Path) -> None:
-    start = time.monotonic()
     words = ("-m", "autopar", "train", str(folder / "model.py"), str(folder / "plan.yaml"), "--steps", "2")
     code, out, err = torchrun(3, *words)
-    assert code and time.monotonic() - start < 100
+    assert code
     assert err.count("PlanMismatch: the plan is for 2 ranks") == 1, err
     assert "this job has 3" in err
     assert "exitcode  : 2 " in err, err  # as torchrun says; it ends the ranks that have not left yet

@@ -79,7 +79,7 @@ def opened(browser: Any, path: Path, screen: str = "laptop", scheme: str = "ligh
     page.on("request", lambda own: None if own.url.startswith(("file:", "data:")) else wrong.append(own.url))
     page.on("dialog", lambda dialog: wrong.append(dialog.message))
     page.goto(path.as_uri())
-    page.wait_for_selector("html[data-drawn=true]", state="attached", timeout=20_000)
+    page.wait_for_selector("html[data-drawn=true]", state="attached", timeout=120_000)
     return page, wrong
 
 

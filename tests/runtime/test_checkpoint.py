@@ -239,7 +239,7 @@ def _load_here(folder: str, options: dict[str, Any], wanted: dict[str, Any]) -> 
 @pytest.mark.parametrize("where", ["write_data", "finish"])
 def test_a_crash_leaves_the_checkpoint_before(where: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="died"):
-        run_ranks(_die_while_writing, 2, str(tmp_path), where, timeout=30)
+        run_ranks(_die_while_writing, 2, str(tmp_path), where)
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
     assert run_ranks(_load_here, 1, str(tmp_path), {}, {}) == [(1, "")]
 

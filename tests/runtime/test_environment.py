@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from autopar.ir.errors import LaunchError
 from autopar.runtime.environment import Environment
+from tests.patience import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,9 +55,7 @@ def test_ranks_that_do_not_find_each_other_say_so(missing: bool) -> None:
         del job["MASTER_ADDR"]
     environ = {name: value for name, value in os.environ.items() if name not in job} | job
     environ["CUDA_VISIBLE_DEVICES"] = ""
-    printed = subprocess.run(
-        [sys.executable, "-c", JOIN], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60
-    ).stdout
+    printed = run(sys.executable, "-c", JOIN, env=environ, cwd=ROOT).stdout
     if missing:
         assert "RANK is set, but not MASTER_ADDR" in printed
     else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.patience import run
 
 # Each child leaves a queue of gathers to threads of gloo, which alone hold what they gather into. Without waiting every
 # second child is aborted.
@@ -33,5 +34,5 @@ else:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are looked at in /proc")
 def test_the_end_of_a_process_waits_for_threads_that_hold_tensors() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILDREN], capture_output=True, text=True, timeout=120)
+    done = run(sys.executable, "-c", CHILDREN)
     assert done.stdout.split("\n")[0] == str([0] * 8), done.stdout + done.stderr

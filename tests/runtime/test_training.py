@@ -165,7 +165,7 @@ def _train_each(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict
 def trained() -> dict[int, list[dict[str, Any]]]:
     """Results of every case by number of ranks, then rank. One job each: starting ranks takes longer than steps."""
     cases = {2: TWO_RANKS, 4: FOUR_RANKS}
-    return {ranks: run_ranks(_train_each, ranks, some, timeout=300) for ranks, some in cases.items()}
+    return {ranks: run_ranks(_train_each, ranks, some) for ranks, some in cases.items()}
 
 
 @pytest.mark.parametrize("case", [*TWO_RANKS, *FOUR_RANKS])

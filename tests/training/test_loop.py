@@ -102,7 +102,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "four ranks": job("four"),
         "no data": job("dp", data="nothing"),
     }
-    return run_ranks(_train_each, 2, jobs, timeout=200)
+    return run_ranks(_train_each, 2, jobs)
 
 
 def test_a_run_goes_on_in_the_same_place_of_its_data(found: list[dict[str, Any]]) -> None:

@@ -83,9 +83,9 @@ def test_what_depends_on_data_is_not_constant() -> None:
 
 def test_one_row_of_a_mask_of_64_gib_takes_no_time() -> None:
     node = node_of(packed, 4096, 4096)
-    start = time.perf_counter()
+    start = time.process_time()
     row = ConstantEvaluator().evaluate(node, ((7, 8), (0, 1), (100, 101), (0, 4096)))
     assert row.flatten().tolist() == [True] * 101 + [False] * 3995
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     with pytest.raises(TooLarge):
         ConstantEvaluator().evaluate(node)
