@@ -322,6 +322,8 @@ class _Sweep:
         if made[0].is_partial() and value[0].is_replicate() and self.block(node) == PRELUDE:
             steps = redistribute(made[1:], value[1:], grad[1:])
             return self.total(node, made, tuple(step for step in steps if step.forward is not Collective.NONE))
+        if made[0].is_replicate() and value[0].is_partial():
+            return self.share(node, self.use(node, (made[0], *value[1:]), grad, block, wide=wide, into=into))
         if made[0] != value[0] and self.mesh.sizes[0] > 1 and node.name not in self.captured.parameters:
             raise PlanMismatch(
                 f"the batch cannot be cut into {self.mesh.sizes[0]} microbatches: {node.name} "
@@ -345,6 +347,15 @@ class _Sweep:
             new.meta.update(one.meta)
             self.uses[known] = new
         return self.uses[known]
+
+    def share(self, node: fx.Node, whole: fx.Node) -> fx.Node:
+        """What one microbatch adds of ``node``, which reads no batch: all of them together add it once."""
+        key = (node, whole, _TIME)
+        if key not in self.uses:
+            new = self.graph.call_function(torch.ops.aten.div.Scalar, (whole, float(self.mesh.sizes[0])))
+            new.meta.update(whole.meta)
+            self.uses[key] = new
+        return self.uses[key]
 
     def read(self, node: fx.Node, value: Layout, grad: Layout, block: int, *, wide: bool) -> fx.Node:
         stored = self.storage[node.name]

@@ -6,7 +6,8 @@ that runs over the batch dimension of an operand runs over that of the results.
     ids (b, s)   embedding b s, v h -> b s h   linear b s k, n k -> b s n   mean b s n -> .  (partial over b)
 
 A sum over the batch of step inputs alone (how many tokens count) is known before any part of the batch runs; an op
-that needs it whole, as a mean does, is no obstacle (``whole_batch``).
+that needs it whole, as a mean does, is no obstacle (``whole_batch``). What is added to a sum over the batch and reads
+no row of it, as a penalty on weights, is counted once: each part of the batch adds its share.
 
 It is carried backwards too: where an op joins a batch with a tensor that was expanded to the size of the
 batch, that tensor has a batch dimension as well. This is what cuts a step into microbatches and what
@@ -203,10 +204,15 @@ class _BatchSweep:
         return self.operands[node][position][0] not in self.trained
 
     def add_sums(self, node: fx.Node, rule: FactorRule, tagged: dict[int, int]) -> bool:
-        """Have an op on sums over the batch follow them, if it is linear in them. Returns whether it is."""
+        """Have an op on sums over the batch follow them, if it is linear in them. Returns whether it is.
+
+        It may be so in further operands without a batch: each part of the batch has an equal share of those.
+        """
         partial = {p for p, tag in tagged.items() if tag == _PARTIAL}
+        operands = tensor_operands(node)
         for number, linear in enumerate(rule.linear):
-            if linear == partial and len(partial) == len(tagged):
+            shared = all(operands[p].meta["val"].is_floating_point() for p in linear - partial)
+            if linear >= partial and shared and len(partial) == len(tagged):
                 self.choice[node] = f"+{number}"
                 self.tags.update(((node, result), _PARTIAL) for result in range(len(rule.results)))
                 return True

@@ -24,6 +24,7 @@ from autopar.passes.normalise.moe import RecogniseMoe
 from autopar.passes.normalise.picks import PicksToGather
 from autopar.passes.normalise.rms_norm import RecogniseRmsNorm
 from autopar.passes.normalise.scatters import ScattersToCat
+from autopar.passes.normalise.terms import NumbersToTerms
 from autopar.passes.normalise.unflatten import Unflatten
 from autopar.passes.pipeline import Pass, PassReport, run_passes
 
@@ -47,6 +48,7 @@ def normal_form() -> tuple[Pass, ...]:
         SplitLossMeans(),
         RecogniseMoe(),
         SplitMeans(),
+        NumbersToTerms(),
         CleanUp(),
     )
 

@@ -49,6 +49,19 @@ def test_sums_over_the_batch_are_followed_through_linear_ops() -> None:
     assert microbatch_obstacle(captured, roles) is None
 
 
+def test_what_reads_no_batch_is_added_in_shares() -> None:
+    t = Tracer()
+    x = t.input("x", B, D)
+    weight = t.param("a.weight", D, D)
+    total = t.call(aten.sum.default, t.call(aten.linear.default, x, weight))
+    penalty = t.call(aten.sum.default, t.call(aten.square.default, weight))
+    loss = t.call(aten.add.Tensor, total, penalty)
+    captured = t.done(loss)
+    roles = find_roles(captured)
+    assert roles.batch[penalty] is None and str(roles.batch[loss]).startswith("+")
+    assert microbatch_obstacle(captured, roles) is None
+
+
 def test_a_sum_over_the_batch_used_otherwise_is_an_obstacle() -> None:
     t = Tracer()
     x = t.input("x", B, D)

@@ -144,6 +144,11 @@ def test_means_are_scaled_sums() -> None:
     assert left.count(aten.sum.dim_IntList) == left.count(aten.sum.default) == 1
 
 
+def test_numbers_added_to_scalars_are_terms() -> None:
+    left = remaining(lambda m, x, y: 1.0 - (x * m.weight + 2.0).sum())
+    assert left == [aten.mul.Tensor, aten.add.Tensor, aten.sum.default, aten.full.default, aten.sub.Tensor]
+
+
 def test_slice_writes_are_concatenations() -> None:
     def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
         shifted = x.new_zeros(x.shape)
