@@ -101,7 +101,7 @@ def run_cells(cases: Sequence[str], plans: Sequence[str]) -> Iterator[Cell]:
                 record = Path(folder) / "cells.jsonl"
                 failure = "a rank ended the group"
                 try:
-                    run_ranks(_run_all, num_ranks, left, str(record), timeout=120.0 + 30.0 * len(left))
+                    run_ranks(_run_all, num_ranks, left, str(record), limit_s=120.0 + 60.0 * len(left))
                 except RankFailure as error:
                     failure = str(error)
                 done = [Cell(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
