@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.collectives import bind_groups
 from autopar.ir.lowered.random import is_random
 from autopar.ir.program import BlockProgram, Remat
@@ -113,9 +114,11 @@ class CodeLibrary:
         """``function`` at a level of rematerialisation, compiled if asked for."""
         key = (function, remat)
         if key not in self._callables:
-            is_drawing = any(map(is_random, function.graph.nodes))
-            # The compiler draws other random numbers, and cannot trace who draws which: such a block stays as it is.
-            compiled = self._compile and not is_drawing
+            nodes = function.graph.nodes
+            is_drawing = any(map(is_random, nodes))
+            # The compiler draws other random numbers, and cannot trace who draws which; a function with a backward of
+            # its own may be anything. Such blocks stay as they are.
+            compiled = self._compile and not is_drawing and not any(isinstance(n.target, FunctionOp) for n in nodes)
             wrap = partial(rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled)
             if compiled:
                 self._callables[key] = compile_block(function, wrap)

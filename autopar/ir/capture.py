@@ -23,6 +23,9 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.hooks import refuse_hooks
+from autopar.ir.autograd.interception import intercepted
+from autopar.ir.autograd.recording import Recording
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.captured_state import check_captured
@@ -70,6 +73,7 @@ def capture(
     Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
     """
     title = name or type(model).__name__
+    refuse_hooks(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
     try:
         traced = _trace(model, call, loss_fn, Repetition())
@@ -85,12 +89,16 @@ def capture(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """What torch.export made of ``twin``. repeats: what stands for calls that were not followed."""
+    """What torch.export made of ``twin``.
+
+    repeats: what stands for calls that were not followed. recording: the calls of autograd functions.
+    """
 
     twin: _Flat
     mode: FakeTensorMode
     program: torch.export.ExportedProgram
     repeats: Mapping[int, Again]
+    recording: Recording
 
 
 def _trace(model: nn.Module, call: Call, loss_fn: LossFunction | None, repetition: Repetition | None) -> _Trace:
@@ -101,10 +109,10 @@ def _trace(model: nn.Module, call: Call, loss_fn: LossFunction | None, repetitio
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True), _quietly():
+    with _use_lazy_graph_module(True), _quietly(), intercepted() as recording:
         program = torch.export.export(twin, fakes, strict=False)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
-    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats)
+    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats, recording=recording)
 
 
 @contextmanager
@@ -218,7 +226,9 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
         arguments[sources[spec.arg.name]] = node
 
-    writer = Functionaliser(graph=graph, mode=mode, module=program.graph_module, repeats=traced.repeats)
+    writer = Functionaliser(
+        graph=graph, mode=mode, module=program.graph_module, repeats=traced.repeats, recording=traced.recording
+    )
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
     supply = iter(flat[has_loss:])

@@ -2,7 +2,7 @@
 
     w ── 1 + w ── norm ── ...       every rank of an axis has 1 + w; norm has a part of the batch
 
-The norm's gradient of 1 + w is a summand there. A backward is linear in the gradient, so that of 1 + w takes summands
+The norm's gradient of 1 + w is a summand there. A derivative is linear in the gradient, so that of 1 + w takes summands
 to summands: they *pass* through the op, and are summed once a step with the gradients of parameters, instead of here
 in every microbatch. That needs every user of 1 + w to give summands, and the op to be repeated on every rank.
 """
@@ -38,7 +38,8 @@ def find_derived(captured: CapturedModel, roles: Roles) -> DerivedUses:
         if not reached or not any(result.is_floating_point() for result in tensor_results(node)):
             continue
         flowing.add(node)
-        if roles.batch.get(node) is None and all(o.op == "placeholder" or o in uses for o in reached):
+        linear = not roles.rules[node].nonlinear
+        if linear and roles.batch.get(node) is None and all(o.op == "placeholder" or o in uses for o in reached):
             uses[node] = []
     return uses
 

@@ -10,6 +10,7 @@ gradient flows through a no_grad block. Here
     wrap_with_set_grad_enabled(False, f, x)   detach(f(x))
     batch_norm(x, .., mean, var, True)        _native_batch_norm_legit_functional, which returns the updates
     again((x,), call=3, ..)                   the ops that call 3 repeats, on x (``repetition``)
+    function((x,), number=2)                  the autograd function that call 2 of the recording calls
 
 A tensor that is written is a *base*; a view of it remembers how it was made, and is made again from the
 base's new value when it is next read.
@@ -27,6 +28,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
 from autopar.ir.repetition import AGAIN, EDGE, Again
@@ -65,13 +67,15 @@ class _View:
 class Functionaliser:
     """Copies an exported graph into ``graph``, node by node.
 
-    repeats: what to run for each call of ``again``. written: a base -> the first op that wrote to it.
+    repeats: what to run for each call of ``again``. recording: what ``function`` stands for. written: a base -> the
+    first op that wrote to it.
     """
 
     graph: fx.Graph
     mode: FakeTensorMode
     module: torch.nn.Module
     repeats: Mapping[int, Again] = field(default_factory=dict)
+    recording: Recording = field(default_factory=Recording)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     views: dict[fx.Node, _View] = field(default_factory=dict)
     versions: dict[fx.Node, int] = field(default_factory=dict)
@@ -105,6 +109,8 @@ class Functionaliser:
             self.values[node] = self._read(node.args[0])
         elif node.target is AGAIN:
             self._repeat(node)
+        elif node.target is FUNCTION:
+            self._function(node)
         elif node.target is aten.batch_norm.default and node.args[5]:
             self._batch_norm(node)
         elif _writes(node):
@@ -252,6 +258,33 @@ class Functionaliser:
             for table in known:
                 of_a, of_b = table.pop(a, None), table.pop(b, None)
                 table.update({node: value for node, value in ((a, of_b), (b, of_a)) if value is not None})
+
+    def _function(self, node: fx.Node) -> None:
+        """A call of an autograd function. A hook on a tensor takes its place for all that read it, before it too."""
+        given, number = node.args
+        assert isinstance(number, int)
+        called = self.recording.calls[number]
+        operands = self._read(given)
+        if called.is_hook and operands[0].op == "placeholder":
+            self.values[node] = operands  # a step input, whose gradient nobody asks for
+            return
+        if called.is_hook:
+            self._hook(node, called, operands[0])
+            return
+        made = self._call(node, called.op, called.filled(operands), {})
+        if called.op.num_results == 1:
+            self.values[node] = [made]
+        else:
+            count = called.op.num_results
+            self.values[node] = [self._call(node, operator.getitem, (made, place), {}) for place in range(count)]
+
+    def _hook(self, node: fx.Node, called: Recorded, tensor: fx.Node) -> None:
+        with self.graph.inserting_after(tensor):
+            hooked = self._call(node, called.op, called.filled((tensor,)), {})
+        tensor.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)
+        for old, value in self.values.items():
+            self.values[old] = pytree.tree_map(lambda leaf: hooked if leaf is tensor else leaf, value)
+        self.values[node] = [hooked]
 
     def _inline(self, node: fx.Node) -> None:
         name = node.target.name()  # type: ignore[union-attr]

@@ -139,6 +139,9 @@ class _BatchSweep:
             self.obstacles.clear()
             for node in self.rules:
                 self.visit(node)
+        for node, rule in self.rules.items():
+            if rule.nonlinear and node in self.trained and node not in self.choice:
+                self.obstacles.setdefault(node, f"{_title(node)} needs the gradient of the whole batch at once")
 
     def can_shard(self, rule: FactorRule, factor: str) -> bool:
         if id(rule) not in self.shardable:

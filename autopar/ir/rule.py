@@ -47,6 +47,7 @@ class FactorRule:
     joint: choices that put one axis on several factors at once, joined by "&", each with a lowering: queries and
         keys of an attention ("s&t": a ring), tokens and experts of a mixture ("d0&experts": an exchange). Their
         work is divided once. A factor may be in a joint choice though it is blocked by itself.
+    nonlinear: the backward is not linear in the gradient: summands of a gradient are summed before it.
     leads: the op chooses for itself though it could follow its operand, so that a redistribution may come between.
     linear: each entry is a set of operand positions in which, together, the op is linear: if these are
         Partial and the others Replicate, the results are Partial.
@@ -66,6 +67,7 @@ class FactorRule:
     couples: frozenset[str] = frozenset()
     joint: tuple[str, ...] = ()
     leads: bool = False
+    nonlinear: bool = False
 
     def __post_init__(self) -> None:
         named = {f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.building import remove_dead
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ def simplify(graph: fx.Graph, *, differentiable: set[fx.Node]) -> None:
             _canonical(node)
             same = _same_value(node, needs_grad)
             key = None
-            if same is None and not _random(node):
+            if same is None and not _stays_apart(node):
                 key = _key(node)
                 same = seen.get(key)
             if same is not None:
@@ -177,8 +178,11 @@ def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _random(node: fx.Node) -> bool:
+def _stays_apart(node: fx.Node) -> bool:
+    """Whether two calls are not one: of a random op, or of a function whose backward need not be linear."""
     target = node.target
+    if isinstance(target, FunctionOp):
+        return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,3 +65,20 @@ def _tracebacks(error: BaseException) -> Iterator[TracebackType | None]:
         seen.add(id(current))
         yield current.__traceback__
         current = current.__cause__ or current.__context__
+
+
+def user_line() -> str:
+    """The innermost frame outside torch and this package that is running; "" if there is none."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return ""
+
+
+def line_of_code(function: Callable[..., Any]) -> str:
+    """Where a function, a bound method or a partial is defined: ``file.py:12 in backward``; its name if unknown."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{code.co_filename}:{code.co_firstlineno} in {name}"

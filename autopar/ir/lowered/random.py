@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.shards import Groups, axes_sharded, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
@@ -94,6 +95,8 @@ def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers, so that running it again gives another result."""
     if node.target is seeded or "random_groups" in node.kwargs:
         return True
+    if isinstance(node.target, FunctionOp):
+        return node.target.draws
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -33,6 +33,7 @@ from functools import lru_cache
 
 from torch import fx
 
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import is_getitem
 from autopar.ir.rule import FactorRule
@@ -54,6 +55,7 @@ from autopar.ir.rules import (
 )
 from autopar.ir.rules.call import Call, call_of
 from autopar.ir.rules.factors import Rule, replicated_rule
+from autopar.ir.rules.functions import function_rule
 from autopar.ir.rules.probe import probe
 
 __all__ = ["RULES", "MissingRuleWarning", "rule_for", "rule_of_call"]
@@ -92,6 +94,8 @@ def rule_for(node: fx.Node) -> FactorRule:
 @lru_cache(maxsize=1 << 16)
 def rule_of_call(call: Call) -> tuple[FactorRule, bool]:
     """The rule of a signature, and whether a written rule covers it."""
+    if isinstance(call.target, FunctionOp) and not call.opaque:
+        return function_rule(call)
     known = known_rule(call)
     if known is not None:
         return known, True

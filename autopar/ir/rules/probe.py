@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, numel, replicated_rule
@@ -33,14 +34,21 @@ _SMALL = 8
 _MAX_COMBINATIONS = 256
 _TOLERANCE = 1e-4
 # Seconds after which a trial is given up. One takes less than a second on an idle machine.
-_LIMIT_S = 120.0
+LIMIT_S = 120.0
 # What an op says to arguments that it does not take.
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError)
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError)
 
 # For each operand the dimension that is cut, if any.
 _Cut = tuple[int | None, ...]
 # For each result the dimension that is cut, None if the parts have to be added up.
 _Joined = tuple[int | None, ...]
+
+
+class Trial(NamedTuple):
+    """Operands to try an op on, and the size of the gradients of its results."""
+
+    values: list[Tensor]
+    scale: float
 
 
 class _Factor(NamedTuple):
@@ -52,14 +60,14 @@ def probe(call: Call) -> FactorRule | None:
     """The rule found by trying, None if nothing could be found out."""
     if not _may_run(call):
         return None
-    small = _shrink(call)
-    run = runner(_node_of(small))
+    small = shrunk(call)
+    run = runner(node_of(small))
     if _shapes(run, small.operands) != [t.shape for t in small.results]:
         return None
     candidates = [_Factor(cut, joined) for cut in _cuts(small) if (joined := _joined(run, small, cut)) is not None]
     if not candidates:
         return None
-    found = isolated(lambda: _tried(run, small, candidates), limit_s=_LIMIT_S)
+    found = isolated(lambda: _tried(run, small, candidates), limit_s=LIMIT_S)
     if not found:
         return None
 
@@ -88,7 +96,7 @@ def probe(call: Call) -> FactorRule | None:
 
 def _tried(run: Run, call: Call, candidates: Sequence[_Factor]) -> list[_Factor]:
     """Those candidates that are factors by what the op makes of values. No dimension has two factors."""
-    trials = [trial for signed in (False, True) if (trial := _try(run, call, signed=signed)) is not None]
+    trials = trials_of(run, call)
     found: list[_Factor] = []
     taken: set[tuple[bool, int, int]] = set()
     for factor in candidates:
@@ -104,13 +112,33 @@ def _tried(run: Run, call: Call, candidates: Sequence[_Factor]) -> list[_Factor]
     return found
 
 
-def _may_run(call: Call) -> bool:
-    """An ATen or custom op without side effects, with tensors on both sides and nothing left open."""
-    target = call.target
+def trials_of(run: Run, call: Call) -> list[Trial]:
+    """Operands that the op takes. A backward of its own is tried with large numbers too: it may limit them."""
+    scales = ((1.0, 1.0), (30.0, 1e3)) if isinstance(call.target, FunctionOp) else ((1.0, 1.0),)
+    found = []
+    for size, scale in scales:
+        for signed in (False, True):
+            values = _try(run, call, signed=signed, size=size)
+            if values is not None:
+                found.append(Trial(values, scale))
+    return found
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether an op writes nothing and draws no random numbers."""
+    if isinstance(target, FunctionOp):
+        return not target.draws
     return (
         isinstance(target, torch._ops.OpOverload)
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def _may_run(call: Call) -> bool:
+    """An op without side effects, with tensors on both sides and nothing left open."""
+    return (
+        _is_pure(call.target)
         and not call.opaque
         and bool(call.operands)
         and bool(call.results)
@@ -118,7 +146,7 @@ def _may_run(call: Call) -> bool:
     )
 
 
-def _shrink(call: Call) -> Call:
+def shrunk(call: Call) -> Call:
     """The same call with every large size replaced by a small one, equal ones by equal ones, in arguments too."""
     if sum(map(numel, call.shapes)) <= _MAX_ELEMENTS:
         return call
@@ -140,7 +168,7 @@ def _shrink(call: Call) -> Call:
     )
 
 
-def _node_of(call: Call) -> fx.Node:
+def node_of(call: Call) -> fx.Node:
     """A node that makes the call."""
     graph = fx.Graph()
     nodes = []
@@ -161,13 +189,13 @@ def _node_of(call: Call) -> fx.Node:
     return node
 
 
-def _try(run: Run, call: Call, *, signed: bool) -> list[Tensor] | None:
+def _try(run: Run, call: Call, *, signed: bool, size: float) -> list[Tensor] | None:
     """Operands that the op takes; None if it refuses or is not a function."""
     generator = torch.Generator().manual_seed(int(signed))
-    values = [_random(operand, generator, signed) for operand in call.operands]
+    values = [_random(operand, generator, signed, size) for operand in call.operands]
     try:
         first, second = run(values, None), run(values, None)
-    except _REFUSALS:
+    except REFUSALS:
         return None
     if [tuple(t.shape) for t in first] != [t.shape for t in call.results]:
         return None
@@ -176,10 +204,10 @@ def _try(run: Run, call: Call, *, signed: bool) -> list[Tensor] | None:
     return values
 
 
-def _random(operand: Operand, generator: torch.Generator, signed: bool) -> Tensor:
-    """Numbers, all positive unless ``signed``; indices that are valid in any dimension of size 2."""
+def _random(operand: Operand, generator: torch.Generator, signed: bool, size: float) -> Tensor:
+    """Numbers up to ``size``, all positive unless ``signed``; indices that are valid in any dimension of size 2."""
     if operand.dtype.is_floating_point or operand.dtype.is_complex:
-        positive = torch.rand(operand.shape, generator=generator) + 0.1
+        positive = size * (torch.rand(operand.shape, generator=generator) + 0.1)
         sign = torch.randint(0, 2, operand.shape, generator=generator) * 2 - 1
         return (positive * sign if signed else positive).to(operand.dtype)
     return torch.randint(0, 2, operand.shape, generator=generator).to(operand.dtype)
@@ -199,7 +227,7 @@ def _shapes(run: Run, operands: Sequence[Operand]) -> list[tuple[int, ...]] | No
     """Shapes of the results, without computing anything; None if the op does not take such operands."""
     try:
         results = run([torch.empty(o.shape, dtype=o.dtype, device="meta") for o in operands], None)
-    except _REFUSALS:
+    except REFUSALS:
         return None
     return [tuple(t.shape) for t in results]
 
@@ -238,7 +266,7 @@ def _divided(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[int, ...
     return tuple(s // num_parts if d == dim else s for d, s in enumerate(shape))
 
 
-def _holds(run: Run, call: Call, values: Sequence[Tensor], factor: _Factor) -> bool:
+def _holds(run: Run, call: Call, trial: Trial, factor: _Factor) -> bool:
     """Whether a rule with only this factor is right."""
     size = next(call.operands[p].shape[d] for p, d in enumerate(factor.cut) if d is not None)
     rule = FactorRule(
@@ -249,10 +277,10 @@ def _holds(run: Run, call: Call, values: Sequence[Tensor], factor: _Factor) -> b
     )
     try:
         return all(
-            check(run, values, rule, "f", num_parts=num_parts, tolerance=_TOLERANCE) is None
+            check(run, trial.values, rule, "f", num_parts=num_parts, scale=trial.scale, tolerance=_TOLERANCE) is None
             for num_parts in _parts(call, factor.cut)
         )
-    except _REFUSALS:
+    except REFUSALS:
         return False
 
 

@@ -1,0 +1,180 @@
+"""What a forward asks of autograd while it is traced: recorded, made plain, or refused with its line.
+
+    Function.apply                      one op (``recording``)
+    tensor.register_hook                one op in the tensor's place
+    checkpoint, save_on_cpu             what is inside: the plan says what is kept
+    backward hooks of modules,
+    saved_tensors_hooks, retain_grad,   refused
+    backward, hooks of parameters
+
+torch's own entry points are replaced while the trace runs, at the place that all ways to them go through, so that
+``reverse = Reverse.apply`` of an import long ago is seen as well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from autopar.ir.autograd.function_op import Hooked
+from autopar.ir.autograd.hooks import ON_MODULES, ON_PARAMETERS
+from autopar.ir.autograd.recording import Recording, recorded
+from autopar.ir.autograd.trial import is_apart
+from autopar.ir.errors import CaptureError
+from autopar.ir.source import user_line
+
+_register_hook: Callable[..., Any] = Tensor.register_hook
+_get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor
+
+
+@contextmanager
+def intercepted() -> Iterator[Recording]:
+    """Within, what a forward asks of autograd is recorded or refused."""
+    with recorded() as recording, ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(_replaced(owner, name, value))
+
+        replace(_SingleLevelFunction, "apply", classmethod(_apply(recording)))
+        replace(Tensor, "register_hook", _hook(recording))
+        replace(Tensor, "grad_fn", property(_grad_fn))
+        replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed)
+        replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
+        replace(torch.autograd.graph.saved_tensors_hooks, "__exit__", _exit_saved_tensors_hooks)
+        for owner, name, what, remedy in _REFUSED:
+            replace(owner, name, _refusing(getattr(owner, name), what, remedy))
+        yield recording
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _apply(recording: Recording) -> Callable[..., Any]:
+    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        # torch's dispatcher runs functions of its own inside ops, below the trace.
+        if not is_apart() and not cls.__module__.startswith("torch._"):
+            if cls is checkpoint.CheckpointFunction:
+                return _checkpointed_reentrantly(*args)
+            if cls is BackwardHookFunction:
+                raise _refused("calls backward hooks of a module", "removing them, or a hook on a tensor in forward")
+            # Without a gradient there is no backward.
+            if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                return recording.call(cls, args)
+        return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+
+    return apply
+
+
+def _hook(recording: Recording) -> Callable[..., Any]:
+    def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        if is_apart() or not self.requires_grad:
+            handle: RemovableHandle = _register_hook(self, hook)  # which says what is wrong
+            return handle
+        if isinstance(self, nn.Parameter):
+            raise _refused("registers a hook on a parameter", ON_PARAMETERS)
+        recording.call(Hooked, (self, hook))
+        return _Unremovable()
+
+    return register_hook
+
+
+class _Unremovable(RemovableHandle):
+    """The handle of a hook that a graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict())
+
+    def remove(self) -> None:
+        raise _refused("removes a hook on a tensor", "registering the hook only where it is wanted")
+
+
+class _Node:
+    """A node of autograd that takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register_"):
+            raise _refused("registers a hook on a node of autograd", "tensor.register_hook, which runs exactly")
+        return getattr(self._node, name)
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    node = _get_grad_fn(tensor)
+    return node if node is None or is_apart() else _Node(node)
+
+
+def _checkpointed_reentrantly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """What ``torch.utils.checkpoint`` runs. Where no argument requires a gradient, nothing inside gets one."""
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return run(*args)
+    with torch.no_grad():
+        return run(*args)
+
+
+def _checkpointed(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what packs and unpacks saved tensors: a generator that yields before the forward."""
+    yield
+
+
+def _enter_saved_tensors_hooks(self: torch.autograd.graph.saved_tensors_hooks) -> None:
+    if not is_apart() and not isinstance(self, torch.autograd.graph.save_on_cpu):
+        raise _refused("packs what autograd saves", "a plan that rematerialises, which keeps less")
+
+
+def _exit_saved_tensors_hooks(self: torch.autograd.graph.saved_tensors_hooks, *args: object) -> None:
+    pass
+
+
+def _refusing(original: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_apart():
+            return original(*args, **kwargs)
+        raise _refused(what, remedy)
+
+    return refuse
+
+
+_REFUSED: tuple[tuple[Any, str, str, str], ...] = (
+    (Tensor, "backward", "runs a backward", "torch.autograd.grad with create_graph=True, or returning the loss"),
+    (torch.autograd, "backward", "runs a backward", "torch.autograd.grad, or returning the loss"),
+    (
+        Tensor,
+        "retain_grad",
+        "keeps the gradient of an activation",
+        "dropping retain_grad(): a plan keeps no activation",
+    ),
+    (
+        Tensor,
+        "register_post_accumulate_grad_hook",
+        "registers a hook on a parameter",
+        ON_PARAMETERS,
+    ),
+    (nn.Module, "register_full_backward_hook", "registers a backward hook on a module", ON_MODULES),
+    (nn.Module, "register_full_backward_pre_hook", "registers a backward hook on a module", ON_MODULES),
+    (nn.Module, "register_backward_hook", "registers a backward hook on a module", ON_MODULES),
+)
+
+
+def _refused(what: str, remedy: str) -> CaptureError:
+    return CaptureError(f"the model cannot be captured: forward {what}.\n  at {user_line()}\n  try: {remedy}")
