@@ -37,17 +37,18 @@ def split_stages(
 ) -> tuple[StageProgram, ...]:
     """One program per stage of ``plan``. Raises PlanMismatch where a tensor cannot cross a cut."""
     cut = _Cut(captured, sharded, plan)
-    holders = cut.parameter_stages()
+    readers, idle = cut.parameter_stages(), cut.idle_parameters(folding)
     layouts = {
-        parameter.name: ParameterLayout(
+        name: ParameterLayout(
             parameter=parameter,
             layout=storage[name].layout,
             partial_axes=storage[name].partial_axes,
             zero_axes=storage[name].zero_axes,
-            stages=tuple(sorted(holders.get(name, ()))),
+            stages=(idle[name],) if name in idle else tuple(sorted(readers[name])),
         )
         for name, parameter in captured.parameters.items()
     }
+    by_name = {layout.parameter.name: layout for layout in layouts.values()}
     input_layouts = {
         node.name: tuple(
             clusters.input_placement(node, "batch" if name in plan.inputs else None) for name in plan.stage_mesh.names
@@ -74,7 +75,7 @@ def split_stages(
                 inputs={name: step.key for name, step in captured.inputs.items() if name in wanted},
                 received=tuple(_spec(n) for n in cut.crossing(number)),
                 sent=tuple(_spec(n) for n in cut.crossing(number + 1)),
-                parameters={name: layout for name, layout in layouts.items() if name in held},
+                parameters={name: layout for name, layout in by_name.items() if name in held},
                 buffers={b.name: b for b in captured.buffers.values() if b.name in used_buffers},
                 constants={name: value for name, value in captured.constants.items() if name in wanted},
                 shared_parameters=tuple(read_by_many),
@@ -93,6 +94,7 @@ def split_stages(
                 shard_axes=shard_axes,
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
                 totals=totals,
+                unread={captured.parameters[n].name: layouts[n] for n, stage in idle.items() if stage == number},
             )
         )
     return tuple(programs)
@@ -163,6 +165,19 @@ class _Cut:
         for node in self.sharded.graph.nodes:
             if node.op == "placeholder" and node.name in self.captured.parameters:
                 found[node.name] = {self.stage_of(user) for user in node.users if user.op == "call_function"}
+        return found
+
+    def idle_parameters(self, folding: Folding) -> dict[str, int]:
+        """Placeholder name of a parameter that no op of the program reads -> the stage that holds it.
+
+        It is the stage of the captured op that does read it, if there is one; the first of a parameter without any.
+        """
+        read = {name for name, stages in self.parameter_stages().items() if stages}
+        found = {name: 0 for name in self.captured.parameters if name not in read}
+        for node in self.captured.graph.nodes:
+            if node.name in found and node.op == "placeholder":
+                blocks = [folding.block_of[user] for user in node.users if user in folding.block_of]
+                found[node.name] = self.stage_of_block(min(blocks)) if blocks else 0
         return found
 
     def shared(self, stage: int) -> tuple[list[str], list[str]]:

@@ -85,8 +85,8 @@ class Engine:
         self._programs = tuple(programs)
         self.signature = Signature.of(captured, plan, model)
         self.state_order = tuple(model.state_dict(keep_vars=True))
-        self.stages = {name: p.stage for p in reversed(programs) for name in (*p.parameters, *p.buffers)}
-        self.layouts = self._layouts(own)
+        self.stages = {name: p.stage for p in reversed(programs) for name in (*p.held, *p.buffers)}
+        self.layouts = {name: layout for part in own for name, layout in part.held.items()}
         # A buffer that no stage reads keeps its value on the first one.
         self.buffers = [
             buffer.name
@@ -134,17 +134,6 @@ class Engine:
                 randomness=self.randomness,
             )
 
-    def _layouts(self, own: Sequence[StageProgram]) -> dict[str, ParameterLayout]:
-        """Layouts of the parameters on this rank. One that no stage reads is kept whole on the first."""
-        layouts = {name: layout for program in own for name, layout in program.parameters.items()}
-        whole = tuple(torch.distributed.tensor.Replicate() for _ in self.plan.mesh)
-        for parameter in self.captured.parameters.values():
-            if parameter.name not in self.stages and self.mesh.pipeline_rank == 0:
-                layouts[parameter.name] = ParameterLayout(
-                    parameter=parameter, layout=whole, partial_axes=(), stages=(0,)
-                )
-        return layouts
-
     def _local_stage(self, program: StageProgram, state: Mapping[str, torch.Tensor]) -> LocalStage:
         """state: of all stages of this rank. What two of them read is one tensor in both; the first has the rest."""
         elsewhere = {name for stage in self.mesh.stages if stage != program.stage for name in self._names_of(stage)}
@@ -154,7 +143,7 @@ class Engine:
         return LocalStage(program, StageModule(program, self._library, held), self.reducer)
 
     def _names_of(self, stage: int) -> set[str]:
-        return {*self._programs[stage].parameters, *self._programs[stage].buffers}
+        return {*self._programs[stage].held, *self._programs[stage].buffers}
 
     # Parameters.
 

@@ -71,8 +71,9 @@ class GradientReducer:
 
     ``begin`` before the first backward of a step, ``arm`` before the last of each stage, ``finish`` after all. The
     buckets are laid out in the first step, in the order in which gradients arrived, which is the same on all ranks
-    that hold the same stages because they run the same program. Gradients in host memory are summed on ``device``, that
-    of the groups.
+    that hold the same stages because they run the same program; what first arrives in a later step, as another program
+    runs, gets buckets of its own then. A parameter to which no program gives a gradient has none. Gradients in host
+    memory are summed on ``device``, that of the groups.
     """
 
     device: torch.device
@@ -127,10 +128,7 @@ class GradientReducer:
                 slot.arrived = True
                 self._order.append(slot)
             return
-        if slot.view is not None and parameter.grad is not slot.grad:
-            assert parameter.grad is not None
-            slot.view.copy_(local_of(parameter.grad))
-            parameter.grad = slot.grad
+        self._into_bucket(slot)
         if slot.stage in self._armed and not slot.arrived:
             slot.arrived = True
             bucket.waiting -= 1
@@ -149,10 +147,9 @@ class GradientReducer:
             tensor = bucket.flat
         else:
             (slot,) = bucket.slots
-            gradient = slot.parameter.grad
-            if gradient is None:
-                gradient = slot.parameter.grad = torch.zeros_like(slot.parameter)
-            tensor = local_of(gradient)
+            if slot.parameter.grad is None:
+                return
+            tensor = local_of(slot.parameter.grad)
             if not tensor.is_contiguous():
                 tensor = _replace_local(slot.parameter, tensor.contiguous())
         self._sum(tensor, bucket.group)
@@ -176,15 +173,14 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Wait until every gradient of the step is whole."""
-        if self._buckets is None:
-            # Gradients that several stages complete, or that came before the last backward, are summed last.
-            late = [s for s in self._slots if s.group is not None and not s.arrived and s.parameter.grad is not None]
-            self._order += late
-            self._buckets = _make_buckets(self._order)
-            for slot in self._order:
-                slot.arrived = False
-                self._on_gradient_again(slot)
-            self._order.clear()
+        # Gradients that several stages complete, or that came before the last backward, are summed last.
+        new = [slot for slot in self._slots if slot.group is not None and slot.bucket is None]
+        self._order += [slot for slot in new if not slot.arrived and slot.parameter.grad is not None]
+        self._buckets = [*(self._buckets or ()), *_make_buckets(self._order)]
+        for slot in self._order:
+            self._into_bucket(slot)
+            slot.arrived = True
+        self._order.clear()
         for bucket in self._buckets[self._next :]:
             self._complete(bucket)
             self._launch(bucket)
@@ -194,19 +190,22 @@ class GradientReducer:
             slot.arrived = False
         self._armed.clear()
 
-    def _on_gradient_again(self, slot: _Slot) -> None:
-        """Move a gradient that arrived before there were buckets into its bucket."""
-        if slot.view is not None:
+    def _into_bucket(self, slot: _Slot) -> None:
+        """Move a gradient that is not in its bucket yet there."""
+        if slot.view is not None and slot.parameter.grad is not slot.grad:
             assert slot.parameter.grad is not None
             slot.view.copy_(local_of(slot.parameter.grad))
             slot.parameter.grad = slot.grad
-        slot.arrived = True
 
     def _complete(self, bucket: _Bucket) -> None:
-        """Zeros for gradients of the bucket that this step did not produce (parameters frozen since)."""
+        """Zeros in the place of gradients that this step did not produce; a parameter without one stays without."""
         for slot in bucket.slots:
-            if not slot.arrived and slot.view is not None and slot.parameter.grad is not slot.grad:
+            if slot.view is None:
+                continue
+            if slot.parameter.grad is None:
                 slot.view.zero_()
+            else:
+                self._into_bucket(slot)
 
     def _sum_over_stages(self) -> None:
         for slot in self._slots:

@@ -145,7 +145,7 @@ class JobMesh:
 
     def make_groups(self, programs: Sequence[StageProgram]) -> None:
         """Make every group that the parameters of ``programs`` need. All ranks call it with all programs."""
-        layouts: list[ParameterLayout] = [layout for p in programs for layout in p.parameters.values()]
+        layouts: list[ParameterLayout] = [layout for p in programs for layout in p.held.values()]
         for axes in sorted({layout.zero_axes for layout in layouts}):
             self.sharded(axes, programs[0].shard_axes)
         for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):

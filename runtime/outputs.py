@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd import Variable
 
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placement import Shard
@@ -82,27 +83,43 @@ def _batch_dim(captured: CapturedModel, node: fx.Node) -> int | None:
 def scale_outputs(
     begin: Callable[[], None], scales: Sequence[float], results: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The results themselves. Their backward calls ``begin`` first, and multiplies each gradient by its scale."""
-    outputs: tuple[torch.Tensor, ...] = _ScaledOutputs.apply(  # type: ignore[no-untyped-call]
-        begin, tuple(scales), *results
-    )
-    return list(outputs)
+    """The results themselves. Their backward multiplies each gradient by its scale; the first of them in a backward
+    calls ``begin``.
+
+    Each is apart in autograd: a backward from some of them gives no gradient, not even zeros, to parameters that only
+    others depend on.
+    """
+    first = _FirstOfBackward(begin)
+    return [
+        _ScaledOutput.apply(first, scale, result)  # type: ignore[no-untyped-call]
+        for scale, result in zip(scales, results, strict=True)
+    ]
 
 
-class _ScaledOutputs(torch.autograd.Function):
+class _FirstOfBackward:
+    """Calls ``begin`` once in each backward, however many outputs it starts from."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self._has_begun = False
+
+    def __call__(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            Variable._execution_engine.queue_callback(self._end)
+            self._begin()
+
+    def _end(self) -> None:
+        self._has_begun = False
+
+
+class _ScaledOutput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, begin: Callable[[], None], scales: tuple[float, ...], *results: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.begin, ctx.scales = begin, scales
-        ctx.set_materialize_grads(False)
-        return tuple(result.view_as(result) for result in results)
+    def forward(ctx: Any, first: Callable[[], None], scale: float, result: torch.Tensor) -> torch.Tensor:
+        ctx.first, ctx.scale = first, scale
+        return result.view_as(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.begin()
-        scaled = [
-            gradient if gradient is None or scale == 1.0 else gradient * scale
-            for gradient, scale in zip(gradients, ctx.scales, strict=True)
-        ]
-        return None, None, *scaled
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.first()
+        return None, None, gradient if ctx.scale == 1.0 else gradient * ctx.scale

@@ -24,7 +24,7 @@ def cut_axes(programs: Iterable[StageProgram]) -> tuple[int, ...]:
     cut = {
         axis
         for program in programs
-        for layout in program.parameters.values()
+        for layout in program.held.values()
         for axis, placement in enumerate(layout.layout)
         if not placement.is_replicate() and program.mesh.sizes[axis] > 1
     }

@@ -146,11 +146,8 @@ def apply_zero(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     if not meshes:
         return None
-    ignored = {
-        parameter
-        for name in program.parameters
-        if name not in meshes and isinstance(parameter := find(name), nn.Parameter)
-    }
+    managed = {find(name) for name in meshes}
+    ignored = {parameter for parameter in stage.parameters() if parameter not in managed}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = narrow_dtype(plan.precision)
     if narrow is not None:

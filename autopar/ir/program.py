@@ -6,7 +6,7 @@ their ``group`` keyword, which the runtime replaces by process groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -85,6 +85,8 @@ class StageProgram:
     totals: what to run on every microbatch before the first; the results, added up, are step inputs of all of them
         under the same names, and of the later ``totals``.
     buffer_updates: buffer name -> value to copy into it after each microbatch.
+    unread: parameters that the stage holds though its program reads none of them: of ops that the loss does not depend
+        on, which other programs of the model may run, and of layers that forward never calls.
     """
 
     stage: int
@@ -108,6 +110,12 @@ class StageProgram:
     shard_axes: tuple[int, ...]
     input_layouts: dict[str, Layout]
     totals: tuple[BlockProgram, ...] = ()
+    unread: dict[str, ParameterLayout] = field(default_factory=dict)
+
+    @property
+    def held(self) -> dict[str, ParameterLayout]:
+        """Every parameter that the stage holds."""
+        return {**self.parameters, **self.unread}
 
     @property
     def given(self) -> tuple[str, ...]:
