@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -77,7 +76,9 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(got) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value.detach(), rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n} {text}")
+        torch.testing.assert_close(
+            got[name], value.detach(), rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n} {text}"
+        )
 
 
 def gradients(module: nn.Module) -> dict[str, bool]:
@@ -147,4 +148,4 @@ def test_unused_parameters_stay_as_they_are(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 def test_unused_parameters_on_two_axes(tmp_path: Any) -> None:
-    run_ranks(body, 4, 4, FOUR, str(tmp_path), timeout=300)
+    run_ranks(body, 4, 4, FOUR, str(tmp_path))
