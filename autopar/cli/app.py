@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from rich.markup import escape
 
 from autopar import __version__
 from autopar.cli import options as opt
+from autopar.cli.json_output import print_json
 from autopar.cli.request import Request
 from autopar.cli.train import train
 from autopar.ir.errors import AutoparError
@@ -126,7 +126,7 @@ def show(plan: opt.PlanFile, json: opt.Json = False) -> None:
 
     loaded = Plan.load(plan)
     if json:
-        typer.echo(loaded.model_dump_json(indent=2, exclude_none=True))
+        print_json(loaded.model_dump_json(indent=2, exclude_none=True))
         return
     print_plan(loaded, whole=True)
 
@@ -182,7 +182,7 @@ def compare(first: opt.PlanFile, second: opt.PlanFile, json: opt.Json = False) -
     names = str(first), str(second)
     found = comparison(Plan.load(first), Plan.load(second))
     if json:
-        typer.echo(to_json({"plans": names, "difference": in_words(found, names), **found}, indent=2))
+        print_json({"plans": names, "difference": in_words(found, names), **found})
         return
     print_comparison(found, names)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
+from autopar.cli.json_output import print_json
 from autopar.cli.progress import progress_on_stderr
 from autopar.cli.request import read_yaml
 from autopar.cost_model.catalogue import make_cluster
@@ -50,7 +49,7 @@ def run_check(
         captured = normalise(capture(source.meta_model(), inputs, name=source.name))
         checked = check_plan(source.build, captured, plan, cluster, ranks=chosen, progress=progress)
     if json:
-        typer.echo(dumps(_summary(checked), indent=2))
+        print_json(_summary(checked))
     else:
         _print(checked, plan)
     return not checked.problems

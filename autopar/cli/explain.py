@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 
-import typer
-
 from autopar.cli.check import cluster_of
+from autopar.cli.json_output import print_json
 from autopar.cli.plan_model import capture_for
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
@@ -42,11 +40,11 @@ def run_explain(
             explained = explain_op(captured, cluster, plan, op, progress=progress)
     if op is None:
         if json:
-            typer.echo(dumps(found, indent=2))
+            print_json(found)
         else:
             print_overview(found)
     elif json:
-        typer.echo(dumps(described(explained), indent=2))
+        print_json(described(explained))
     else:
         like = ["autopar", "search", named, "--like", str(plan_file), "--global-batch", str(plan.batch.global_size)]
         like += [] if length is None else ["--seq", str(length)]

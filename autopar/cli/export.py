@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from autopar.cli.json_output import print_json
 from autopar.export import Exported, Options, export
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
@@ -34,7 +34,7 @@ def run_export(
         except OSError as error:
             raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
     if json:
-        typer.echo(dumps(_described(exported, path), indent=2))
+        print_json(_described(exported, path))
         return
     if path is None:
         typer.echo(exported.text, nl=False)

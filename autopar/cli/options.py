@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.json_output import reserve
+
 _SIZE = "Model and batch"
 _CLUSTER = "Cluster"
 _PIN = "Pin what the search would choose"
@@ -190,4 +192,9 @@ To = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]
+Json = Annotated[
+    bool,
+    typer.Option("--json", callback=reserve, help="print one JSON object instead", rich_help_panel=_OUT),
+]
+# For a command whose ranks print: they inherit its standard output.
+JsonOfRanks = Annotated[bool, typer.Option("--json", help="print one JSON object instead", rich_help_panel=_OUT)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-import typer
 import yaml
 from rich.console import Console
 
+from autopar.cli.json_output import print_json
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
 from autopar.profiling.profile import Profile, profile
@@ -37,7 +36,7 @@ def run_profile(
         if first:
             output.write_text(_HEAD + yaml.safe_dump(found.description, sort_keys=False), encoding="utf-8")
             if json:
-                typer.echo(dumps(_summary(found), indent=2))
+                print_json(_summary(found))
             else:
                 _print(found, output)
             if report is not None:

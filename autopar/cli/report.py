@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 
 import typer
 
 from autopar.cli.check import cluster_of
+from autopar.cli.json_output import print_json
 from autopar.cli.plan_model import capture_for
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
@@ -45,6 +45,6 @@ def run_report(
             study = study_plan(captured, cluster, plan)
         plan_report(study, output)
     if json:
-        typer.echo(dumps({"report": str(output), "with_model": named is not None}, indent=2))
+        print_json({"report": str(output), "with_model": named is not None})
     else:
         typer.echo(f"report written to {output}")

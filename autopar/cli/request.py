@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pydantic
 import typer
 import yaml
 
+from autopar.cli.json_output import print_json
 from autopar.cli.options import PrecisionName, RematName, ScheduleName, SequenceLayoutName, Switch
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster import Cluster
@@ -156,7 +156,7 @@ class Request:
         except InfeasiblePlan as error:
             if not self.json:
                 raise
-            typer.echo(json.dumps(infeasible_summary(str(error)), indent=2))
+            print_json(infeasible_summary(str(error)))
             raise typer.Exit(2) from error
         found = planned.plan if self.like is None else with_axes_of(planned.plan, Plan.load(self.like))
         named = found.model.model_copy(update={"source": self.model, "seq": self.seq})
@@ -175,7 +175,7 @@ class Request:
 
             write_trace(planned.plan, planned.result.predicted, self.trace)
         if self.json:
-            typer.echo(json.dumps(summary(planned), indent=2))
+            print_json(summary(planned))
             return
         print_plan(planned.plan, planned)
         for path, what in ((self.output, "plan"), (self.report, "report"), (self.trace, "trace")):

@@ -90,7 +90,7 @@ def train(
             "--debug", help="say how ranks connect; check that their collectives match", rich_help_panel=_RANKS
         ),
     ] = False,
-    json: opt.Json = False,
+    json: opt.JsonOfRanks = False,
 ) -> None:
     """Train under a plan, one process a rank: NCCL on GPUs, gloo on CPUs. Under torchrun it joins that job."""
     gc.enable()

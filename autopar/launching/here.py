@@ -6,9 +6,11 @@ import logging
 import os
 import sys
 import uuid
+from contextlib import nullcontext
 
 import torch
 
+from autopar.standard_output import reserved_output
 from autopar.training.job import TrainingJob
 from autopar.training.rank import BAD_INPUT
 
@@ -21,7 +23,8 @@ def train_here(job: TrainingJob) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    plan = job.opened().plan
+    with reserved_output() if job.json else nullcontext():
+        plan = job.opened().plan
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.num_ranks)))
     if torch.cuda.device_count() < plan.num_ranks:

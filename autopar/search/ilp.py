@@ -168,11 +168,24 @@ class _Program:
 
 
 def _optimum(program: highspy.HighsLp) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    solver = highspy.Highs()
-    for option, setting in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("mip_rel_gap", 0.0)):
+    solver = _Quiet()
+    for option, setting in (("threads", 1), ("random_seed", 0), ("mip_rel_gap", 0.0)):
         solver.setOptionValue(option, setting)
     solver.passModel(program)
     solver.run()
     status = solver.getModelStatus()
     assert status == highspy.HighsModelStatus.kOptimal, f"HiGHS stopped with {status}"
     return np.asarray(solver.getSolution().col_value)
+
+
+class _Quiet(highspy.Highs):
+    """A solver that prints nothing: from version 1.16 HiGHS says who it is on standard output as it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setOptionValue("output_flag", False)
+
+    def enableCallbacks(self) -> None:
+        # The first call of those by which it is made.
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from autopar.ir.errors import AutoparError
+from autopar.standard_output import reserved_output
 from autopar.training.job import TrainingJob
 from autopar.training.loop import OwnError, train
 
@@ -21,7 +24,8 @@ _EXPLAINED = "autopar/explained"
 def run_rank(job: TrainingJob) -> int:
     """The exit code: 0, 1 if the losses differ from those of one process, 2 for a mistake of the user's."""
     try:
-        return 0 if train(job) else 1
+        with reserved_output() if job.json else nullcontext(sys.stdout) as out:
+            return 0 if train(job, say=partial(print, file=out, flush=True)) else 1
     except OwnError as error:
         print(f"InvalidInput: on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         _get_default_store().set(_EXPLAINED, "1")
