@@ -226,8 +226,14 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
         arguments[sources[spec.arg.name]] = node
 
+    differentiable = {n for n in graph.nodes if n.name in parameters and parameters[n.name].requires_grad}
     writer = Functionaliser(
-        graph=graph, mode=mode, module=program.graph_module, repeats=traced.repeats, recording=traced.recording
+        graph=graph,
+        mode=mode,
+        module=program.graph_module,
+        repeats=traced.repeats,
+        recording=traced.recording,
+        trained=frozenset(differentiable),
     )
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
@@ -239,7 +245,6 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     written = {arguments[n].name: writer.values[n] for n in writer.versions if n.op == "placeholder"}
     updates = {name: written[name] for name in buffers if name in written}
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
-    differentiable = {n for n in graph.nodes if n.name in parameters and parameters[n.name].requires_grad}
     simplify(graph, differentiable=differentiable)
     graph_module = module_of(graph)
     final = next(iter(reversed(graph.nodes))).args[0]

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.ir.errors import CaptureError
-from autopar.ir.graph import CapturedModel, is_tensor
-
-aten = torch.ops.aten
-
-# Ops through which no gradient flows, whatever they are given.
-_CUTS = frozenset({aten.detach.default, aten.detach_.default, aten.zeros_like.default, aten.ones_like.default})
+from autopar.ir.gradient_paths import carries_gradient
+from autopar.ir.graph import CapturedModel
 
 
 def check_captured(captured: CapturedModel, writes: Mapping[str, str]) -> None:
@@ -64,20 +59,11 @@ def _writes_have_a_home(captured: CapturedModel, writes: Mapping[str, str]) -> N
 
 def _loss_is_trained(captured: CapturedModel) -> None:
     loss = captured.loss_node()
-    trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
-    if not isinstance(loss, fx.Node) or not trained:
+    if not isinstance(loss, fx.Node):
         return
-    seen, stack = {loss}, [loss]
-    while stack:
-        node = stack.pop()
-        if node.name in trained:
-            return
-        if node.target in _CUTS:
-            continue
-        for operand in node.all_input_nodes:
-            if operand not in seen and (not is_tensor(operand) or operand.meta["val"].is_floating_point()):
-                seen.add(operand)
-                stack.append(operand)
+    trained = {_placeholder(captured, name) for name, p in captured.parameters.items() if p.requires_grad}
+    if not trained or carries_gradient(loss, trained):
+        return
     raise CaptureError(
         f"{captured.name} cannot be trained: its loss does not depend on any parameter that requires a gradient.\n"
         f"  at {loss.meta.get('source') or 'an unknown line'}\n"

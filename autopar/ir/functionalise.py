@@ -9,6 +9,7 @@ gradient flows through a no_grad block. Here
     add_(buffer, 1)                           add(buffer, 1), recorded as the buffer's update
     wrap_with_set_grad_enabled(False, f, x)   detach(f(x))
     batch_norm(x, .., mean, var, True)        _native_batch_norm_legit_functional, which returns the updates
+    instance_norm(x, .., mean, var, True)     instance_norm(x, ..), and the updates made of mean(x) and var(x)
     again((x,), call=3, ..)                   the ops that call 3 repeats, on x (``repetition``)
     function((x,), number=2)                  the autograd function that call 2 of the recording calls
 
@@ -19,7 +20,7 @@ base's new value when it is next read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +32,11 @@ from torch.utils import _pytree as pytree
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
+from autopar.ir.functional_twins import functional_twin, writes, written
+from autopar.ir.gradient_paths import carries_gradient
 from autopar.ir.repetition import AGAIN, EDGE, Again
 from autopar.ir.source import origin_of
+from autopar.ir.view_writes import piece, written_base
 
 aten = torch.ops.aten
 
@@ -67,8 +71,8 @@ class _View:
 class Functionaliser:
     """Copies an exported graph into ``graph``, node by node.
 
-    repeats: what to run for each call of ``again``. recording: what ``function`` stands for. written: a base -> the
-    first op that wrote to it.
+    repeats: what to run for each call of ``again``. recording: what ``function`` stands for. trained: placeholders of
+    ``graph`` that require a gradient. written: a base -> the first op that wrote to it.
     """
 
     graph: fx.Graph
@@ -80,7 +84,12 @@ class Functionaliser:
     views: dict[fx.Node, _View] = field(default_factory=dict)
     versions: dict[fx.Node, int] = field(default_factory=dict)
     written: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    trained: frozenset[fx.Node] = frozenset()
     writes: bool = False
+    # Inside a region without gradients; what was computed in one; what regions returned, and whether without gradients.
+    _frozen: bool = False
+    _without_gradient: set[fx.Node] = field(default_factory=set)
+    _returned: dict[fx.Node, tuple[Any, bool]] = field(default_factory=dict)
     _repeated: dict[int, dict[int, Any]] = field(default_factory=dict)
     _moved: tuple[str, str] | None = None
 
@@ -107,13 +116,16 @@ class Functionaliser:
             self._inline(node)
         elif node.target is EDGE:
             self.values[node] = self._read(node.args[0])
+            self._note_view(node, node.args[0], aten.alias.default)
         elif node.target is AGAIN:
             self._repeat(node)
         elif node.target is FUNCTION:
             self._function(node)
         elif node.target is aten.batch_norm.default and node.args[5]:
             self._batch_norm(node)
-        elif _writes(node):
+        elif node.target is aten.instance_norm.default and node.args[5] and node.args[3] is not None:
+            self._instance_norm(node)
+        elif writes(node):
             self._write(node)
         else:
             self._emit(node)
@@ -139,6 +151,8 @@ class Functionaliser:
 
     def _emit(self, node: fx.Node) -> None:
         args, kwargs = self._read(node.args), self._read(node.kwargs)
+        if self._frozen:
+            self._without_gradient.add(node)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.values[node] = args[0][args[1]]  # of an inlined region
         else:
@@ -153,41 +167,70 @@ class Functionaliser:
         return made
 
     def _note_alias(self, node: fx.Node) -> None:
-        """Record that a value aliases its first operand, by its schema or, if that depends, by trying."""
+        """Record that a value aliases an operand, by the schema of its op or, where that is silent, its storage."""
+        if node.target is operator.getitem:
+            self._note_piece(node)
+            return
         if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
             return
         base = node.args[0]
         returns = node.target._schema.returns
-        if not isinstance(base, fx.Node) or len(returns) != 1 or returns[0].alias_info is None:
+        if not isinstance(base, fx.Node) or len(returns) != 1 or not isinstance(self.values[node], fx.Node):
             return
         if node.target in _MAYBE_ALIAS:
             result = fake_call(node.target, self._read(node.args), self._read(node.kwargs), self.mode)
-            if result.untyped_storage()._cdata != self.values[base].meta["val"].untyped_storage()._cdata:
+            if not _share(result, self.values[base].meta["val"]):
                 return
-        self.views[node] = _View(base, node, node.target, node.args[1:], dict(node.kwargs), self._version(base))
+        elif returns[0].alias_info is None and not _share(node.meta.get("val"), base.meta.get("val")):
+            return
+        self._note_view(node, base, node.target, node.args[1:], dict(node.kwargs))
+
+    def _note_piece(self, node: fx.Node) -> None:
+        """One of several results: of a region, or of an op that makes several views at once."""
+        producer, index = node.args
+        assert isinstance(producer, fx.Node) and isinstance(index, int)
+        if producer in self._returned:
+            inside, frozen = self._returned[producer]
+            self._note_view(node, inside[index], aten.detach.default if frozen else aten.alias.default)
+        elif (found := piece(node)) is not None:
+            self._note_view(node, producer.args[0], *found)
+
+    def _note_view(self, node: fx.Node, base: Any, target: Any, rest: Any = (), kwargs: Any = None) -> None:
+        if self.writes and isinstance(base, fx.Node):
+            self.views[node] = _View(base, node, target, tuple(rest), kwargs or {}, self._version(base))
 
     def _write(self, node: fx.Node) -> None:
-        """An in-place op: its functional twin, then the new value in the written tensor's place."""
+        """An op that writes: its functional twin, then the new values in the place of the written tensors."""
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
-        written = next(a for a, s in zip(node.args, target._schema.arguments, strict=False) if _is_write(s))
-        if not isinstance(written, fx.Node) or len([s for s in target._schema.arguments if _is_write(s)]) != 1:
-            raise _refused(node, "writes to several tensors at once")
+        places = written(node)
         args, kwargs = self._read(node.args), self._read(node.kwargs)
-        if target is aten.detach_.default:
-            new = self._call(node, aten.detach.default, args, kwargs)
-        elif target is aten.copy_.default:
-            new = self._copied(node, *args[:2])
+        if target is aten.copy_.default:
+            made = self._copied(node, *args[:2])
         elif target in (aten.zero_.default, aten.fill_.Scalar):
-            filler = 0 if target is aten.zero_.default else args[1]
-            new = self._call(node, aten.full_like.default, (args[0], filler), {})
+            made = self._call(node, aten.full_like.default, (args[0], 0 if len(args) == 1 else args[1]), {})
+        elif (twin := functional_twin(target)) is not None:
+            names = {a.name for a in twin._schema.arguments}
+            made = self._call(node, twin, args, {name: value for name, value in kwargs.items() if name in names})
         else:
-            new = self._call(node, _functional_twin(node), args, kwargs)
-            if new.meta["val"].dtype != args[0].meta["val"].dtype:
-                new = self._call(node, aten._to_copy.default, (new,), {"dtype": args[0].meta["val"].dtype})
-        self._assign(written, new, node)
-        self.values[node] = new
-        self.views[node] = _View(written, node, aten.alias.default, (), {}, self._version(written))
+            raise _refused(node, f"uses {target}, which writes in place and has no functional twin")
+        if len(places) == 1:
+            self._written(node, places[0], made)
+            self.values[node] = self.values[places[0]]
+            self.views[node] = _View(places[0], node, aten.alias.default, (), {}, self._version(places[0]))
+        else:
+            for number, place in enumerate(places):
+                self._written(node, place, self._call(node, operator.getitem, (made, number), {}))
+            self.values[node] = tuple(self.values[place] for place in places)
+
+    def _written(self, node: fx.Node, place: fx.Node, new: fx.Node) -> None:
+        """Make ``new`` the value of what ``place`` stands for, in its dtype."""
+        old = self._read_node(place).meta["val"]
+        if new.meta["val"].shape != old.shape and node.target._schema.arguments[-1].name == "out":  # type: ignore[union-attr]
+            raise _refused(node, f"resizes a tensor of shape {tuple(old.shape)} to {tuple(new.meta['val'].shape)}")
+        if new.meta["val"].dtype != old.dtype:
+            new = self._call(node, aten._to_copy.default, (new,), {"dtype": old.dtype})
+        self._assign(place, self._detached(node, new) if self._frozen else new, node, hidden=self._frozen)
 
     def _copied(self, node: fx.Node, destination: fx.Node, source: Any) -> Any:
         value = destination.meta["val"]
@@ -199,24 +242,29 @@ class Functionaliser:
             source = self._call(node, aten.expand.default, (source, list(value.shape)), {})
         return source
 
-    def _assign(self, node: fx.Node, new: fx.Node, write: fx.Node) -> None:
-        """Make ``new`` the value of ``node`` and of the base that it views."""
+    def _assign(self, node: fx.Node, new: fx.Node, write: fx.Node, *, hidden: bool = False) -> None:
+        """Make ``new`` the value of ``node`` and of the base that it views. hidden: autograd does not see the write."""
         view = self.views.get(node)
         if view is not None:
             base = self._read_node(view.base)
-            self._assign(view.base, self._scattered(view, base, new, write), write)
+            hidden = hidden or view.target in (aten.detach.default, aten.detach_.default)
+            self._assign(view.base, self._scattered(view, base, new, write), write, hidden=hidden)
             view.version = self._version(view.base)
         else:
+            old = self.values[node]
+            inner = hidden and node not in self._without_gradient and old.op != "placeholder"
+            if inner and carries_gradient(old, self.trained):
+                raise _refused(write, "changes a tensor whose gradient is needed where autograd does not see it")
             self.versions[node] = self.versions.get(node, 0) + 1
             self.written.setdefault(node, write)
         self.values[node] = new
 
     def _scattered(self, view: _View, base: fx.Node, new: fx.Node, write: fx.Node) -> Any:
         """The base with ``new`` in the part that ``view`` shows."""
-        inverse = _SCATTERS.get(view.target)
-        if inverse is None:
+        found = written_base(view.target, base, new, self._read(view.rest))
+        if found is None:
             raise _refused(write, f"writes through a view made by {view.target}")
-        target, args = inverse(base, new, self._read(view.rest))
+        target, args = found
         return self._call(write, target, args, self._read(view.kwargs)) if target is not None else new
 
     def _batch_norm(self, node: fx.Node) -> None:
@@ -230,6 +278,20 @@ class Functionaliser:
         self.values[node] = self._call(node, operator.getitem, (result, 0), {})
         for position, buffer in enumerate(running, start=3):
             self._assign(buffer, self._call(node, operator.getitem, (result, position), {}), node)
+
+    def _instance_norm(self, node: fx.Node) -> None:
+        """Its running statistics are the means over the batch of those of each sample."""
+        args = list(self._read(node.args))
+        x, momentum = args[0], args[6]
+        self.values[node] = self._call(node, node.target, (*args[:3], None, None, *args[5:]), {})
+        inside = list(range(2, x.meta["val"].ndim))
+        mean = self._call(node, aten.mean.dim, (x, inside), {})
+        variance = self._call(node, aten.var.correction, (x, inside), {"correction": 1})
+        for place, statistic in zip(node.args[3:5], (mean, variance), strict=True):
+            assert isinstance(place, fx.Node)
+            new = self._call(node, aten.detach.default, (self._call(node, aten.mean.dim, (statistic, [0]), {}),), {})
+            old = self._call(node, aten.mul.Tensor, (self._read_node(place), 1 - momentum), {})
+            self._written(node, place, self._call(node, aten.add.Tensor, (old, new), {"alpha": momentum}))
 
     def _repeat(self, node: fx.Node) -> None:
         """The body of a call that was followed, with what this call is given and the parameters of its own module."""
@@ -305,9 +367,11 @@ class Functionaliser:
         for inside, operand in zip(placeholders, operands, strict=True):
             if isinstance(operand, fx.Node):
                 # A write inside is one to what is outside.
-                self.views[inside] = _View(operand, node, aten.alias.default, (), {}, self._version(operand))
+                self._note_view(inside, operand, aten.alias.default)
+        around, self._frozen = self._frozen, not enabled
         result = self.run(body.graph, dict(zip(placeholders, self._read(operands), strict=True)))
-        self.module = outer
+        self.module, self._frozen = outer, around
+        self._returned[node] = (body.graph.output_node().args[0], not enabled)
         if not enabled:
             result = pytree.tree_map(lambda leaf: self._detached(node, leaf), result)
         self.values[node] = result
@@ -318,13 +382,11 @@ class Functionaliser:
         return self._call(leaf, aten.detach.default, (leaf,), {})
 
 
-def _is_write(argument: torch._C.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _writes(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+def _share(x: Any, y: Any) -> bool:
+    """Whether two fake tensors have one storage."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
 def _has_writes(graph: fx.Graph, module: torch.nn.Module) -> bool:
@@ -334,21 +396,9 @@ def _has_writes(graph: fx.Graph, module: torch.nn.Module) -> bool:
             region = operator.attrgetter(str(node.target))(module)
             if isinstance(region, fx.GraphModule) and _has_writes(region.graph, region):
                 return True
-        elif _writes(node):
+        elif node.op == "call_function" and writes(node):
             return True
     return False
-
-
-def _functional_twin(node: fx.Node) -> torch._ops.OpOverload:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    namespace, name = node.target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    overload = getattr(packet, node.target._overloadname, None) if name.endswith("_") else None
-    if overload is None:
-        raise _refused(node, f"uses {node.target}, which writes in place and has no functional twin")
-    assert isinstance(overload, torch._ops.OpOverload)
-    return overload
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:
@@ -361,38 +411,3 @@ def _refused(node: fx.Node, what: str, remedy: str = "an out-of-place version") 
     path, source = origin_of(node)
     where = f"{source} (in {path})" if path else source
     return CaptureError(f"the model cannot be captured: it {what}.\n  at {where}\n  try: {remedy}")
-
-
-_Inverse = Callable[[fx.Node, fx.Node, Any], tuple[Any, tuple[Any, ...]]]
-
-
-def _like_base(base: fx.Node, new: fx.Node, rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    return aten.reshape.default, (new, list(base.meta["val"].shape))
-
-
-def _same(base: fx.Node, new: fx.Node, rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    return None, ()
-
-
-def _inverse_permute(base: fx.Node, new: fx.Node, rest: Any) -> tuple[Any, tuple[Any, ...]]:
-    order = [d % len(rest[0]) for d in rest[0]]
-    return aten.permute.default, (new, [order.index(d) for d in range(len(order))])
-
-
-_SCATTERS: dict[Any, _Inverse] = {
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.detach_.default: _same,
-    aten.contiguous.default: _same,
-    aten.to.dtype: _same,
-    aten.select.int: lambda base, new, rest: (aten.select_scatter.default, (base, new, *rest)),
-    aten.slice.Tensor: lambda base, new, rest: (aten.slice_scatter.default, (base, new, *rest)),
-    aten.view.default: _like_base,
-    aten.reshape.default: _like_base,
-    aten.flatten.using_ints: _like_base,
-    aten.unsqueeze.default: _like_base,
-    aten.squeeze.dim: _like_base,
-    aten.transpose.int: lambda base, new, rest: (aten.transpose.int, (new, *rest)),
-    aten.t.default: lambda base, new, rest: (aten.t.default, (new,)),
-    aten.permute.default: _inverse_permute,
-}
