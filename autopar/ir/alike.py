@@ -120,11 +120,11 @@ def is_plain(value: object) -> bool:
 
 
 def state_of(module: nn.Module) -> Hashable:
-    """What the attributes of a module tree hold, and the attributes of the objects among them.
+    """What the attributes of a module tree hold, which tensors its buffers are, and what the objects there hold.
 
     The same before and after a call that changes nothing but tensors.
     """
-    found: list[Hashable] = []
+    found: list[Hashable] = [id(buffer) for buffer in module.buffers()]
     objects: dict[int, object] = {}
     for name, value in _attributes(module):
         found.append((name, plain(value)))

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.hooks import refuse_hooks
@@ -29,10 +30,13 @@ from autopar.ir.autograd.recording import Recording
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.captured_state import check_captured
+from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
+from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
+from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
 from autopar.ir.standins import fake_like, fake_model
@@ -84,7 +88,20 @@ def capture(
         except _FAILURES as error:
             raise explain(title, error) from error
     refuse_unknown_sizes(title, traced.program.graph)
+    if traced.twin.output.changed:
+        _check_second_call(title, model, call, loss_fn)
     return _assemble(model, title, call, traced)
+
+
+def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None) -> None:
+    """Raise CaptureError if a second call would run another program than the one captured."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    twin = _Flat(fake_model(model, mode), call, loss_fn)
+    fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+    try:
+        check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
+    except _FAILURES as error:
+        raise explain(title, error) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +149,18 @@ def _quietly() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Output:
-    """What the model returned while it was traced: leaves that are tensors are marked by None."""
+    """What the model returned while it was traced: leaves that are tensors are marked by None.
+
+    updates: buffers that were replaced by other tensors, in the order in which these are returned last. changed: other
+    attributes, globals and containers that are not what they were.
+    """
 
     spec: pytree.TreeSpec | None = None
     constants: list[Any] = field(default_factory=list)
     is_tensor: list[bool] = field(default_factory=list)
     has_loss: bool = False
+    updates: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
 
 class _Flat(nn.Module):
@@ -151,6 +174,23 @@ class _Flat(nn.Module):
         self.output = _Output()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
+        state = Snapshot.take(self.model, self._loss_fn[0])
+        try:
+            outputs = self.outputs(*tensors)
+            changes = state.changes()
+        finally:
+            state.restore()
+        updates = {f"{c.module}.{c.key}".removeprefix("."): c.new for c in changes if is_update(c)}
+        self.output.updates[:] = updates
+        self.output.changed[:] = [*(change.name for change in changes if not is_update(change)), *state.iterators]
+        return [*outputs, *updates.values()]
+
+    def outputs(self, *tensors: Tensor) -> list[Tensor]:
+        """The loss, if there is one, and the tensors that the model returns."""
+        with DataIsDetached():
+            return self._outputs(*tensors)
+
+    def _outputs(self, *tensors: Tensor) -> list[Tensor]:
         args, kwargs, target = self._call.rebuilt(tensors)
         result = self.model(*args, **kwargs)
         loss_fn = self._loss_fn[0]
@@ -237,13 +277,16 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     )
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
-    supply = iter(flat[has_loss:])
+    num_updates = len(twin.output.updates)
+    replaced = dict(zip(twin.output.updates, flat[len(flat) - num_updates :], strict=True))
+    supply = iter(flat[has_loss : len(flat) - num_updates])
     outputs = [
         next(supply) if tensor else constant
         for tensor, constant in zip(twin.output.is_tensor, twin.output.constants, strict=True)
     ]
     written = {arguments[n].name: writer.values[n] for n in writer.versions if n.op == "placeholder"}
-    updates = {name: written[name] for name in buffers if name in written}
+    written |= {place: replaced[buffer.name] for place, buffer in buffers.items() if buffer.name in replaced}
+    updates = {name: written[name] for name in buffers if name in written and written[name].name != name}
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
     simplify(graph, differentiable=differentiable)
     graph_module = module_of(graph)

@@ -6,10 +6,12 @@ import functools
 import inspect
 import linecache
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -17,9 +19,17 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_STANDARD = sysconfig.get_path("stdlib")
 
 # The module that capture wraps around the user's model calls it so.
 WRAPPED = "model"
+
+
+def is_library(file: str) -> bool:
+    """Whether a file of code is torch's, this package's, of Python's standard library, or no file at all."""
+    if file.startswith(_STANDARD):
+        return "-packages" not in file
+    return file.startswith((*_LIBRARIES, "<"))
 
 
 def origin_of(node: fx.Node) -> tuple[str, str]:
@@ -40,8 +50,19 @@ def _line_of(stack_trace: str) -> str:
     """The innermost frame outside torch: ``file.py:12 in forward: x = self.up(x)``."""
     frames = _FRAME.findall(stack_trace)
     for file, line, function, code in reversed(frames):
-        if not file.startswith(_LIBRARIES):
+        if not is_library(file):
             return f"{Path(file).name}:{line} in {function}: {code.strip()}"
+    return ""
+
+
+def line_here() -> str:
+    """The innermost line outside torch that is being run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not is_library(file):
+            return f"{Path(file).name}:{line} in {frame.f_code.co_name}: {linecache.getline(file, line).strip()}"
+        frame = frame.f_back
     return ""
 
 
@@ -50,7 +71,7 @@ def user_frame(error: BaseException) -> str:
     innermost = ""
     for trace in _tracebacks(error):
         for frame in traceback.extract_tb(trace):
-            if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+            if not is_library(frame.filename):
                 code = linecache.getline(frame.filename, frame.lineno or 0).strip()
                 innermost = f"{frame.filename}:{frame.lineno} in {frame.name}: {code}"
         if innermost:

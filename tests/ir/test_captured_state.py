@@ -89,3 +89,100 @@ def test_a_write_in_a_region_without_gradients_is_one_outside_of_it() -> None:
     captured = capture(model, x)
     assert [buffer.updated_by is not None for buffer in captured.buffers.values()] == [True]
     assert_same_training(captured, model, (x,))
+
+
+class Reassigns(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return (h - self.average).square().mean()
+
+
+class SetsData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.average.data = 0.9 * self.average.data + 0.1 * h.data.mean(0)
+        return (h - self.average).square().mean()
+
+
+class WritesOut(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(self.average, 0.5, out=self.average)
+        return (self.linear(x) * self.average).square().mean()
+
+
+class WritesSeveral(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(8, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.max(x, 0, out=(self.average, self.places))
+        return (self.linear(x) * self.average).square().mean()
+
+
+class WritesChunks(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.average.chunk(2)
+        first.add_(1)
+        last.unbind(0)[1].zero_()
+        with torch.no_grad():
+            square = self.average.view(2, 4)
+        square.t().mul_(0.5)
+        return (self.linear(x) * self.average).square().mean()
+
+
+class KeepsInstanceStatistics(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x).view(-1, 4, 2)).view(-1, 8) * self.average).square().mean()
+
+
+class KeepsAQueue(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(16, 8))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        loss = F.cross_entropy(h @ self.queue.clone().t(), torch.zeros(len(x), dtype=torch.long))
+        with torch.no_grad():
+            self.queue[(self.pointer + torch.arange(len(x))) % 16] = h
+            self.pointer[0] = (self.pointer[0] + len(x)) % 16
+        return loss
+
+
+class NormalisesSpectrally(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16))
+        self.down = nn.utils.spectral_norm(nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+# The weight that the older spectral norm leaves in an attribute is made anew in every call.
+@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Reassigns,
+        SetsData,
+        WritesOut,
+        WritesSeveral,
+        WritesChunks,
+        KeepsInstanceStatistics,
+        KeepsAQueue,
+        NormalisesSpectrally,
+    ],
+)
+def test_what_forward_writes_is_written(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 8)
+    assert_same_training(capture(model, x), model, (x,))

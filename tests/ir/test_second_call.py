@@ -1,0 +1,207 @@
+"""What forward changes in Python is the same after every call, or is refused with its line."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.capture import capture
+from autopar.ir.errors import CaptureError
+from autopar.ir.second_call import UnkeptStateWarning
+
+CALLS = 0
+LOG: list[int] = []
+
+
+class Base(nn.Module):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+
+class CountsInAnAttribute(Base):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1  # changed
+        return self.linear(x).square().mean() / self.count
+
+
+class CountsInAGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1  # changed
+        return self.linear(x).square().mean() / CALLS
+
+
+class CountsInItsClass(Base):
+    calls: ClassVar[int] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsInItsClass.calls += 1  # changed
+        return self.linear(x).square().mean()
+
+
+def counts_in_a_closure() -> nn.Module:
+    calls = 0
+
+    class Counting(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1  # changed
+            return self.linear(x).square().mean()
+
+    return Counting()
+
+
+class Iterates(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * next(self.numbers)  # changed
+
+
+class Draws(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:  # changed
+            x = x.relu()
+        return self.linear(x).square().mean()
+
+
+class DrawsFromItsOwn(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * self.chance.random()  # changed
+
+
+class InitialisesOnce(Base):
+    done = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            self.done = True  # changed
+            x = x.relu()
+        return self.linear(x).square().mean()
+
+
+class StartsWithNone(Base):
+    mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.mean = h.detach().mean(0) if self.mean is None else self.mean.lerp(h.detach().mean(0), 0.1)  # changed
+        return (h - self.mean).square().mean()
+
+
+class KeepsADict(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"mean": torch.zeros(8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.kept["mean"] = self.kept["mean"].lerp(h.detach().mean(0), 0.1)  # changed
+        return (h - self.kept["mean"]).square().mean()
+
+
+class Appends(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.history.append(h.detach())  # changed
+        return h.square().mean()
+
+
+class AppendsToAGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.append(1)  # changed
+        return self.linear(x).square().mean()
+
+
+class GrowsABuffer(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = torch.cat([self.average, self.average])  # changed
+        return (self.linear(x) * self.average[:8]).square().mean()
+
+
+class ReplacesAParameter(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.bias = nn.Parameter(self.linear.bias * 0.5)  # changed
+        return self.linear(x).square().mean()
+
+
+class SwitchesModes(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(self.linear(x), 0.5, self.training)
+        self.train(False)  # changed
+        return h.square().mean()
+
+
+class SwapsTensors(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.ones(8), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one, self.two = self.two, self.one  # changed
+        return (self.linear(x) * self.one).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (CountsInAnAttribute, "self.count"),
+        (CountsInAGlobal, "CALLS from 0 to 1"),
+        (CountsInItsClass, "CountsInItsClass.calls from 0 to 1"),
+        (counts_in_a_closure, "calls from 0 to 1"),
+        (Iterates, "self.numbers"),
+        (Draws, "random"),
+        (DrawsFromItsOwn, "self.chance"),
+        (InitialisesOnce, "self.done to True"),
+        (StartsWithNone, "self.mean"),
+        (KeepsADict, "self.kept['mean']"),
+        (Appends, "self.history[1]"),
+        (AppendsToAGlobal, "LOG[1]"),
+        (GrowsABuffer, "the buffer self.average"),
+        (ReplacesAParameter, "the parameter self.linear.bias"),
+        (SwitchesModes, "self.training from True to False"),
+        (SwapsTensors, "self.one"),
+    ],
+)
+def test_what_the_next_call_would_see_is_refused_with_its_line(make: type[nn.Module], name: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(make(), torch.randn(4, 8))
+    assert name in str(caught.value)
+    assert "# changed" in str(caught.value)
+    assert (CALLS, LOG, CountsInItsClass.calls) == (0, [], 0), "capture leaves no trace in the user's state"
+
+
+class Stashes(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = len(x)
+        self.hidden = self.linear(x)
+        self.shapes = [self.hidden.shape]
+        return self.hidden.square().mean()
+
+
+def test_what_every_call_sets_anew_is_no_state() -> None:
+    model = Stashes()
+    with pytest.warns(UnkeptStateWarning, match=r"sets self.hidden"):
+        capture(model, torch.randn(4, 8))
+    assert not hasattr(model, "hidden")
