@@ -27,13 +27,14 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     kind: AttentionKind,
     window: int | None = None,
     scale: float,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Scaled dot product attention with grouped heads and a named kind of mask.
+    """Scaled dot product attention with grouped heads, a named kind of mask, and a sink for each head.
 
     q: (B, Hq, S, D). k: (B, Hkv, T, D). v: (B, Hkv, T, Dv). Result: (B, Hq, S, Dv). Query head h reads
         key/value head ``h // (Hq / Hkv)``.
@@ -41,7 +42,10 @@ def attention(
         sees ``s - window < t <= s``. "mask": what the operand ``mask`` says.
     mask: boolean (True: seen) or added to the scores; broadcasts to (B, Hq, S, T). Needed by kind "mask".
         The other kinds take it too, and then both must allow a key (padding under a causal mask).
+    sinks: (Hq,). The score of one more key that every query of a head sees, and whose value is 0.
     """
+    if sinks is not None:
+        return _attention_with_sinks(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
     grouped = k.shape[1] != q.shape[1]
     if grouped and not (mask is None and kind in ("full", "causal") and _kernel_takes_groups(q, v)):
         k, v, grouped = repeat_heads(k, q), repeat_heads(v, q), False
@@ -51,7 +55,7 @@ def attention(
         if window >= keys:
             kind = "causal"
         elif mask is None and queries == keys and queries > 2 * window:
-            return _sliding_attention(q, k, v, window=window, scale=scale, dropout_p=dropout_p)
+            return _sliding_attention(q, k, v, None, window=window, scale=scale, dropout_p=dropout_p)
     if mask is None and kind in ("full", "causal"):
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
@@ -210,20 +214,63 @@ def _both(seen: Tensor, mask: Tensor | None) -> Tensor:
     return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
-def _sliding_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float, dropout_p: float) -> Tensor:
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and mask with a first key that scores ``sinks`` for every query and has value 0.
+
+    The score is written into one more dimension of the heads, in which no other key has anything, so that any kernel
+    of attention does the rest: nothing of the size of the scores is made.
+    """
+    batch, heads, queries, _ = q.shape
+    score = (sinks.to(q.dtype) / scale)[None, :, None, None].expand(batch, heads, queries, 1)
+    sink = torch.cat([k.new_zeros(*k.shape[:2], 1, k.shape[3]), k.new_ones(*k.shape[:2], 1, 1)], 3)
+    keys = torch.cat([sink, torch.cat([k, k.new_zeros(*k.shape[:3], 1)], 3)], 2)
+    values = torch.cat([v.new_zeros(*v.shape[:2], 1, v.shape[3]), v], 2)
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], k.shape[2])
+        first = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
+        mask = torch.cat([first(*mask.shape[:-1], 1), mask], -1)
+    return torch.cat([q, score], 3), keys, values, mask
+
+
+def _attention_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor,
+    *,
+    kind: AttentionKind,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    queries, keys = q.shape[2], k.shape[2]
+    if kind == "sliding" and window is not None and window >= keys:
+        kind = "causal"
+    if kind == "causal" and mask is None:
+        # A query ahead of the others sees the sink alone, so that query s sees it and the keys up to s.
+        q, k, v, _ = with_sinks(F.pad(q, (0, 0, 1, 0)), k, v, sinks, None, scale)
+        return attention(q, k, v, kind="causal", scale=scale, dropout_p=dropout_p)[:, :, 1:]
+    if kind == "sliding" and mask is None and queries == keys and queries > 2 * (window or keys):
+        assert window is not None
+        return _sliding_attention(q, k, v, sinks, window=window, scale=scale, dropout_p=dropout_p)
+    if kind in ("causal", "sliding"):
+        mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
+    q, k, v, mask = with_sinks(q, k, v, sinks, mask, scale)
+    return attention(q, k, v, mask, kind="full" if mask is None else "mask", scale=scale, dropout_p=dropout_p)
+
+
+def _sliding_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int, scale: float, dropout_p: float
+) -> Tensor:
     """Chunks of ``window`` queries against the at most ``2 * window - 1`` keys they see: no S by S tensor."""
     length = q.shape[2]
     parts = []
     for start in range(0, length, window):
         end, first = min(start + window, length), max(start - window + 1, 0)
         seen = _causal_mask(end - start, end - first, start - first, window, q.device)
-        part = F.scaled_dot_product_attention(
-            q[:, :, start:end],
-            k[:, :, first:end],
-            v[:, :, first:end],
-            attn_mask=seen,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
-        parts.append(part)
+        chunk = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end])
+        parts.append(attention(*chunk, seen, sinks, kind="mask", scale=scale, dropout_p=dropout_p))
     return torch.cat(parts, dim=2)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.ops import is_contraction
-from autopar.cost_model.products import factors_of
 from autopar.ir.capacity import limit_experts
-from autopar.ir.graph import CapturedModel, tensor_operands
+from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules import known_rule
@@ -120,15 +119,9 @@ def _multiplies(load: Workload, node: fx.Node) -> bool:
 
 def _wanted(load: Workload, node: fx.Node, role: str) -> frozenset[str]:
     """The factors of an op that an axis of a role is there to divide."""
-    rule = load.rule(node)
     if role == "ep":
         return frozenset({EXPERTS})
-    matrices = [
-        dims
-        for operand, dims in zip(tensor_operands(node), rule.operands, strict=True)
-        if operand.name in load.captured.parameters and len(dims) > 1
-    ]
-    return frozenset(factors_of(matrices)) if role == "tp" and matrices else frozenset(rule.sizes)
+    return (load.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(load.rule(node).sizes)
 
 
 def _reason(rules: Rules, node: fx.Node, place: int, wanted: frozenset[str]) -> str:

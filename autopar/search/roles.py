@@ -11,6 +11,7 @@ from torch import fx
 from autopar.cost_model.ops import is_attention
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.graph import tensor_operands
+from autopar.ir.lowered.attention import QUERIES
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
@@ -27,7 +28,11 @@ HEAVY = 1e-3
 
 
 def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
-    """ "dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on."""
+    """ "dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on.
+
+    Rows that are not of the batch are a sequence, also where no step input says so (patches of an image, frames): those
+    of an op that reads a matrix, and the queries of an attention. Dividing them leaves the matrix whole.
+    """
     factors = factors_of_choice(choice)
     if not factors:
         return ""
@@ -35,7 +40,11 @@ def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
         return "ep"
     if load.roles.batch.get(node) in factors:
         return "dp"
-    return "cp" if any(f in load.roles.sequence.get(node, ()) for f in factors) else "tp"
+    if any(f in load.roles.sequence.get(node, ()) for f in factors):
+        return "cp"
+    of_matrices = load.factors_of_matrices(node)
+    rows = not of_matrices.intersection(factors) if of_matrices else is_attention(node) and QUERIES in factors
+    return "cp" if rows else "tp"
 
 
 def divides_experts_axes(batch: int, mesh: Mesh, constraints: Constraints) -> bool:

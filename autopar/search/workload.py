@@ -171,6 +171,17 @@ class Workload:
         """Rule of an op."""
         return self.roles.rules[node]
 
+    def factors_of_matrices(self, node: fx.Node) -> frozenset[str]:
+        """Factors of the parameters with two dimensions or more that an op reads."""
+        rule = self.rule(node)
+        return frozenset(
+            factor
+            for operand, dims in zip(tensor_operands(node), rule.operands, strict=True)
+            if operand.name in self.captured.parameters and len(operand.meta["val"].shape) > 1
+            for dim in dims
+            for factor in dim
+        )
+
     def representative(self, node: fx.Node) -> fx.Node:
         return self.folding.representative.get(node, node)
 

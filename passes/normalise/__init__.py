@@ -26,6 +26,7 @@ from autopar.passes.normalise.rms_norm import RecogniseRmsNorm
 from autopar.passes.normalise.scatters import ScattersToCat
 from autopar.passes.normalise.terms import NumbersToTerms
 from autopar.passes.normalise.unflatten import Unflatten
+from autopar.passes.normalise.unmerge import UnmergeProducts
 from autopar.passes.pipeline import Pass, PassReport, run_passes
 
 
@@ -39,6 +40,7 @@ def normal_form() -> tuple[Pass, ...]:
         PicksToGather(),
         RecogniseLinear(),
         Unflatten(),
+        UnmergeProducts(),
         CleanUp(),
         SplitFusedLinear(),
         RecogniseRmsNorm(),

@@ -38,7 +38,7 @@ class RecogniseAttention(Pass):
         reader = MaskReader()
         masks: dict[MaskMeaning, fx.Node] = {}
         for node in list(call_nodes(graph)):
-            if node.target is aten.scaled_dot_product_attention.default:
+            if node.target in (aten.scaled_dot_product_attention.default, ops.attention):
                 _rewrite(graph, mode, node, reader, masks)
         return captured
 
@@ -47,6 +47,7 @@ def _rewrite(
     graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, reader: MaskReader, masks: dict[MaskMeaning, fx.Node]
 ) -> None:
     q, k, v, mask, dropout_p, is_causal = _arguments(node)
+    sinks = node.args[4] if node.target is ops.attention and len(node.args) > 4 else None
     rank = len(shape_of(q))
     if rank not in (3, 4):
         return
@@ -73,7 +74,9 @@ def _rewrite(
         if rank == 3:
             q, k, v = (add_call(graph, mode, aten.unsqueeze.default, (x, 1), like=node) for x in (q, k, v))
         k, v = _grouped(q, k, v)
-        args = (q, k, v) if operand is None else (q, k, v, operand)
+        args: tuple[Any, ...] = (q, k, v) if operand is None else (q, k, v, operand)
+        if sinks is not None:
+            args = (q, k, v, operand, sinks)
         value = node.meta["val"] if rank == 4 else None
         result = add_call(graph, mode, ops.attention, args, options, like=node, value=value)
         if rank == 3:
@@ -83,6 +86,9 @@ def _rewrite(
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node | None, float, bool]:
+    if node.target is ops.attention:
+        q, k, v, mask = (*node.args, None)[:4]
+        return q, k, v, mask, node.kwargs.get("dropout_p", 0.0), False  # type: ignore[return-value]
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -5,11 +5,14 @@
     matmul(p, v)                                          scaled_dot_product_attention(q, k, v, ~unseen, 0.1,
                                                                                        scale=0.125)
 
+    softmax(cat([s, sinks], -1), -1)[..., :-1]            the weights of an attention with sinks
+
 The scores are never stored then. Scores that something else reads are left alone.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.passes.normalise.masks import NEVER
@@ -45,7 +49,9 @@ class FuseEagerAttention(Pass):
 
 @dataclass(slots=True)
 class _Attention:
-    """conditions: (mask, whether True means seen, what unseen scores are set to); biases: added to the scores."""
+    """sinks: (heads,), the scores of a key that is seen by all and has no value. conditions: (mask, whether True means
+    seen, what unseen scores are set to); biases: added to the scores.
+    """
 
     v: Any = None
     q: Any = None
@@ -53,6 +59,7 @@ class _Attention:
     k_transposed: Any = None
     scale: float = 1.0
     dropout_p: float = 0.0
+    sinks: fx.Node | None = None
     conditions: list[tuple[fx.Node, bool, float]] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
 
@@ -65,12 +72,18 @@ def _match(product: fx.Node) -> _Attention | None:
     if weights is not None and weights.target is aten.dropout.default:
         found.dropout_p = weights.args[1]
         weights = _uncast(weights.args[0], weights)
+    dropped = None if weights is None else _dropped_column(weights)
+    if dropped is not None:
+        weights = _uncast(weights.args[0], weights)
     if weights is None or weights.target is not aten.softmax.int or not _private(weights):
         return None
     if weights.args[1] not in (-1, len(shape_of(weights)) - 1):
         return None
-    scores: Any = weights.args[0]
-    while isinstance(scores, fx.Node) and _private(scores):
+    shifted, scores = weights.args[0], _unshifted(weights.args[0])
+    free = {scores} if scores is not shifted else set()
+    if dropped is not None:
+        scores, found.sinks = _apart(scores, dropped)
+    while isinstance(scores, fx.Node) and (_private(scores) or scores in free):
         if scores.target in _PRODUCTS:
             return found if _take_product(found, scores) else None
         following = _take(found, scores)
@@ -89,6 +102,54 @@ def _uncast(node: Any, user: fx.Node) -> fx.Node | None:
     if isinstance(node, fx.Node) and node.target is aten._to_copy.default and _private(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and _private(node) else None
+
+
+def _dropped_column(node: fx.Node) -> int | None:
+    """0 or -1, if the node is its operand without the first or the last entry of the last dimension."""
+    if node.target is not aten.slice.Tensor or len(node.args) < 3:
+        return None
+    arguments: tuple[Any, ...] = (*node.args, *(None, 1)[len(node.args) - 3 :])
+    source, dim, start, _, step = arguments
+    rank, size = len(shape_of(source)), shape_of(source)[-1]
+    if dim not in (-1, rank - 1) or step != 1 or shape_of(node)[-1] != size - 1:
+        return None
+    return 0 if start == 1 else -1
+
+
+def _unshifted(scores: Any) -> Any:
+    """Scores before their maximum was subtracted, which a softmax does not mind."""
+    if not isinstance(scores, fx.Node) or scores.target is not aten.sub.Tensor or scores.kwargs:
+        return scores
+    plain, top = scores.args
+    if not isinstance(top, fx.Node) or shape_of(top) != (*shape_of(scores)[:-1], 1):
+        return scores
+    if isinstance(top, fx.Node) and top.target is operator.getitem and top.args[1] == 0:
+        top = top.args[0]
+    if not isinstance(top, fx.Node) or top.target not in (aten.max.dim, aten.amax.default) or top.args[0] is not plain:
+        return scores
+    dims = top.args[1] if isinstance(top.args[1], (list, tuple)) else [top.args[1]]
+    return plain if list(dims) in ([-1], [len(shape_of(scores)) - 1]) and _only(plain, {scores, top}) else scores
+
+
+def _only(node: Any, users: set[fx.Node]) -> bool:
+    return isinstance(node, fx.Node) and set(node.users) <= users
+
+
+def _apart(node: Any, place: int) -> tuple[Any, fx.Node | None]:
+    """Scores (B, H, S, T) and the sinks that they are concatenated with, which are first (0) or last in dimension 3."""
+    if not isinstance(node, fx.Node) or node.target is not aten.cat.default or len(shape_of(node)) != 4:
+        return None, None
+    parts, dim = (*node.args, 0)[:2]
+    if dim not in (-1, 3) or not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        return None, None
+    column, scores = (parts[0], parts[1]) if place == 0 else (parts[1], parts[0])
+    assert isinstance(column, fx.Node)
+    if shape_of(column)[-1] != 1:
+        return None, None
+    while column.target is aten.expand.default:
+        (column,) = column.all_input_nodes
+    by_head = (1, shape_of(node)[1], 1, 1)
+    return (scores, column) if (1,) * (4 - len(shape_of(column))) + shape_of(column) == by_head else (None, None)
 
 
 def _take(found: _Attention, node: fx.Node) -> Any:
@@ -149,10 +210,14 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Atten
         if k is None:
             k = add_call(graph, mode, aten.transpose.int, (found.k_transposed, -2, -1), like=node)
         mask = _mask(graph, mode, node, found)
-        args = (found.q, k, v, mask, found.dropout_p, False)
-        options = {"scale": found.scale}
-        target = aten.scaled_dot_product_attention.default
-        result = add_call(graph, mode, target, args, options, like=node)
+        options: dict[str, Any] = {"scale": found.scale}
+        if found.sinks is not None:
+            sinks = add_call(graph, mode, aten.reshape.default, (found.sinks, [shape_of(node)[1]]), like=node)
+            options |= {"kind": "full" if mask is None else "mask", "dropout_p": found.dropout_p}
+            result = add_call(graph, mode, ops.attention, (found.q, k, v, mask, sinks), options, like=node)
+        else:
+            args = (found.q, k, v, mask, found.dropout_p, False)
+            result = add_call(graph, mode, aten.scaled_dot_product_attention.default, args, options, like=node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 

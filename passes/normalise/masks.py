@@ -60,7 +60,7 @@ class MaskReader:
 
     def _read(self, mask: fx.Node, queries: int, keys: int, causal: bool) -> MaskMeaning:
         parts = list(self._parts(mask))
-        constant = [p for p in parts if self.evaluator.is_constant(p)]
+        constant = [p for p in parts if self.evaluator.is_constant(p) and self._is_condition(p)]
         varying = tuple(p for p in parts if p not in constant)
         base: AttentionKind = "causal" if causal else "full"
         if not constant:
@@ -91,6 +91,18 @@ class MaskReader:
                 yield from self._parts(operand)
         else:
             yield mask
+
+    def _is_condition(self, part: fx.Node) -> bool:
+        """Whether a constant part says which keys are seen, and is no bias: its last row has 0 and "never" alone."""
+        shape = shape_of(part)
+        if dtype_of(part) == torch.bool or len(shape) < 2:
+            return True
+        try:
+            lead = tuple((0, size) for size in self._lead(part))
+            _as_boolean(self.evaluator.evaluate(part, (*lead, (shape[-2] - 1, shape[-2]), (0, shape[-1]))))
+        except TooLarge:
+            return False
+        return True
 
     def _classify(self, parts: list[fx.Node], queries: int, keys: int) -> MaskMeaning | None:
         """The kind that the constant parts together are, None if they are no kind."""

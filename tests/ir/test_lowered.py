@@ -99,6 +99,13 @@ def _attention_case(kind: str, length: int = 16, window: int | None = None, *mas
     return Case(ops.attention, lambda: [*_attention_inputs(length), *(m.clone() for m in masks)], args, kwargs)
 
 
+def _sink_case(kind: str, length: int = 16, window: int | None = None, *masks: Tensor) -> Case:
+    """An attention with a sink for each of four heads."""
+    plain = _attention_case(kind, length, window, *masks)
+    args = (*plain.args[:3], T(3) if masks else None, T(3 + len(masks)))
+    return Case(ops.attention, lambda: [*plain.tensors(), _randn(4)], args, plain.kwargs)
+
+
 def _see_self(mask: Tensor) -> Tensor:
     """A mask under which every query sees itself, so that no row is empty."""
     return mask | torch.eye(mask.shape[-1], dtype=torch.bool)
@@ -155,6 +162,9 @@ CASES = {
     "attention-mask": _attention_case("mask", 16, None, BIAS),
     "attention-mask-heads": _attention_case("mask", 16, None, BIAS.tile(2, 4, 1, 1)),
     "attention-mask-columns": _attention_case("mask", 16, None, BIAS[:, :, :1]),
+    "attention-sinks": _sink_case("causal"),
+    "attention-sinks-sliding": _sink_case("sliding", 64, 5),
+    "attention-sinks-bias": _sink_case("causal", 16, None, BIAS),
     "attention-document": _attention_case("causal", 16, None, DOCUMENTS),
     "attention-cross": Case(
         ops.attention,

@@ -53,6 +53,44 @@ def test_attention_by_kind(length: int, window: int, kind: ops.AttentionKind, gr
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "length", "window", "masked"),
+    [
+        ("full", 6, None, False),
+        ("causal", 6, None, False),
+        ("sliding", 6, 3, False),
+        ("sliding", 12, 3, False),
+        ("causal", 6, None, True),
+        ("mask", 6, None, True),
+    ],
+)
+def test_sinks_are_a_key_that_all_queries_see(kind: ops.AttentionKind, length: int, window: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, length, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, length, 8, requires_grad=True) for _ in range(2))
+    sinks = torch.randn(4, requires_grad=True)
+    seen = torch.ones(length, length, dtype=torch.bool)
+    if kind in ("causal", "sliding"):
+        seen = seen.tril()
+    if kind == "sliding":
+        seen = seen.triu(1 - window)
+    mask = torch.randn(2, 1, length, length) if masked else None
+    out = ops.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=0.3)
+    wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ wide_k.transpose(-2, -1) * 0.3 + (0.0 if mask is None else mask)
+    scores = torch.cat(
+        [scores.masked_fill(~seen, float("-inf")), sinks[None, :, None, None].expand(2, 4, length, 1)], -1
+    )
+    expected = scores.softmax(-1)[..., :-1] @ wide_v
+    torch.testing.assert_close(out, expected)
+    for left, right in zip(
+        torch.autograd.grad(out.square().sum(), (q, k, v, sinks)),
+        torch.autograd.grad(expected.square().sum(), (q, k, v, sinks)),
+        strict=True,
+    ):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
 def test_a_bias_under_a_causal_kind() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     bias = torch.randn(1, 4, 6, 6, requires_grad=True)

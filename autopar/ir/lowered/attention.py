@@ -35,6 +35,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     kind: ops.AttentionKind,
     window: int | None = None,
@@ -45,13 +46,14 @@ def attention(
 ) -> Tensor:
     """``ops.attention`` of this rank's queries: piece ``shard_index(query_groups)`` of the sequence.
 
-    q: (B, Hq, local S, D). k, v: (B, Hkv, T, D). mask: its rows are those of the local queries, or broadcast.
+    q: (B, Hq, local S, D). k, v: (B, Hkv, T, D). mask: its rows are those of the local queries, or broadcast. sinks:
+    (Hq,).
     Dropout draws the numbers of this rank's shard over ``random_groups``.
     """
     if dropout_p > 0:
         with shard_randomness(q, random_groups):
-            return _attention(q, k, v, mask, kind, window, scale, dropout_p, query_groups)
-    return _attention(q, k, v, mask, kind, window, scale, dropout_p, query_groups)
+            return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, query_groups)
+    return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, query_groups)
 
 
 def _attention(
@@ -59,6 +61,7 @@ def _attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    sinks: Tensor | None,
     kind: ops.AttentionKind,
     window: int | None,
     scale: float,
@@ -70,7 +73,7 @@ def _attention(
     if first == 0 and kind in ("causal", "sliding"):
         k, v, mask = _keys(k, v, mask, 0, length)
     if first == 0 or kind in ("full", "mask"):
-        return ops.attention(q, k, v, mask, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
+        return ops.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
     reach = window if kind == "sliding" else None
     rows = (
         length if _has_lower_right_kernel(q, mask, reach) else min(length, _ROWS if reach is None else max(reach, 64))
@@ -79,12 +82,20 @@ def _attention(
     for start in range(0, length, rows):
         end = min(start + rows, length)
         part_mask = mask[..., start:end, :] if mask is not None and mask.shape[-2] > 1 else mask
-        parts.append(_rows(q[:, :, start:end], k, v, part_mask, first + start, reach, scale, dropout_p))
+        parts.append(_rows(q[:, :, start:end], k, v, part_mask, sinks, first + start, reach, scale, dropout_p))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int, window: int | None, scale: float, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    first: int,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
 ) -> Tensor:
     """Queries at positions ``first`` and following against the keys that they see."""
     length = q.shape[2]
@@ -92,7 +103,7 @@ def _rows(
     k, v, mask = _keys(k, v, mask, begin, first + length)
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if _has_lower_right_kernel(q, mask, window) and k.shape[2] == first + length:
+    if sinks is None and _has_lower_right_kernel(q, mask, window) and k.shape[2] == first + length:
         from torch.nn.attention.bias import causal_lower_right
 
         bias = causal_lower_right(length, k.shape[2])  # type: ignore[no-untyped-call]
@@ -104,6 +115,8 @@ def _rows(
         seen = seen & (key_position > position - window)
     if mask is not None:
         seen = seen & mask if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        return ops.attention(q, k, v, seen, sinks, kind="mask", scale=scale, dropout_p=dropout_p)
     return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout_p, scale=scale)
 
 
@@ -150,6 +163,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
     operands, kwargs = attention_arguments(node)
     kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
+    kwargs["sinks"] = arguments(node).get("sinks")
     if kwargs["dropout_p"] > 0:
         kwargs["random_groups"] = axes_sharded(rule, assignment, mesh)
     return attention, operands, kwargs

@@ -5,7 +5,7 @@
 Pieces of ``e`` would be right, but every rank would compute all scores: the work would not be divided.
 Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
 sliding mask needs the position of the local queries: it is lowered. Keys are cut only where queries are
-(``s&t``): a ring. It has no dropout.
+(``s&t``): a ring. It has no dropout, and no sinks, of which there is one for each query head: (h g).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ def composite(call: Call) -> FactorRule | None:
     """``autopar.ir.ops.attention``."""
     bound = call.bound()
     kind, window = bound["kind"], bound["window"]
-    return _attention(
-        call, bound["q"], bound["k"], bound["v"], bound["mask"], kind, window, dropout=bound["dropout_p"] > 0
-    )
+    operands = bound["q"], bound["k"], bound["v"], bound["mask"]
+    return _attention(call, *operands, kind, window, dropout=bound["dropout_p"] > 0, sinks=bound["sinks"])
 
 
 def scaled_dot_product(call: Call) -> FactorRule | None:
@@ -43,6 +42,7 @@ def _attention(
     window: int | None,
     *,
     dropout: bool,
+    sinks: Operand | None = None,
 ) -> FactorRule | None:
     if len(q.shape) != 4 or len(k.shape) != 4 or len(v.shape) != 4:
         return None
@@ -67,20 +67,22 @@ def _attention(
         if offset < 0 or any(m not in (1, shape[offset + n]) for n, m in enumerate(mask.shape)):
             return None
         known[mask.position] = tuple(full[offset + n] if m > 1 else () for n, m in enumerate(mask.shape))
+    if sinks is not None:
+        known[sinks.position] = (all_heads,)
     # Every rank must know which rows it has, and draw its own random numbers.
     lowered = {}
     if kind in ("causal", "sliding"):
         lowered["s"] = "attention"
     if dropout:
         lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
-    else:
+    elif sinks is None:
         lowered["s&t"] = "ring"
     seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
     return factors.rule(
         operand_factors(call, known, factors),
         [(b, all_heads, s, e)],
         lowered=lowered,
-        joint=[] if dropout else ["s&t"],
+        joint=["s&t"] if "s&t" in lowered else [],
         flops=numel((batch, heads, queries)) * seen * (2 * size + 2 * v.shape[3] + 5),
     )
 

@@ -157,9 +157,11 @@ MATMUL = [
 ]
 
 
-def attention_case(expected: str, heads: int, groups: int, mask: Tensor | None = None, **options: Any) -> Case:
+def attention_case(
+    expected: str, heads: int, groups: int, mask: Tensor | None = None, sinks: Tensor | None = None, **options: Any
+) -> Case:
     q, k, v = r(2, heads, 4, 6), r(2, groups, 4, 6), r(2, groups, 4, 2)
-    return case(expected, ops.attention, q, k, v, mask, scale=0.4, **options)
+    return case(expected, ops.attention, q, k, v, mask, sinks, scale=0.4, **options)
 
 
 ATTENTION = [
@@ -172,6 +174,8 @@ ATTENTION = [
     attention_case("b h s", 4, 4, r(4, 4, 4), kind="mask"),
     attention_case("b h s", 4, 2, r(2, 4, 1, 4), kind="mask"),
     attention_case("b h s!", 4, 2, r(2, 1, 1, 4), kind="causal"),
+    attention_case("b h s!", 4, 2, None, r(4), kind="causal"),
+    attention_case("b h s", 4, 2, r(2, 1, 1, 4), r(4), kind="mask"),
     case("b h s", aten.scaled_dot_product_attention.default, r(2, 4, 4, 6), r(2, 4, 8, 6), r(2, 4, 8, 6), r(4, 8)),
 ]
 

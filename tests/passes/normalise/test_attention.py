@@ -29,6 +29,7 @@ class Attention(nn.Module):
         self.kv_heads = kv_heads
         self.qkv = nn.Linear(D, (H + 2 * kv_heads) * D)
         self.bias = nn.Parameter(torch.randn(H, S, S))
+        self.sinks = nn.Parameter(torch.randn(H))
         self.register_buffer("tril", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
@@ -100,6 +101,22 @@ def test_a_bias_with_a_padding_mask_is_one_mask() -> None:
         return F.scaled_dot_product_attention(q, k, v, self.bias[None] + padding)
 
     assert described(normal(attend)[1]) == ("mask", None, (B, H, S, S))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_sinks_are_operands_of_the_attention(last: bool) -> None:
+    def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * 0.25 + additive(CAUSAL)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(B, -1, S, -1)
+        if last:
+            scores = torch.cat([scores, sinks], dim=-1)
+            scores = scores - scores.max(dim=-1, keepdim=True).values
+            return scores.softmax(-1)[..., :-1] @ v
+        return torch.cat([sinks, scores], dim=3).softmax(3)[..., 1:] @ v
+
+    captured, node = normal(attend)
+    assert (node.kwargs["kind"], node.args[3]) == ("causal", None)
+    assert captured.parameters[node.args[4].name].name == "sinks"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("spelling", ["enable_gqa", "repeat_interleave", "expand"])
