@@ -2,8 +2,11 @@
 
     softmax(linear(reshape(x, [B * S, K]), w), 1)         reshape(softmax(linear(x, w), -1), [B * S, N])
 
-A merged dimension could be split along the batch only; two can be split along either. The view ends where
-rows are mixed, and meets the view that undoes it in most models.
+A merged dimension could be split along the batch only, and not even along that where the sequence comes first; two can
+be split along either. The view ends where rows are mixed, and meets the view that undoes it in most models. A view that
+merges columns too, as heads of an attention, is two views first:
+
+    reshape(x, [S * B, H * D])                            reshape(reshape(x, [S, B, H * D]), [S * B, H * D])
 """
 
 from __future__ import annotations
@@ -48,10 +51,38 @@ class Unflatten(Pass):
         graph = captured.graph
         mode = fake_mode_of(graph)
         for node in list(call_nodes(graph)):
+            _in_two(graph, mode, node)
+        for node in list(call_nodes(graph)):
             lead = _lead(node)
             if lead is not None:
                 _rewrite(graph, mode, node, lead)
         return captured
+
+
+def _in_two(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node) -> None:
+    """Merge columns first, then rows, where one view merges both."""
+    if node.target is not aten.reshape.default or len(shape_of(node)) != 2:
+        return
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    lead = _leading(shape_of(source), shape_of(node)[0])
+    if len(lead) > 1 and shape_of(source) != (*lead, shape_of(node)[1]):
+        with graph.inserting_before(node):
+            merged = add_call(graph, mode, aten.reshape.default, (source, [*lead, shape_of(node)[1]]), like=node)
+        node.args = (merged, *node.args[1:])
+
+
+def _leading(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Leading sizes of ``shape``, the last perhaps a part of one, whose product is ``rows``; () if there are none."""
+    lead: list[int] = []
+    for size in shape:
+        left = rows // prod(lead)
+        if size % left == 0:
+            return (*lead, left)
+        if left % size:
+            break
+        lead.append(size)
+    return ()
 
 
 def before_flatten(node: object) -> fx.Node | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.ir import ops
 from autopar.ir.capture import capture
+from autopar.ir.roles import find_roles, microbatch_obstacle
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -131,6 +132,27 @@ def test_rowwise_ops_move_above_a_flattening_view() -> None:
 
     left = remaining(body)
     assert aten.reshape.default not in left and ops.columns_linear in left
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_with_its_sequence_first_keeps_samples_apart(batch_first: bool, need_weights: bool) -> None:
+    """It flattens sequence, batch and heads into rows and columns at once."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if batch_first else x.transpose(0, 1)
+            out: Tensor = self.attend(x, x, x, need_weights=need_weights)[0]
+            return out.square().sum()
+
+    captured = normalise(capture(Layer(), (torch.randn(4, 6, 8),)))
+    roles = find_roles(captured)
+    assert microbatch_obstacle(captured, roles) is None
+    assert all(roles.batch[node] is not None for node in roles.batch)
 
 
 def test_ops_that_mix_rows_stay_below_the_view() -> None:
