@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from autopar.ir.gates import GATE, VALUE, gate_function
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -114,6 +116,7 @@ def run_experts(
     b_down: Tensor | None,
     activation: str,
     gated: bool,
+    interleaved: bool = False,
 ) -> Tensor:
     """Each row through its expert: (rows, h) -> (rows, h).
 
@@ -123,13 +126,21 @@ def run_experts(
     up = _grouped_linear(x, w_up, ends)
     if b_up is not None:
         up = up + b_up[expert]
-    if gated:
-        gate, value = up.chunk(2, dim=-1)
-        inner = ACTIVATIONS[activation](gate) * value
-    else:
-        inner = ACTIVATIONS[activation](up)
-    down = _grouped_linear(inner, w_down, ends)
+    down = _grouped_linear(_between(up, activation, gated, interleaved), w_down, ends)
     return down if b_down is None else down + b_down[expert]
+
+
+def _between(up: Tensor, activation: str, gated: bool, interleaved: bool) -> Tensor:
+    """The rows that go into the second product: (rows, u) -> (rows, i)."""
+    parts = {GATE: up}
+    if gated:
+        parts = dict(
+            zip((GATE, VALUE), (up[..., ::2], up[..., 1::2]) if interleaved else up.chunk(2, dim=-1), strict=True)
+        )
+    if activation not in ACTIVATIONS:
+        return gate_function(activation)(parts)
+    inner = ACTIVATIONS[activation](parts[GATE])
+    return inner * parts[VALUE] if gated else inner
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -153,13 +153,16 @@ def moe(
     *,
     activation: str,
     gated: bool,
+    interleaved: bool = False,
     capacity_factor: float | None = None,
 ) -> Tensor:
     """Mixture of experts: each token through its K experts, summed with their weights.
 
     x: (..., h). expert_index: (..., K) integers below E. expert_weight: (..., K).
-    w_up: (E, u, h) with u = 2 i if gated, the gate's rows first, else i. w_down: (E, h, i).
-    b_up: (E, u). b_down: (E, h). activation: a key of ``experts.ACTIVATIONS``. Result: (..., h).
+    w_up: (E, u, h) with u = 2 i if gated, the gate's rows first, or every second one if interleaved; else i.
+    w_down: (E, h, i). b_up: (E, u). b_down: (E, h). Result: (..., h).
+    activation: a key of ``experts.ACTIVATIONS``, of the gate that is multiplied with the value, or an expression over
+        both (``gates.py``).
     capacity_factor: an expert takes at most this many times an even share of the rows, ``ceil(factor * T * K / E)``
         for T tokens: the first in order of tokens, and of a token's choices. The rest of its rows count as zero.
 
@@ -176,7 +179,15 @@ def moe(
 
     def experts(rows: Tensor) -> Tensor:
         return run_experts(
-            rows, expert, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, activation=activation, gated=gated
+            rows,
+            expert,
+            w_up=w_up,
+            w_down=w_down,
+            b_up=b_up,
+            b_down=b_down,
+            activation=activation,
+            gated=gated,
+            interleaved=interleaved,
         )
 
     return combine(x, expert_weight, order, experts)

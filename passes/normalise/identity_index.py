@@ -1,6 +1,7 @@
 """Indexing with every position in order is a view.
 
     index(mask (B, S), [arange(B) as (B, 1, 1, 1), arange(S) as (1, 1, 1, S)])       reshape(mask, [B, 1, 1, S])
+    index(x, [None, None, [4, 5]])                                                   slice(x, 2, 4, 6)
 
 This is how padding masks are read by position functions. The index of a row says nothing about other
 rows, which an ``index`` cannot know: it would need the whole batch on every rank.
@@ -38,7 +39,7 @@ _KEEPS_ORDER = frozenset(
 
 @dataclass(frozen=True)
 class IdentityIndexToView(Pass):
-    """``index`` by ``arange`` along separate dimensions as a permutation and a reshape."""
+    """``index`` by ``arange`` along separate dimensions is a permutation and a reshape, by known positions a slice."""
 
     name: ClassVar[str] = "identity-index-to-view"
 
@@ -46,6 +47,12 @@ class IdentityIndexToView(Pass):
         graph = captured.graph
         mode = fake_mode_of(graph)
         for node in list(call_nodes(graph)):
+            span = _span(node)
+            if span is not None:
+                with graph.inserting_before(node):
+                    piece = add_call(graph, mode, aten.slice.Tensor, (node.args[0], *span), like=node)
+                node.replace_all_uses_with(piece)
+                continue
             order = _order(node)
             if order is None:
                 continue
@@ -56,6 +63,25 @@ class IdentityIndexToView(Pass):
                 new = add_call(graph, mode, aten.reshape.default, (new, list(shape_of(node))), like=node)
             node.replace_all_uses_with(new)
         return captured
+
+
+def _span(node: fx.Node) -> tuple[int, int, int] | None:
+    """(dimension, start, end), if the node picks positions of one dimension that are known and follow each other."""
+    if node.target is not aten.index.Tensor:
+        return None
+    tensor, indices = node.args
+    assert isinstance(tensor, fx.Node) and isinstance(indices, (list, tuple))
+    given = [(dim, index) for dim, index in enumerate(indices) if isinstance(index, fx.Node)]
+    if len(given) != 1:
+        return None
+    dim, index = given[0]
+    value = index.meta.get("value")
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32) or value.ndim != 1:
+        return None
+    size, places = shape_of(tensor)[dim], value.tolist()
+    first = places[0] % size if places else 0
+    follows = places and [place % size for place in places] == list(range(first, first + len(places)))
+    return (dim, first, first + len(places)) if follows else None
 
 
 def _order(node: fx.Node) -> list[int] | None:

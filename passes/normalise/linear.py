@@ -24,7 +24,7 @@ from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
-_TRANSPOSES = (aten.transpose.int, aten.t.default)
+_TRANSPOSES = (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.mT.default)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.passes.normalise.gates import Gate, read_gate
 from autopar.passes.normalise.unflatten import before_flatten
 from autopar.passes.pipeline import Pass
 
@@ -62,8 +64,7 @@ class _Experts:
     w_down: fx.Node
     b_up: fx.Node | None
     b_down: fx.Node | None
-    activation: str
-    gated: bool
+    gate: Gate
 
 
 def _match(total: fx.Node) -> _Experts | None:
@@ -82,11 +83,10 @@ def _match(total: fx.Node) -> _Experts | None:
     chosen_index = _sorted(order)
     down_product, b_down = _without_bias(down, order)
     inner, w_down, ends = _grouped(down_product)
-    gate = _gate(inner)
+    gate = read_gate(inner, lambda node: _grouped(_without_bias(node, order)[0])[2] is not None)
     if gate is None or chosen_index is None or ends is None:
         return None
-    activation, up, gated = gate
-    up_product, b_up = _without_bias(up, order)
+    up_product, b_up = _without_bias(gate.source, order)
     rows, w_up, same_ends = _grouped(up_product)
     x, token = _indexed(rows)
     weights = _source(flat_weights, None, aten.reshape.default)
@@ -94,7 +94,8 @@ def _match(total: fx.Node) -> _Experts | None:
         return None
     top_k = shape_of(weights)[-1]
     plausible = (
-        shape_of(chosen_index) == shape_of(weights)
+        prod(shape_of(chosen_index)) == prod(shape_of(weights))
+        and shape_of(chosen_index)[-1] == top_k
         and _is_quotient(token, order, top_k)
         and _ends_of(ends, order, shape_of(w_up)[0])
         and shape_of(total) == shape_of(x)
@@ -103,13 +104,13 @@ def _match(total: fx.Node) -> _Experts | None:
     )
     if not plausible:
         return None
-    return _Experts(x, chosen_index, weights, w_up, w_down, b_up, b_down, activation, gated)
+    return _Experts(x, chosen_index, weights, w_up, w_down, b_up, b_down, gate)
 
 
 def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Experts) -> None:
     x, index, weights = found.x, found.index, found.weights
     wide = before_flatten(x)
-    if wide is not None and shape_of(wide)[:-1] == shape_of(index)[:-1]:
+    if wide is not None and shape_of(wide)[:-1] in (shape_of(index)[:-1], shape_of(weights)[:-1]):
         x = wide
     with graph.inserting_before(node):
         matrices = [
@@ -117,11 +118,12 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Exper
             for m in (found.w_up, found.w_down)
         ]
         biases = (found.b_up, found.b_down) if found.b_up is not None or found.b_down is not None else ()
-        if shape_of(x)[:-1] != shape_of(index)[:-1]:
-            rows = [shape_of(x)[0], shape_of(index)[-1]]
-            index = add_call(graph, mode, aten.reshape.default, (index, rows), like=node)
-            weights = add_call(graph, mode, aten.reshape.default, (weights, rows), like=node)
-        options = {"activation": found.activation, "gated": found.gated}
+        chosen = [*shape_of(x)[:-1], shape_of(index)[-1]]
+        index = add_call(graph, mode, aten.reshape.default, (index, chosen), like=node)
+        weights = add_call(graph, mode, aten.reshape.default, (weights, chosen), like=node)
+        options = {"activation": found.gate.activation, "gated": found.gate.gated}
+        if found.gate.interleaved:
+            options["interleaved"] = True
         result = add_call(graph, mode, ops.moe, (x, index, weights, *matrices, *biases), options, like=node)
         if shape_of(result) != shape_of(node):
             result = add_call(graph, mode, aten.reshape.default, (result, list(shape_of(node))), like=node)
@@ -194,47 +196,6 @@ def _grouped(node: Any) -> tuple[Any, fx.Node | None, fx.Node | None]:
     ends = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
     assert isinstance(matrices, fx.Node)
     return rows, matrices, ends if isinstance(ends, fx.Node) else None
-
-
-def _activation(node: Any) -> tuple[str, Any] | None:
-    if not isinstance(node, fx.Node):
-        return None
-    names = {
-        aten.silu.default: "silu",
-        aten.relu.default: "relu",
-        aten.sigmoid.default: "sigmoid",
-        aten.tanh.default: "tanh",
-    }
-    if node.target is aten.gelu.default:
-        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu", node.args[0]
-    return (names[node.target], node.args[0]) if node.target in names else None
-
-
-def _gate(inner: Any) -> tuple[str, fx.Node, bool] | None:
-    """(activation, product, gated) of what goes into the second product."""
-    plain = _activation(inner)
-    if plain is not None:
-        return plain[0], plain[1], False
-    if not isinstance(inner, fx.Node) or inner.target is not aten.mul.Tensor:
-        return None
-    gate, value = _activation(inner.args[0]), inner.args[1]
-    halves = _half(value, 1)
-    if gate is None or halves is None or _half(gate[1], 0) is not halves:
-        return None
-    return gate[0], halves, True
-
-
-def _half(node: Any, number: int) -> fx.Node | None:
-    """x, if the node is the first (0) or second (1) half of x's last dimension."""
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != number:
-        return None
-    split: Any = node.args[0]
-    if split.target is not aten.split.Tensor:
-        return None
-    source = split.args[0]
-    whole, dim = shape_of(source), split.args[2] if len(split.args) > 2 else 0
-    halved = dim in (-1, len(whole) - 1) and split.args[1] * 2 == whole[-1]
-    return source if halved else None
 
 
 def _is_quotient(token: fx.Node, order: fx.Node, top_k: int) -> bool:

@@ -185,6 +185,9 @@ CASES = {
     ),
     "moe": _moe_case(*range(8), activation="silu", gated=True),
     "moe-biased": _moe_case(*range(8), biases=2, activation="gelu", gated=False),
+    "moe-interleaved": _moe_case(
+        *range(8), biases=2, activation="mul(add(value, 1), sigmoid(gate))", gated=True, interleaved=True
+    ),
     "moe-skewed": _moe_case(0, 5, 5, 5, activation="silu", gated=True),
     "moe-capacity": _moe_case(*range(8), activation="silu", gated=True, capacity_factor=0.9),
     "moe-capacity-skewed": _moe_case(0, 5, 5, 5, biases=2, activation="gelu", gated=False, capacity_factor=1.5),

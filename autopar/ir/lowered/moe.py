@@ -61,6 +61,7 @@ def moe(
     *,
     activation: str,
     gated: bool,
+    interleaved: bool = False,
     capacity_factor: float | None = None,
     expert_groups: Groups = (),
     exchanged: tuple[bool, ...] = (),
@@ -77,7 +78,14 @@ def moe(
     if b_down is not None and inner_groups:
         b_down = b_down / shard_count(inner_groups)
     experts = partial(
-        run_experts, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, activation=activation, gated=gated
+        run_experts,
+        w_up=w_up,
+        w_down=w_down,
+        b_up=b_up,
+        b_down=b_down,
+        activation=activation,
+        gated=gated,
+        interleaved=interleaved,
     )
     if not has_values(x):  # shapes only: as if every row stayed
         expert_groups, exchanged = (), ()
@@ -150,7 +158,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces ``ops.moe``."""
     call = arguments(node)
     names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
-    kwargs = {name: call[name] for name in ("activation", "gated", "capacity_factor")}
+    kwargs = {name: call[name] for name in ("activation", "gated", "interleaved", "capacity_factor")}
     groups = axes_with({EXPERTS}, assignment, mesh)
     moving = axes_with(set(rule.joint), assignment, mesh)
     kwargs["expert_groups"] = groups

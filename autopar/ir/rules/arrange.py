@@ -2,6 +2,7 @@
 
 cat (dim 1)     d0 _1, d0 _2 -> d0 _3
 split (dim 1)   d0 _1 -> d0 _2, d0 _3
+slice (step 2)  d0 (d1 _2) -> d0 d1      every second entry, of gates and values that take turns
 cumsum, sort    d0 d1 -> d0 d1           d1 is blocked
 """
 
@@ -61,9 +62,24 @@ def split(call: Call) -> FactorRule | None:
     dim = dim_of(call.bound()["dim"], len(x.shape))
     if len(call.operands) != 1:
         return None
+    if call.name == "aten::slice" and call.bound()["step"] > 1:
+        return _every(call, x, dim)
     # A piece that is everything, asked for in a way that holds for a shard too.
     whole = call.name in ("aten::slice", "aten::split", "aten::chunk") and call.results[0].shape == x.shape
     return _along(call, () if whole else [dim], linear=[[0]])
+
+
+def _every(call: Call, x: Operand, dim: int) -> FactorRule | None:
+    """One entry out of every ``step``, to the end: pieces of the dimension that are multiples of it are alike."""
+    bound = call.bound()
+    size, step, start, end = x.shape[dim], bound["step"], bound["start"] or 0, bound["end"]
+    if size % step or not 0 <= start < step or (end is not None and end < size):
+        return _along(call, [dim], linear=[[0]])
+    factors = Factors()
+    dims = factors.dims(numbered(len(x.shape)), call.results[0].shape)
+    turns = factors.fresh(step)
+    operand = tuple(own + turns if d == dim else own for d, own in enumerate(dims))
+    return factors.rule([operand], [dims], linear=sums(call, [0]))
 
 
 def select(call: Call) -> FactorRule | None:

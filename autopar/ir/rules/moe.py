@@ -1,6 +1,7 @@
 """Mixture of experts.
 
-    d0 d1 h, d0 d1 _k, d0 d1 _k, experts u h, experts h u, .. -> d0 d1 h      gated: u and h are blocked
+    d0 d1 h, d0 d1 _k, d0 d1 _k, experts u h, experts h u, .. -> d0 d1 h      gated: u is blocked
+    d0 d1 h, d0 d1 _k, d0 d1 _k, experts (f 2) h, experts h f, .. -> d0 d1 h  gate and value interleaved
 
 Tokens are independent of each other, so every token dimension is a factor. Experts are summed: a rank adds what its
 own contribute to its tokens. Tokens and experts on one axis ("d0&experts") is the exchange: tokens travel to their
@@ -32,8 +33,11 @@ def moe(call: Call) -> FactorRule | None:
     k = factors.dim("k", index.shape[-1], block=True)
     e = factors.dim(EXPERTS, up.shape[0])
     inner = down.shape[2]
-    f = factors.dim("f", inner, block=gated)
-    u = factors.dim("halves", 2) + f if gated else f
+    interleaved = bound["interleaved"]
+    f = factors.dim("f", inner, block=gated and not interleaved)
+    u = f
+    if gated:
+        u = f + factors.dim("halves", 2) if interleaved else factors.dim("halves", 2) + f
     known = {
         x.position: (*lead, h),
         index.position: (*lead, k),

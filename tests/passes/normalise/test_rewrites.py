@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.matrix = nn.Parameter(torch.randn(H, C))
         self.bias = nn.Parameter(torch.randn(C))
         self.other = nn.Parameter(torch.randn(C, H))
+        self.square = nn.Parameter(torch.randn(H, H))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.body(self, x, y)
@@ -207,8 +208,28 @@ def test_a_fused_layer_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]]
 
 
 @pytest.mark.parametrize(
+    ("cut", "num"),
+    [
+        (lambda y: y.view(B, S, 2, 2, 2).permute(2, 0, 3, 1, 4).unbind(0), 2),
+        (lambda y: y.view(B * S, 4, 2).split([2, 1, 1], 1), 3),
+        (lambda y: (y.view(B, S, 4, 2)[:, :, :-2], y.view(B, S, 4, 2)[:, :, -2], y.view(B, S, 4, 2)[:, :, [-1]]), 3),
+        (lambda y: y.unflatten(-1, (2, 4)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous(), 2),
+    ],
+)
+def test_a_fused_layer_seen_through_views_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]], num: int) -> None:
+    """As (3, heads, size), with heads for keys and values beside those for queries, or stacked first."""
+
+    def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
+        parts = cut(F.linear(x, m.square, m.weight))
+        return sum((n + 1) * parts[n].exp().mean() for n in range(len(parts)))  # type: ignore[return-value]
+
+    assert remaining(body).count(aten.linear.default) == num
+
+
+@pytest.mark.parametrize(
     "body",
     [
+        lambda m, x, y: F.linear(x, m.square).view(B, S, 2, 4).transpose(1, 2).chunk(2, -1)[0].sum(),  # major heads
         lambda m, x, y: F.linear(x, m.other)[..., :3].sum(),  # part of the result is not used
         lambda m, x, y: sum(t.sum() for t in F.linear(x, m.other).split(3, -1)) + m.other.sum(),  # used elsewhere too
         lambda m, x, y: F.linear(x, m.other)[..., ::2].sum() + F.linear(x, m.other)[..., 1::2].sum(),
