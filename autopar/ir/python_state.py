@@ -81,7 +81,8 @@ class _Held:
 
     def entries(self, of: Any) -> dict[Any, Any]:
         if isinstance(of, dict):
-            found = of if self.only is None else {key: of[key] for key in self.only if key in of}
+            stored = dict(dict.items(of))
+            found = stored if self.only is None else {key: stored[key] for key in self.only if key in stored}
             return {key: value for key, value in found.items() if self.slot != "attributes" or key not in _OWN}
         if isinstance(of, (set, frozenset)):
             return dict.fromkeys(of, True)
@@ -248,8 +249,9 @@ class Snapshot:
             self.iterators.append(name)
             return
         if isinstance(value, dict):
-            entries, own, items = value, value, value.items()
-            self.held.append(_Held(own, dict(entries), lambda key: f"{name}[{key!r}]"))
+            # As they are stored: a dictionary may make what it is asked for.
+            own, items = value, dict.items(value)
+            self.held.append(_Held(own, dict(items), lambda key: f"{name}[{key!r}]"))
         elif isinstance(value, (list, deque, set)):
             self.held.append(_Held(value, type(value)(value), lambda key: f"{name}[{key!r}]"))
             items = dict(enumerate(value)).items()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,3 +188,20 @@ def test_what_forward_writes_is_written(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(4, 8)
     assert_same_training(capture(model, x), model, (x,))
+
+
+class MakesWhatItIsAskedFor(OrderedDict[str, type[nn.Module]]):
+    def __getitem__(self, key: str) -> nn.Module:  # type: ignore[override]
+        return super().__getitem__(key)(4, 4)
+
+
+KINDS = MakesWhatItIsAskedFor(gated=nn.Linear, plain=nn.Bilinear)
+
+
+class ReadsATable(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * len(KINDS)
+
+
+def test_a_table_that_makes_what_it_is_asked_for_is_not_asked() -> None:
+    assert capture(ReadsATable(), torch.randn(4, 8)).has_loss
