@@ -4,8 +4,9 @@
     backward = the same over what the gradient computation does
 
 What a matrix product achieves depends on its local shape (``matmul.py``), of each product of the backward on its own;
-on a core its bytes add to it. Experts are two products for each of them, of the rows that it gets on average; where
-ranks share experts the time is that of the rank with most rows, as far as it is known how many each expert gets.
+on a core its bytes add to it. Of a recurrent layer, the products of the steps come one after another. Experts are two
+products for each of them, of the rows that it gets on average; where ranks share experts the time is that of the rank
+with most rows, as far as it is known how many each expert gets.
 FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
 tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
 ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
@@ -33,8 +34,10 @@ from autopar.cost_model.products import (
     Product,
     factors_of,
     gradient_orders,
+    launches_of_recurrence,
     product_of,
     products_of_experts,
+    products_of_recurrence,
 )
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
@@ -42,6 +45,7 @@ from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_r
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
+from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
 from autopar.ir.sequence import Sight, folds_for, imbalance
 
@@ -257,8 +261,16 @@ class OpCost:
         # A composite of several products (experts) has more operands, but still two products for each one.
         ways = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
         experts = op_name(node) == "moe"
-        products = products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
+        in_steps = recurrent.is_recurrent(node)
+        if in_steps:
+            products = products_of_recurrence(node, rule)
+        else:
+            products = (
+                products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
+            )
         launches = (1, max(1, len(gradients)) if contracted else 1)
+        if in_steps:
+            launches = launches_of_recurrence(node)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
@@ -315,8 +327,11 @@ class OpCost:
             computing = computing_back = 0.0
             for product in self.products:
                 shape = product.local_shape(self.sizes, degrees, self.batch_factor, num_microbatches, sent)
-                computing += product.flops * busy / self._fraction(shape, ITSELF)
-                computing_back += sum(product.flops * busy / self._fraction(shape, order) for order in self.gradients)
+                steps = product.steps
+                computing += product.flops * busy / self._fraction(shape, ITSELF, steps)
+                computing_back += sum(
+                    product.flops * busy / self._fraction(shape, order, steps) for order in self.gradients
+                )
         forward = backward = functions = 0.0
         if self.elements is not None:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
@@ -358,8 +373,9 @@ class OpCost:
             return computing + moving
         return max(computing, moving, functions)
 
-    def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...]) -> float:
-        return fraction_of_rate(self.device.tiling, *(shape[number] for number in order))
+    def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...], steps: int) -> float:
+        rows, *others = (shape[number] for number in order)
+        return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
 
 
 def op_time(

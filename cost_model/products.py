@@ -2,6 +2,7 @@
 
     linear, matmul     one; what an op computes anew, as a convolution, is in its rows, and its kernel in its depth
     experts            two for each expert, in and out, of the rows that it gets when routing is even
+    recurrent layer    for each layer one of all steps at once, and one whose steps come after each other
 
 Each is seen as factors of the op, so that its shape on one rank follows from the degrees of those.
 """
@@ -13,7 +14,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
 
+from torch import fx
+
 from autopar.ir.rule import FactorRule, TensorFactors
+from autopar.ir.rules import recurrent
+from autopar.ir.rules.call import call_of
 from autopar.ir.rules.moe import EXPERTS
 
 # Which of rows, columns, depth and repeats of a product are those of itself, and of the gradients of its operands.
@@ -26,12 +31,14 @@ class Product:
     """A matrix product of the whole batch: factors of its rows, columns, depth and repeats.
 
     rows: what the sizes of their factors are multiplied by. depth: likewise (the kernel of a convolution).
+    steps: products one after another that the rows are divided into, as are those of the gradient of the rows.
     """
 
     factors: tuple[frozenset[str], ...]
     flops: float
     rows: float = 1.0
     depth: float = 1.0
+    steps: int = 1
 
     def local_shape(
         self,
@@ -92,6 +99,34 @@ def products_of_experts(rule: FactorRule) -> tuple[Product, ...]:
         Product((tokens, wide, hidden, experts), share * rule.flops, rows=rows),
         Product((tokens, hidden, inner, experts), (1 - share) * rule.flops, rows=rows),
     )
+
+
+def products_of_recurrence(node: fx.Node, rule: FactorRule) -> tuple[Product, ...]:
+    """The product with each weight matrix of a recurrent layer."""
+    call = call_of(node)
+    steps = recurrent.num_steps(call)
+    rows = frozenset({recurrent.BATCH, recurrent.STEPS} & set(rule.sizes))
+    if not rows:  # a packed sequence, or one sample
+        return ()
+    products = []
+    for position, stepwise in recurrent.matrices(call):
+        columns, depth = map(frozenset, rule.operands[position])
+        flops = 2.0 * prod(rule.sizes[factor] for factor in rows | columns | depth)
+        products.append(Product((rows, columns, depth, frozenset()), flops, steps=steps if stepwise else 1))
+    return tuple(products)
+
+
+def launches_of_recurrence(node: fx.Node) -> tuple[int, int]:
+    """Kernels of a recurrent layer, forward and backward.
+
+    Of each step a product and its gates; of all steps at once the products with the input weights and the gradients of
+    all weights.
+    """
+    call = call_of(node)
+    stepwise = sum(matrix.stepwise for matrix in recurrent.matrices(call))
+    others = len(recurrent.matrices(call)) - stepwise
+    in_steps = 2 * stepwise * recurrent.num_steps(call)
+    return in_steps + others, in_steps + 2 * others + stepwise
 
 
 def factors_of(tensors: Sequence[TensorFactors]) -> set[str]:

@@ -209,6 +209,7 @@ def _assemble(
     key: dict[fx.Node, str] = {}
     block_of: dict[fx.Node, int] = {}
     taken: Counter[str] = Counter()
+    named: set[str] = set()
     shared = shared_modules(contents)
     for number, group in enumerate(groups):
         instances = [contents[index] for index in group]
@@ -223,6 +224,9 @@ def _assemble(
         kinds.append(BlockKind(name=name + suffix, repeats=len(group), keys=tuple(keys)))
         for index, nodes in zip(group, instances, strict=True):
             instance = instance_name(path, nodes, index) + suffix
+            if instance in named:  # a module that is called again, as a cell in a loop
+                instance += f"[{index}]"
+            named.add(instance)
             blocks.append(Block(index=index, kind=number, name=instance, nodes=tuple(nodes)))
             key.update(zip(nodes, keys, strict=True))
             block_of.update((node, index) for node in nodes)

@@ -11,6 +11,7 @@ import hashlib
 import io
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ from autopar.ir.standins import fake_like, fake_model
 
 # ``loss_fn(output, target)``.
 LossFunction = Callable[..., Any]
+
+# What torch.export says of lists of parameters.
+_RELISTED = r"The tensor attributes? (self\.[\w.]+\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
 
 # What a forward, and torch.export on its way through it, may raise.
 _FAILURES = (
@@ -139,7 +143,9 @@ def _quietly() -> Iterator[None]:
     level, said = log.level, io.StringIO()
     log.setLevel(logging.ERROR)
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(said), warnings.catch_warnings():
+            # A recurrent module lists its parameters anew when torch.export puts others in their place.
+            warnings.filterwarnings("ignore", message=_RELISTED)
             yield
     finally:
         log.setLevel(level)

@@ -262,6 +262,19 @@ def test_layers_that_share_their_weights_fold_but_keep_them() -> None:
     assert folding.representative[weight] is weight
 
 
+def test_a_module_that_is_called_again_gives_blocks_of_different_names() -> None:
+    """They may differ in what is read of them later, and each has its own place in the program."""
+    t = Tracer()
+    x = embedding(t)
+    weight = t.param("cell.weight", D, D)
+    for _ in range(4):
+        t.path = "cell"
+        x = t.call(aten.relu.default, t.call(aten.linear.default, x, weight))
+    folding = fold(t.done(loss_of(t, x)))
+    names = [block.name for block in folding.blocks]
+    assert len(set(names)) == len(names) > len(folding.kinds)
+
+
 def test_integers_do_not_cross_where_that_can_be_helped() -> None:
     """The narrowest cut by bytes would send the chosen indices."""
     t = Tracer()

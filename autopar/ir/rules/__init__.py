@@ -50,6 +50,7 @@ from autopar.ir.rules import (
     norm,
     pointwise,
     random,
+    recurrent,
     reduce,
     views,
 )
@@ -63,6 +64,7 @@ __all__ = ["RULES", "MissingRuleWarning", "rule_for", "rule_of_call"]
 RULES: dict[str, Rule] = {}
 for _family in (
     pointwise, reduce, matmul, attention, norm, embedding, indexing, arrange, views, conv, loss, random, creation, moe,
+    recurrent,
 ):  # fmt: skip
     RULES.update(_family.RULES)
 

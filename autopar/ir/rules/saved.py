@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import tensor_operands
-from autopar.ir.rules import loss
+from autopar.ir.rules import loss, recurrent
 from autopar.ir.rules.call import Call, Operand, call_of
 from autopar.ir.rules.factors import aten, numel
 
@@ -177,6 +177,15 @@ def _moe(call: Call, needs: set[int]) -> Saved:
     return Saved(kept, (), rows * widths * x.dtype.itemsize, ("experts",))
 
 
+def _recurrent(call: Call, needs: set[int]) -> Saved:
+    """All operands, the output, and of each step and layer the gates and the states."""
+    of_steps = {matrix.position for matrix in recurrent.matrices(call) if matrix.stepwise}
+    x = call.operands[0]
+    width = sum(sum(operand.shape) for operand in call.operands if operand.position in of_steps)
+    extra = numel(x.shape[:-1]) * width * x.dtype.itemsize
+    return Saved(tuple(o.position for o in call.operands), (0,), extra, (recurrent.BATCH,))
+
+
 def _where(call: Call, needs: set[int]) -> Saved:
     return Saved((call.bound()["condition"].position,))
 
@@ -275,6 +284,7 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
         ),
         _max_pool,
     ),
+    **dict.fromkeys(recurrent.RULES, _recurrent),
     "aten::where": _where,
     "aten::lerp": _lerp,
 }

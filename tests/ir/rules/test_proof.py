@@ -350,6 +350,48 @@ OTHER = [
     moe_case("d0 f! experts!", (4,), 8, None, r(3, 6), activation="relu", gated=False),
 ]
 
+
+def recurrent_case(kind: str, layers: int = 1, *, both: bool = False, first: bool = True, projected: int = 0) -> Case:
+    """Six samples of five steps and width 3 through layers of width 4."""
+    gates = {"lstm": 4, "gru": 3}.get(kind, 1)
+    directions, out = 2 if both else 1, projected or 4
+    params = []
+    for layer in range(layers):
+        for _ in range(directions):
+            params += [r(gates * 4, directions * out if layer else 3), r(gates * 4, out), r(gates * 4), r(gates * 4)]
+            params += [r(projected, 4)] if projected else []
+    h, c = r(layers * directions, 6, out), r(layers * directions, 6, 4)
+    x = r(6, 5, 3) if first else r(5, 6, 3)
+    options = (True, layers, 0.0, True, both, first)
+    return case("b", getattr(aten, kind).input, x, [h, c] if kind == "lstm" else h, params, *options)
+
+
+RECURRENT = [
+    recurrent_case("lstm"),
+    recurrent_case("lstm", 2, both=True, first=False),
+    recurrent_case("lstm", 2, projected=2),
+    recurrent_case("gru", 2, both=True),
+    recurrent_case("rnn_tanh", 2, first=False),
+    recurrent_case("rnn_relu"),
+    case(
+        "",
+        aten.rnn_tanh.data,
+        r(5, 3),
+        torch.tensor([3, 2]),
+        r(1, 3, 4),
+        [r(4, 3), r(4, 4)],
+        False,
+        1,
+        0.0,
+        True,
+        False,
+    ),
+    case("b", aten.lstm_cell.default, r(6, 3), [r(6, 4), r(6, 4)], r(16, 3), r(16, 4), r(16), r(16)),
+    case("b", aten.gru_cell.default, r(6, 3), r(6, 4), r(12, 3), r(12, 4)),
+    case("b", aten.rnn_tanh_cell.default, r(6, 3), r(6, 4), r(4, 3), r(4, 4), r(4), r(4)),
+    case("b", aten.rnn_relu_cell.default, r(6, 3), r(6, 4), r(4, 3), r(4, 4), r(4), r(4)),
+]
+
 # Operands that an op has no gradient for.
 NO_GRADIENT = {
     "aten::_native_batch_norm_legit_functional": ("running_mean", "running_var"),
@@ -357,7 +399,7 @@ NO_GRADIENT = {
     "aten::cross_entropy_loss": ("weight",),
 }
 
-CASES = [*POINTWISE, *REDUCE, *MATMUL, *ATTENTION, *NORM, *INDEXING, *ARRANGE, *VIEWS, *CONV, *LOSS, *OTHER]
+CASES = [*POINTWISE, *REDUCE, *MATMUL, *ATTENTION, *NORM, *INDEXING, *ARRANGE, *VIEWS, *CONV, *LOSS, *OTHER, *RECURRENT]
 
 
 def name_of(number: int) -> str:

@@ -139,6 +139,14 @@ def test_cross_entropy_keeps_log_probabilities_and_targets() -> None:
     assert saved.extra_bytes == pytest.approx(extra, abs=16)
 
 
+def test_a_recurrent_layer_keeps_gates_and_states_of_all_steps() -> None:
+    x, hx = r(2, 5, 3), [r(1, 2, 4), r(1, 2, 4)]
+    node, *_ = measured(aten.lstm.input, x, hx, [r(16, 3), r(16, 4)], False, 1, 0.0, True, False, True)
+    saved = saved_for_backward(node)
+    assert (set(saved.operands), saved.results) == ({0, 1, 2, 3, 4}, (0,))
+    assert saved.extra_bytes == 2 * 5 * (4 * 4 + 4) * 4
+
+
 def test_moe_keeps_the_activations_of_each_choice() -> None:
     x, up, down = r(64, 6), r(3, 16, 6), r(3, 6, 8)
     index, weight = torch.randint(0, 3, (64, 2)), r(64, 2)
