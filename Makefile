@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity parity-full choices browser torchtitan docs bench dist clean
+.PHONY: help demo test test-all lint types format parity parity-full architectures choices browser torchtitan docs bench \
+        dist clean
 .DEFAULT_GOAL := help
 
 help:            ## print this list
@@ -50,6 +51,9 @@ parity: $(VENV)/.dev  ## models × plans: largest relative error against one pro
 
 parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; two hours; goes on where it was stopped
 	$(BIN)/python benchmarks/parity.py --full --resume out/parity-full.jsonl
+
+architectures: $(VENV)/.dev  ## a hundred more architectures × four plans on four ranks; goes on where it was stopped
+	$(BIN)/python benchmarks/architectures.py --record out/architectures.jsonl
 
 choices: $(VENV)/.dev  ## what the free search picks, and what the alternatives would have cost
 	$(BIN)/python benchmarks/choices.py

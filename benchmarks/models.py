@@ -37,21 +37,21 @@ class Case:
     learning_rate: float = 0.1
 
 
-def _tokens(step: int, *, rows: int = BATCH, columns: int = SEQ, vocab: int = VOCAB) -> Tensor:
+def random_tokens(step: int, *, rows: int = BATCH, columns: int = SEQ, vocab: int = VOCAB) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(0, vocab, (rows, columns), generator=generator)
 
 
-def _language(step: int) -> dict[str, Any]:
-    tokens = _tokens(step)
+def language_batch(step: int) -> dict[str, Any]:
+    tokens = random_tokens(step)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _images(step: int) -> Tensor:
+def random_images(step: int) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(2000 + step))
 
 
-def _classes(step: int, count: int = 8) -> Tensor:
+def random_classes(step: int, count: int = 8) -> Tensor:
     return torch.randint(0, count, (BATCH,), generator=torch.Generator().manual_seed(3000 + step))
 
 
@@ -169,7 +169,7 @@ def resnet() -> nn.Module:
 
 
 # Sizes that most decoders share.
-_DECODER: dict[str, Any] = {
+DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -195,38 +195,38 @@ def gpt_neox() -> nn.Module:
 def gemma() -> nn.Module:
     from transformers import GemmaConfig, GemmaForCausalLM
 
-    return GemmaForCausalLM(GemmaConfig(**_DECODER, head_dim=8))
+    return GemmaForCausalLM(GemmaConfig(**DECODER, head_dim=8))
 
 
 def gemma2() -> nn.Module:
     """Score and logit caps, sliding windows in every second layer, norms around each part."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    return Gemma2ForCausalLM(Gemma2Config(**_DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8))
+    return Gemma2ForCausalLM(Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8))
 
 
 def mistral() -> nn.Module:
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(MistralConfig(**_DECODER, sliding_window=4))
+    return MistralForCausalLM(MistralConfig(**DECODER, sliding_window=4))
 
 
 def qwen2() -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(Qwen2Config(**_DECODER, tie_word_embeddings=True))
+    return Qwen2ForCausalLM(Qwen2Config(**DECODER, tie_word_embeddings=True))
 
 
 def qwen3() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(**_DECODER, head_dim=8))
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8))
 
 
 def olmo2() -> nn.Module:
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
-    return Olmo2ForCausalLM(Olmo2Config(**_DECODER))
+    return Olmo2ForCausalLM(Olmo2Config(**DECODER))
 
 
 def phi3() -> nn.Module:
@@ -234,7 +234,7 @@ def phi3() -> nn.Module:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     return Phi3ForCausalLM(
-        Phi3Config(**_DECODER, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
+        Phi3Config(**DECODER, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
     )
 
 
@@ -352,68 +352,68 @@ def mlp() -> nn.Module:
     )
 
 
-def _bert_batch(step: int) -> dict[str, Any]:
-    tokens = _tokens(step)
+def masked_batch(step: int) -> dict[str, Any]:
+    tokens = random_tokens(step)
     labels = tokens.clone()
     labels[:, ::3] = -100
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
-def _t5_batch(step: int) -> dict[str, Any]:
-    return {"input_ids": _tokens(step, columns=2 * SEQ), "labels": _tokens(step + 500)}
+def translation_batch(step: int) -> dict[str, Any]:
+    return {"input_ids": random_tokens(step, columns=2 * SEQ), "labels": random_tokens(step + 500)}
 
 
-def _vit_batch(step: int) -> dict[str, Any]:
-    return {"pixel_values": _images(step), "labels": _classes(step)}
+def image_batch(step: int) -> dict[str, Any]:
+    return {"pixel_values": random_images(step), "labels": random_classes(step)}
 
 
 def _whisper_batch(step: int) -> dict[str, Any]:
     features = torch.randn(BATCH, 16, 2 * SEQ, generator=torch.Generator().manual_seed(5000 + step))
-    return {"input_features": features, "labels": _tokens(step)}
+    return {"input_features": features, "labels": random_tokens(step)}
 
 
 def _clip_batch(step: int) -> dict[str, Any]:
-    tokens = _tokens(step)
+    tokens = random_tokens(step)
     tokens[:, -1] = VOCAB - 1  # the end of the text, whose state stands for all of it
-    return {"input_ids": tokens, "pixel_values": _images(step), "return_loss": True}
+    return {"input_ids": tokens, "pixel_values": random_images(step), "return_loss": True}
 
 
 def _mlp_batch(step: int) -> dict[str, Any]:
     x = torch.randn(BATCH, 24, generator=torch.Generator().manual_seed(4000 + step))
-    return {"input": x, "target": _classes(step)}
+    return {"input": x, "target": random_classes(step)}
 
 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        Case(name="gpt2", build=gpt2, batch=_language),
-        Case(name="llama", build=llama, batch=_language),
-        Case(name="bert", build=bert, batch=_bert_batch),
-        Case(name="t5", build=t5, batch=_t5_batch),
-        Case(name="vit", build=vit, batch=_vit_batch),
-        Case(name="resnet", build=resnet, batch=_vit_batch),
-        Case(name="mixtral", build=mixtral, batch=_language),
-        Case(name="mixtral_aux", build=partial(mixtral, auxiliary_loss=True), batch=_language),
-        Case(name="qwen3_moe", build=qwen3_moe, batch=_language),
-        Case(name="olmoe", build=olmoe, batch=_language),
-        Case(name="deepseek_v3", build=deepseek_v3, batch=_language),
-        Case(name="gpt_neox", build=gpt_neox, batch=_language),
-        Case(name="gemma", build=gemma, batch=_language),
-        Case(name="gemma2", build=gemma2, batch=_language),
-        Case(name="mistral", build=mistral, batch=_language),
-        Case(name="qwen2", build=qwen2, batch=_language),
-        Case(name="qwen3", build=qwen3, batch=_language),
-        Case(name="olmo2", build=olmo2, batch=_language),
-        Case(name="phi3", build=phi3, batch=_language),
-        Case(name="falcon", build=falcon, batch=_language),
-        Case(name="opt", build=opt, batch=_language),
-        Case(name="bloom", build=bloom, batch=_language),
-        Case(name="distilbert", build=distilbert, batch=_bert_batch),
-        Case(name="bart", build=bart, batch=_t5_batch),
+        Case(name="gpt2", build=gpt2, batch=language_batch),
+        Case(name="llama", build=llama, batch=language_batch),
+        Case(name="bert", build=bert, batch=masked_batch),
+        Case(name="t5", build=t5, batch=translation_batch),
+        Case(name="vit", build=vit, batch=image_batch),
+        Case(name="resnet", build=resnet, batch=image_batch),
+        Case(name="mixtral", build=mixtral, batch=language_batch),
+        Case(name="mixtral_aux", build=partial(mixtral, auxiliary_loss=True), batch=language_batch),
+        Case(name="qwen3_moe", build=qwen3_moe, batch=language_batch),
+        Case(name="olmoe", build=olmoe, batch=language_batch),
+        Case(name="deepseek_v3", build=deepseek_v3, batch=language_batch),
+        Case(name="gpt_neox", build=gpt_neox, batch=language_batch),
+        Case(name="gemma", build=gemma, batch=language_batch),
+        Case(name="gemma2", build=gemma2, batch=language_batch),
+        Case(name="mistral", build=mistral, batch=language_batch),
+        Case(name="qwen2", build=qwen2, batch=language_batch),
+        Case(name="qwen3", build=qwen3, batch=language_batch),
+        Case(name="olmo2", build=olmo2, batch=language_batch),
+        Case(name="phi3", build=phi3, batch=language_batch),
+        Case(name="falcon", build=falcon, batch=language_batch),
+        Case(name="opt", build=opt, batch=language_batch),
+        Case(name="bloom", build=bloom, batch=language_batch),
+        Case(name="distilbert", build=distilbert, batch=masked_batch),
+        Case(name="bart", build=bart, batch=translation_batch),
         Case(name="whisper", build=whisper, batch=_whisper_batch),
         Case(name="clip", build=clip, batch=_clip_batch, learning_rate=0.01),
-        Case(name="convnext", build=convnext, batch=_vit_batch),
-        Case(name="swin", build=swin, batch=_vit_batch),
+        Case(name="convnext", build=convnext, batch=image_batch),
+        Case(name="swin", build=swin, batch=image_batch),
         Case(name="mlp", build=mlp, batch=_mlp_batch, loss_fn=nn.functional.cross_entropy),
     )
 }

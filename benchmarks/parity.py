@@ -3,9 +3,7 @@
     python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4] [--full] [--resume FILE]
 
 Prints the largest relative error of the loss of any step, of any parameter's gradient at the first and the fifth, and
-of any parameter after the fifth, and exits with 1 above the limits. The error of a tensor is
-|a - b| / max(|b|, 1e-5 |all of them|). A gradient that is zero in exact arithmetic (a key's bias: float64 says so) is
-rounding noise in both runs; it has to be below 1e-6 of all gradients together.
+of any parameter after the fifth, and exits with 1 above the limits (``traces.py`` says what the error of a tensor is).
 Five steps are under SGD with momentum, then five under AdamW, where losses alone are compared: AdamW makes the sign of
 a rounding error a step of full size.
 """
@@ -13,7 +11,6 @@ a rounding error a step of full size.
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import json
 import os
@@ -21,27 +18,23 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import CASES, Case, build
+from models import CASES, Case
+from traces import TEN, Trace, describe, relative, train_alone, train_parallel
 
 import autopar
 from autopar.ir.errors import InfeasiblePlan
-from autopar.ir.plan import Plan
 
-STEPS = 5
-# Steps whose gradients are compared; after the last of them, the parameters.
-COMPARED = (0, STEPS - 1)
 # Cells that one group of processes runs. Each makes process groups, whose threads live as long as the processes.
 CELLS_OF_A_GROUP = 32
 LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
@@ -142,120 +135,6 @@ def constraints_of(case: Case, plan: str) -> dict[str, Any]:
     if case.name in COUPLED:
         constraints["num_microbatches"] = 1
     return constraints
-
-
-@dataclass(slots=True)
-class Trace:
-    """What one training run did: the loss of every step; the gradients of the first and the last step under SGD, and
-    the parameters after that.
-
-    zeros: for each of ``gradients``, the parameters whose gradient is zero in exact arithmetic.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    zeros: list[set[str]] = field(default_factory=list)
-
-
-def optimizers_of(case: Case, parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Those of one run, each for STEPS steps in turn."""
-    return [
-        torch.optim.SGD(parameters, lr=case.learning_rate, momentum=0.9),
-        torch.optim.AdamW(parameters, lr=1e-3),
-    ]
-
-
-def loss_of(case: Case, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    batch = dict(batch)
-    if case.loss_fn is None:
-        loss: Tensor = model(**batch).loss
-        return loss
-    target = batch.pop("target")
-    return case.loss_fn(model(**batch), target)
-
-
-def train_alone(case: Case) -> Trace:
-    model = build(case)
-    sgd, adamw = optimizers_of(case, list(model.parameters()))
-    trace = Trace()
-    for step in range(2 * STEPS):
-        optimizer = sgd if step < STEPS else adamw
-        if step in COMPARED:
-            trace.zeros.append(zero_gradients(case, model, case.batch(step)))
-        optimizer.zero_grad()
-        loss = loss_of(case, model, case.batch(step))
-        loss.backward()
-        trace.losses.append(float(loss.detach()))
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if step in COMPARED:
-            trace.gradients.append(
-                {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in named.items()}
-            )
-        optimizer.step()
-        if step == COMPARED[-1]:
-            trace.parameters = {n: p.detach().clone() for n, p in named.items()}
-    return trace
-
-
-def zero_gradients(case: Case, model: nn.Module, batch: dict[str, Any]) -> set[str]:
-    """Parameters whose gradient vanishes in float64, compared with all of them."""
-    wide = copy.deepcopy(model).double()
-    if hasattr(wide, "set_experts_implementation"):
-        wide.set_experts_implementation("eager")  # grouped products have no float64 kernel
-    floats = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-    loss_of(case, wide, floats).backward()
-    norms = {name: float(p.grad.norm()) for name, p in wide.named_parameters() if p.grad is not None}
-    return {name for name, norm in norms.items() if norm < 1e-12 * max(norms.values())}
-
-
-def train_parallel(case: Case, ranks: int, constraints: dict[str, Any]) -> tuple[Trace, Plan]:
-    example = case.batch(0)
-    extra: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
-    parallel = autopar.parallelize(build(case), ranks, example_inputs=example, **extra, **constraints)
-    sgd, adamw = optimizers_of(case, list(parallel.parameters()))
-    names = {name for name, _ in build(case).named_parameters()}
-    trace = Trace()
-    for step in range(2 * STEPS):
-        optimizer = sgd if step < STEPS else adamw
-        optimizer.zero_grad()
-        loss = parallel.step(**parallel.shard_batch(case.batch(step)))
-        trace.losses.append(float(loss))
-        if step in COMPARED:
-            trace.gradients.append({n: g for n, g in parallel.full_gradients().items() if n in names})
-        optimizer.step()
-        if step == COMPARED[-1]:
-            trace.parameters = {n: p for n, p in parallel.full_state_dict().items() if n in names}
-    return trace, parallel.plan
-
-
-def describe(plan: Plan) -> str:
-    """A plan in a few words, with what its axes shard."""
-    used: dict[str, set[str]] = {}
-    for block in plan.blocks:
-        for factors in block.ops.values():
-            for axis, factor in factors.items():
-                used.setdefault(axis, set()).add(factor)
-    axes = " ".join(
-        f"{name}{size}[{','.join(sorted(used.get(name, set())))}]" for name, size in plan.mesh.items() if size > 1
-    )
-    batches = f"zero{plan.zero} M{plan.batch.num_microbatches} {plan.schedule} v{plan.virtual_stages}"
-    return f"pp{plan.num_pipeline_ranks} {axes} {batches}".replace("  ", " ")
-
-
-def relative(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], zeros: Collection[str] = ()) -> float:
-    """Largest relative error of any tensor; infinite if one is missing or not finite."""
-    whole = torch.sqrt(
-        sum((b.double().square().sum() for b in expected.values()), torch.zeros((), dtype=torch.float64))
-    )
-    worst = 0.0
-    for name, b in expected.items():
-        if name not in got or got[name].shape != b.shape:
-            return float("inf")
-        scale = max(float(b.double().norm()), (1e-2 if name in zeros else 1e-5) * float(whole))
-        error = float((got[name].double() - b.double()).norm()) / scale
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
 
 
 def run_cell(model: str, plan: str, references: dict[str, Trace]) -> Cell:
@@ -428,7 +307,7 @@ def main() -> int:
         if model not in CASES or plan not in PLANS:
             parser.error(f"no cell {model}:{plan}; models: {', '.join(CASES)}; plans: {', '.join(PLANS)}")
     cells = run(pairs, Record(options.resume))
-    print("\nLargest relative error of loss, gradients and parameters over", 2 * STEPS, "steps\n")
+    print("\nLargest relative error of loss, gradients and parameters over", len(TEN), "steps\n")
     print(table(cells))
     failed = [cell for cell in cells if not cell.impossible and not cell.passed]
     print(f"\n{len(cells) - len(failed)} of {len(cells)} cells within the limits {LIMITS}")
