@@ -110,10 +110,16 @@ class Signature:
         )
 
     def shard(self, batch: Any, rank: int) -> Any:
-        """Rows of data-parallel rank ``rank`` of every tensor in ``batch`` whose first dimension is the batch."""
+        """Rows of data-parallel rank ``rank`` of every tensor in ``batch`` whose first dimension is the batch.
+
+        A tensor of the shape and dtype of an input that has no rows of the batch (edges of a graph) is left whole.
+        """
+        whole = {
+            (step_input.shape, step_input.dtype) for step_input in self.inputs.values() if step_input.batch_dim is None
+        }
 
         def rows(value: torch.Tensor) -> torch.Tensor:
-            if value.dim() == 0:
+            if value.dim() == 0 or (tuple(value.shape), value.dtype) in whole:
                 return value
             if value.shape[0] != self.global_size:
                 raise InvalidInput(
