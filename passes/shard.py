@@ -59,13 +59,15 @@ class ShardedProgram:
     """The program of one rank of a stage mesh, for one microbatch, before it is cut into stages.
 
     Every node has ``meta["val"]`` with its local shape, ``meta["layout"]`` and ``meta["block"]`` (PRELUDE for
-    what depends on no parameter). outputs: the flat outputs asked for, in order.
+    what depends on no parameter). outputs: the flat outputs asked for, in order. updates: buffer -> its new value.
+    summed: those of which every microbatch has a summand; the others are the same in each.
     """
 
     graph: fx.Graph
     outputs: tuple[fx.Node, ...]
     output_layouts: tuple[Layout, ...]
     updates: Mapping[str, fx.Node]
+    summed: frozenset[str]
 
 
 def shard(
@@ -110,16 +112,28 @@ def shard(
         else:
             results.append(sweep.made[value])
         layouts.append(wanted[1:])
-    updates = {}
-    for name, buffer in captured.buffers.items():
+    updates: dict[str, fx.Node] = {}
+    summed: set[str] = set()
+    for buffer in captured.buffers.values():
         if buffer.updated_by is not None:
             new = next(n for n in captured.graph.nodes if n.name == buffer.updated_by)
-            whole = replicated(sweep.mesh)
-            updates[captured.buffers[name].name] = sweep.use_in_order(new, whole, sweep.block(new))
+            over_time = sweep.layout(new)[0]
+            if over_time.is_partial() and sweep.block(new) != PRELUDE:
+                summed.add(buffer.name)
+            else:
+                over_time = Replicate()
+            whole = (over_time, *replicated(plan.stage_mesh))
+            updates[buffer.name] = sweep.use_in_order(new, whole, sweep.block(new))
     sweep.graph.output(tuple(results) + tuple(updates.values()))
     sweep.graph.eliminate_dead_code()
     sweep.graph.lint()
-    return ShardedProgram(graph=sweep.graph, outputs=tuple(results), output_layouts=tuple(layouts), updates=updates)
+    return ShardedProgram(
+        graph=sweep.graph,
+        outputs=tuple(results),
+        output_layouts=tuple(layouts),
+        updates=updates,
+        summed=frozenset(summed),
+    )
 
 
 @dataclass(slots=True)

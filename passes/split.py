@@ -61,7 +61,8 @@ def split_stages(
         parts = (*totals, *blocks)
         read_by_many, buffers_of_many = cut.shared(number)
         held = {p for b in blocks for p in b.parameters} | set(read_by_many)
-        used_buffers = {b for block in parts for b in block.buffers} | set(buffers_of_many)
+        updates = {name: node.name for name, node in sharded.updates.items() if cut.stage_of(node) == number}
+        used_buffers = {b for block in parts for b in block.buffers} | {*buffers_of_many, *updates}
         wanted = {name for block in parts for name in block.inputs} | {n.name for n in sharded.outputs}
         mine = [n.name if cut.stage_of(n) == number or n.op == "placeholder" else None for n in sharded.outputs]
         loss = mine[0] if outputs == "loss" and mine else None
@@ -80,9 +81,8 @@ def split_stages(
                 constants={name: value for name, value in captured.constants.items() if name in wanted},
                 shared_parameters=tuple(read_by_many),
                 shared_buffers=tuple(buffers_of_many),
-                buffer_updates={
-                    name: node.name for name, node in sharded.updates.items() if cut.stage_of(node) == number
-                },
+                buffer_updates=updates,
+                summed_updates=sharded.summed & updates.keys(),
                 outputs=tuple(mine),
                 output_layouts=tuple(
                     layout if name is not None else None

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
-from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
@@ -80,6 +80,7 @@ class Engine:
             )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
+        self._update_stages = update_stages(programs)
         own = tuple(programs[stage] for stage in self.mesh.stages)
         self.program = program = own[-1]
         self._programs = tuple(programs)
@@ -233,6 +234,25 @@ class Engine:
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)
 
+    def _update_buffers(self) -> None:
+        """Give the buffers that the stages wrote their new values, on every rank that has them."""
+        new = {name: value for stage in self.local for name, value in stage.module.updates.items()}
+        for name, stages in sorted(self._update_stages.items()):
+            group = self.mesh.group_over_stages(stages)
+            if group is None or not any(map(self.mesh.holds, stages)):
+                continue
+            value = new[name].contiguous() if name in new else torch.empty_like(self.tensor(name))
+            bits = value.view(torch.uint8) if value.dtype == torch.bool else value
+            dist.broadcast(bits, src=self.mesh.rank_in_stage(stages[0]), group=group)
+            new[name] = value
+        for stage in self.local:
+            stage.module.updates = {}
+            for name, value in new.items():
+                if stage.module.has(name):
+                    # A new tensor in its place, not a copy into it: a backward may still need the old one.
+                    slot = stage.module.slot(name)
+                    slot.set(value.to(slot.get().dtype))
+
     def _gradients(self) -> list[torch.Tensor]:
         self.reshard()
         found = (self.tensor(name).grad for name in self.layouts)
@@ -259,6 +279,7 @@ class Engine:
             own |= {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
         for stage in self.local:
             stage.module.select(variant)
+            stage.module.updates = {}
         return own
 
     def _batch_dim(self, name: str) -> int | None:
@@ -288,6 +309,7 @@ class Engine:
         if self.pipeline is not None:
             losses = self.pipeline.step(own)
             self._finish()
+            self._update_buffers()
             return self._loss_of_pipeline(losses)
         chunks = self.program.num_microbatches
         total: torch.Tensor | None = None
@@ -304,6 +326,7 @@ class Engine:
             loss.backward()
             del loss
         self._finish()
+        self._update_buffers()
         if summed is not None:
             summed.wait()
         assert total is not None
@@ -350,6 +373,7 @@ class Engine:
             with self.randomness.of(self.stage, number):
                 parts.append(self.stage(**microbatch))
         self._copies.drop()
+        self._update_buffers()
         results = outputs.merge(parts)
         if torch.is_grad_enabled():
             results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)

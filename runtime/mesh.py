@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.ir.schedule import Pipelining
 
 PIPELINE_AXIS = "pp"
@@ -144,14 +144,15 @@ class JobMesh:
         return tuple(sorted({self.pipelining.rank_of(stage) for stage in stages}))
 
     def make_groups(self, programs: Sequence[StageProgram]) -> None:
-        """Make every group that the parameters of ``programs`` need. All ranks call it with all programs."""
+        """Make every group that parameters and buffers of ``programs`` need. All ranks call it with all programs."""
         layouts: list[ParameterLayout] = [layout for p in programs for layout in p.held.values()]
         for axes in sorted({layout.zero_axes for layout in layouts}):
             self.sharded(axes, programs[0].shard_axes)
         for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
-        for holders in sorted({self._pipeline_ranks(layout.stages) for layout in layouts}):
+        shared = [*(layout.stages for layout in layouts), *update_stages(programs).values()]
+        for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:
                 continue
             self._over_stages[holders] = None

@@ -34,7 +34,8 @@ class _Variant:
     constants: dict[str, torch.Tensor]
     calls: tuple[_Call, ...]
     results: tuple[str, ...]
-    updates: tuple[tuple[Slot, str], ...]
+    updates: Mapping[str, str]
+    summed: frozenset[str]
     gives_loss: bool
 
 
@@ -60,6 +61,8 @@ class StageModule(nn.Module):
         self._selected = ""
         self.loss_scale = 1.0
         """Factor on the gradient of the loss, not on the loss."""
+        self.updates: dict[str, torch.Tensor] = {}
+        """New values of buffers, which stay as they are until all microbatches have run and their backward too."""
         self.is_random = False
         """Whether any block draws random numbers."""
         self.expert_loads: list[torch.Tensor] = []
@@ -100,7 +103,6 @@ class StageModule(nn.Module):
 
     def add_variant(self, variant: str, program: StageProgram, results: tuple[str, ...], device: torch.device) -> None:
         """Add a program that returns the values called ``results``."""
-        updates = tuple((self.slot(name), value) for name, value in program.buffer_updates.items())
         last_use: dict[str, int] = {}
         for number, block in enumerate(program.blocks):
             last_use.update(dict.fromkeys((*block.inputs, *block.outputs), number))
@@ -120,7 +122,8 @@ class StageModule(nn.Module):
             constants={name: value.to(device) for name, value in program.constants.items()},
             calls=tuple(calls),
             results=results,
-            updates=updates,
+            updates=program.buffer_updates,
+            summed=program.summed_updates,
             gives_loss=program.loss is not None,
         )
         self._selected = self._selected or variant
@@ -154,9 +157,9 @@ class StageModule(nn.Module):
                 for name in call.dead:
                     values.pop(name, None)
         self.expert_loads = list(map(torch.add, self.expert_loads, loads)) if self.expert_loads else loads
-        for slot, name in variant.updates:
-            # A new tensor in its place, not a copy into it: backward may still need the old one.
-            slot.set(values[name].detach())
+        for buffer, name in variant.updates.items():
+            value, kept = values[name].detach(), self.updates.get(buffer)
+            self.updates[buffer] = kept + value if kept is not None and buffer in variant.summed else value
         found = tuple(values[name] for name in variant.results)
         if variant.gives_loss and self.loss_scale != 1.0:
             found = tuple(scale_gradient(value, self.loss_scale) for value in found)

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from autopar.ir.autograd.hooks import refuse_hooks
 from autopar.ir.autograd.interception import intercepted
 from autopar.ir.autograd.recording import Recording
+from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.captured_state import check_captured
@@ -41,6 +42,8 @@ from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
 from autopar.ir.standins import fake_like, fake_model
+
+aten = torch.ops.aten
 
 # ``loss_fn(output, target)``.
 LossFunction = Callable[..., Any]
@@ -295,6 +298,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     updates = {name: written[name] for name in buffers if name in written and written[name].name != name}
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
     simplify(graph, differentiable=differentiable)
+    _copy_given_updates(graph, len(updates), mode)
     graph_module = module_of(graph)
     final = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(final, tuple) and twin.output.spec is not None
@@ -318,6 +322,17 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     lines = {arguments[n].name: origin_of(op)[1] for n, op in writer.written.items() if n.op == "placeholder"}
     check_captured(captured, {name: line for name, line in lines.items() if name not in buffers})
     return captured
+
+
+def _copy_given_updates(graph: fx.Graph, num_updates: int, mode: FakeTensorMode) -> None:
+    """Have an op compute the new value of each buffer, also where that is another buffer or a step input as it is."""
+    output = graph.output_node()
+    flat: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for position in range(len(flat) - num_updates, len(flat)):
+        if flat[position].op == "placeholder":
+            with graph.inserting_before(output):
+                flat[position] = add_call(graph, mode, aten.clone.default, (flat[position],), like=flat[position])
+    output.args = (tuple(flat),)
 
 
 def _parameters_of(model: nn.Module) -> list[Parameter]:

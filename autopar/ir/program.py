@@ -6,6 +6,7 @@ their ``group`` keyword, which the runtime replaces by process groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,7 +85,8 @@ class StageProgram:
         ranks).
     totals: what to run on every microbatch before the first; the results, added up, are step inputs of all of them
         under the same names, and of the later ``totals``.
-    buffer_updates: buffer name -> value to copy into it after each microbatch.
+    buffer_updates: buffer name -> its value after the step, which every microbatch computes from that before it.
+    summed_updates: those of which every microbatch computes a summand.
     unread: parameters that the stage holds though its program reads none of them: of ops that the loss does not depend
         on, which other programs of the model may run, and of layers that forward never calls.
     """
@@ -110,6 +112,7 @@ class StageProgram:
     shard_axes: tuple[int, ...]
     input_layouts: dict[str, Layout]
     totals: tuple[BlockProgram, ...] = ()
+    summed_updates: frozenset[str] = frozenset()
     unread: dict[str, ParameterLayout] = field(default_factory=dict)
 
     @property
@@ -121,3 +124,13 @@ class StageProgram:
     def given(self) -> tuple[str, ...]:
         """Names of what every microbatch is given: step inputs, and sums over the whole batch."""
         return (*self.inputs, *(name for block in self.totals for name in block.outputs))
+
+
+def update_stages(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
+    """Updated buffer -> the stages that hold it, that which computes its new value first."""
+    found: dict[str, tuple[int, ...]] = {}
+    for program in programs:
+        for name in program.buffer_updates:
+            others = (p.stage for p in programs if name in p.buffers and p.stage != program.stage)
+            found[name] = (program.stage, *others)
+    return found

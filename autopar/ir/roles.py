@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.ir.building import ancestors
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.rule import Choice, FactorRule, TensorFactors
 from autopar.ir.rules import rule_for
@@ -85,9 +86,35 @@ def microbatch_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
             stack.extend(node.all_input_nodes)
     for node, reason in roles.obstacles.items():
         if node in needed:
-            where = node.meta.get("source")
-            return f"{reason}\n  at {where}" if where else reason
+            return _at(reason, node)
+    return _update_obstacle(captured, roles)
+
+
+def _update_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
+    """Why the microbatches of a step do not give the new values of the buffers: what is one value of a step has to be
+    the same in each of them, or a sum over them."""
+    by_name = {node.name: node for node in captured.graph.nodes}
+    for buffer in captured.buffers.values():
+        new = by_name[buffer.updated_by] if buffer.updated_by is not None else None
+        if new is None:
+            continue
+        if roles.batch_dim.get(new) is not None:
+            return _at(f"the buffer {buffer.name} is given something of each row of the batch", new)
+        draws = next((node for node in ancestors([new]) if _is_random(node)), None)
+        if draws is not None:
+            return _at(
+                f"the buffer {buffer.name} is given random numbers, which each microbatch would draw anew", draws
+            )
     return None
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _at(reason: str, node: fx.Node) -> str:
+    where = node.meta.get("source")
+    return f"{reason}\n  at {where}" if where else reason
 
 
 def _dim(tag: int | None) -> int | None:
