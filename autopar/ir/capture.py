@@ -38,6 +38,7 @@ from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
+from autopar.ir.rules import repeat_warnings
 from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
@@ -84,6 +85,7 @@ def capture(
     Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
     """
     title = name or type(model).__name__
+    repeat_warnings()
     refuse_hooks(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
     try:

@@ -23,3 +23,6 @@ def model():
 
 def batch(seed):
     return (torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)),)
+
+
+REFUSED = "state_python.py:13 in forward: self.count += 1"

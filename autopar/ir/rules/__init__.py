@@ -59,7 +59,7 @@ from autopar.ir.rules.factors import Rule, replicated_rule
 from autopar.ir.rules.functions import function_rule
 from autopar.ir.rules.probe import probe
 
-__all__ = ["RULES", "MissingRuleWarning", "rule_for", "rule_of_call"]
+__all__ = ["RULES", "MissingRuleWarning", "repeat_warnings", "rule_for", "rule_of_call"]
 
 RULES: dict[str, Rule] = {}
 for _family in (
@@ -69,6 +69,10 @@ for _family in (
     RULES.update(_family.RULES)
 
 
+# Kinds of ops without a rule that a warning has named.
+_SAID: set[str] = set()
+
+
 class MissingRuleWarning(UserWarning):
     """An op has no rule: it was probed, or is repeated on every rank."""
 
@@ -76,7 +80,8 @@ class MissingRuleWarning(UserWarning):
 def rule_for(node: fx.Node) -> FactorRule:
     """The factor rule of an op, on global shapes. Equal ops share one rule object.
 
-    An op without a rule is probed, and repeated on every rank if that tells nothing; a warning names it.
+    An op without a rule is probed, and repeated on every rank if that tells nothing; a warning names it, once for all
+    ops of its kind.
     """
     if node.op != "call_function" or is_getitem(node):
         raise UnsupportedOp(
@@ -88,9 +93,17 @@ def rule_for(node: fx.Node) -> FactorRule:
     if not found:
         factors = ", ".join(rule.shardable())
         outcome = f"probing found that it shards on {factors}" if factors else "every rank repeats it"
-        where = node.meta.get("source", "no source line")
-        warnings.warn(f"no rule for {call.name} ({node.name}, {where}): {outcome}", MissingRuleWarning, stacklevel=2)
+        if call.name not in _SAID:
+            _SAID.add(call.name)
+            where = node.meta.get("source", "no source line")
+            text = f"no rule for {call.name} ({node.name}, {where}): {outcome}"
+            warnings.warn(text, MissingRuleWarning, stacklevel=2)
     return rule
+
+
+def repeat_warnings() -> None:
+    """Name ops without a rule again, for another model."""
+    _SAID.clear()
 
 
 @lru_cache(maxsize=1 << 16)
