@@ -15,7 +15,7 @@ import copy
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,9 +81,11 @@ class _Held:
 
     def entries(self, of: Any) -> dict[Any, Any]:
         if isinstance(of, dict):
-            stored = dict(dict.items(of))
-            found = stored if self.only is None else {key: stored[key] for key in self.only if key in stored}
-            return {key: value for key, value in found.items() if self.slot != "attributes" or key not in _OWN}
+            # Not through methods of a subclass, which may make what is asked for.
+            entries = dict(dict.items(of))
+            if self.only is not None:
+                return {key: value for key, value in entries.items() if key in self.only}
+            return {key: value for key, value in entries.items() if self.slot != "attributes" or key not in _OWN}
         if isinstance(of, (set, frozenset)):
             return dict.fromkeys(of, True)
         if isinstance(of, types.CellType):
@@ -109,26 +111,30 @@ class _Held:
 
     def restore(self) -> None:
         before, after = self.entries(self.copy), self.entries(self.container)
+        changed = [key for key, value in before.items() if not same(value, after.get(key, MISSING))]
+        added = [key for key in after if key not in before]
+        if not changed and not added:
+            return
         if isinstance(self.container, dict):
-            for key in after:
-                if key not in before:
-                    del self.container[key]
-            for key, value in before.items():
-                if not same(value, after.get(key, MISSING)):
-                    self.container[key] = value
+            kind = OrderedDict if isinstance(self.container, OrderedDict) else dict
+            for key in added:
+                kind.__delitem__(self.container, key)  # type: ignore[arg-type]
+            for key in changed:
+                kind.__setitem__(self.container, key, before[key])  # type: ignore[arg-type]
         elif isinstance(self.container, type):
-            for key, value in before.items():
-                setattr(self.container, key, value)
+            for key in changed:
+                setattr(self.container, key, before[key])
         elif isinstance(self.container, types.CellType):
-            self.container.cell_contents = self.copy[0]
+            if before[0] is MISSING:
+                del self.container.cell_contents
+            else:
+                self.container.cell_contents = before[0]
         elif isinstance(self.container, set):
             self.container.clear()
             self.container.update(self.copy)
-        elif isinstance(self.container, deque):
+        elif isinstance(self.container, (list, deque)):
             self.container.clear()
             self.container.extend(self.copy)
-        elif isinstance(self.container, list):
-            self.container[:] = self.copy
 
 
 @dataclass(slots=True)
@@ -207,7 +213,8 @@ class Snapshot:
         for held in self.held:
             held.restore()
         for own in self._generators:
-            own.set(own.state)
+            if any(True for _ in own.changes()):
+                own.set(own.state)
 
     def tensors(self) -> list[Tensor]:
         """Those that the containers held."""
@@ -249,11 +256,12 @@ class Snapshot:
             self.iterators.append(name)
             return
         if isinstance(value, dict):
-            # As they are stored: a dictionary may make what it is asked for.
-            own, items = value, dict.items(value)
-            self.held.append(_Held(own, dict(items), lambda key: f"{name}[{key!r}]"))
+            entries = dict(dict.items(value))
+            items = entries.items()
+            self.held.append(_Held(value, entries, lambda key: f"{name}[{key!r}]"))
         elif isinstance(value, (list, deque, set)):
-            self.held.append(_Held(value, type(value)(value), lambda key: f"{name}[{key!r}]"))
+            kept = set(value) if isinstance(value, set) else list(value)
+            self.held.append(_Held(value, kept, lambda key: f"{name}[{key!r}]"))
             items = dict(enumerate(value)).items()
         elif isinstance(value, (tuple, frozenset)):
             items = dict(enumerate(value)).items()
