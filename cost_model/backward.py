@@ -61,7 +61,8 @@ class BackwardOp:
         keeps = op_name(node) in _PASSING
         shape = tensor_results(node)[0].shape
         operands = tensor_operands(node)
-        for position, (tensor, use) in enumerate(zip(operands, uses, strict=True)):
+        flows = differentiable is None or differentiable(node)
+        for position, (tensor, use) in enumerate(zip(operands, uses, strict=True) if flows else ()):
             value = tensor.meta["val"]
             if not value.is_floating_point() or not (differentiable is None or differentiable(tensor)):
                 continue
@@ -85,7 +86,7 @@ class BackwardOp:
             logits = uses[0], frozenset(own - other)
         return cls(
             node=node,
-            incoming=tuple(results) if differentiable is None or differentiable(node) else (),
+            incoming=tuple(results) if flows else (),
             outgoing=tuple(outgoing),
             passes=tuple(passes),
             weights=tuple(weights),

@@ -19,6 +19,7 @@ forward; backward it fills the gradient of what it left out. Nothing else is fre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -41,7 +42,7 @@ from autopar.cost_model.products import (
 )
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
-from autopar.ir.graph import CapturedModel, is_tensor, tensor_operands, tensor_results
+from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
@@ -49,8 +50,8 @@ from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
 from autopar.ir.sequence import Sight, folds_for, imbalance
 
-# Fused attention recomputes the scores in its backward: five products for the forward's two.
-_ATTENTION_BACKWARD = 2.5
+# Fused attention computes the scores again in its backward: one more product, of the forward's two.
+_SCORES_AGAIN = 0.5
 
 # Ops whose first operand is a table of which they read only what they return.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
@@ -139,19 +140,43 @@ def _contracted(node: fx.Node, rule: FactorRule) -> list[int]:
     return [p for p, lost in own.items() if any(lost & other for q, other in own.items() if q != p)]
 
 
-def needs_gradient(captured: CapturedModel) -> frozenset[fx.Node]:
-    """Tensors that a gradient flows through: floating point and computed from a parameter that requires one."""
-    found: set[fx.Node] = set()
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            parameter = captured.parameters.get(node.name)
-            if parameter is not None and parameter.requires_grad:
-                found.add(node)
-        elif node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
-            if is_tensor(node) and not node.meta["val"].is_floating_point():
-                continue
-            found.add(node)
-    return frozenset(found)
+def training_flops(node: fx.Node, rule: FactorRule, needs_grad: AbstractSet[fx.Node] | None = None) -> float:
+    """Floating point operations of one op in a step on the whole batch: forward, and the gradients that are wanted.
+
+    What a kernel computes a second time is not counted. needs_grad: as in ``OpCost.of``.
+    """
+    contracted = _contracted(node, rule)
+    passes = _gradient_passes(node, contracted, _wanted(node, needs_grad))
+    return _flops(rule, contracted) * (1.0 + passes)
+
+
+def _flops(rule: FactorRule, contracted: Sequence[int]) -> float:
+    """Of forward."""
+    return rule.flops if rule.flops or not contracted else 2.0 * prod(rule.sizes.values())
+
+
+def _wanted(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None) -> list[int]:
+    """Positions of the operands whose gradient is computed."""
+    if needs_grad is not None and node not in needs_grad:
+        return []
+    return [
+        position
+        for position, operand in enumerate(tensor_operands(node))
+        if operand.meta["val"].is_floating_point() and (needs_grad is None or operand in needs_grad)
+    ]
+
+
+def _gradient_passes(node: fx.Node, contracted: Sequence[int], wanted: Sequence[int]) -> float:
+    """FLOPs of the gradients of the ``wanted`` operands, over those of forward."""
+    if not wanted:
+        return 0.0
+    if is_attention(node):
+        # Queries by keys, and that by values. Backward of the second: values, and scores for any other operand.
+        queries, keys, values = (position in wanted for position in range(3))
+        scores = any(position != 2 for position in wanted)
+        return 0.5 * (queries + keys + values + scores)
+    # A composite of several products (experts) has more operands, but still two products for each one.
+    return min(2.0, len(set(contracted) & set(wanted))) if contracted else 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +253,7 @@ class OpCost:
 
         precision: of compute (fp32, bf16 or fp16): what float32 tensors of the capture become. batch_factor: the
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
-        gradient flows through; every floating point operand if not given.
+        gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -241,11 +266,7 @@ class OpCost:
             _tensor(o.meta["val"], f, precision, batch_factor) for o, f in zip(operands, rule.operands, strict=True)
         ]
         written = [_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
-        differentiable = [
-            position
-            for position, operand in enumerate(operands)
-            if operand.meta["val"].is_floating_point() and (needs_grad is None or operand in needs_grad)
-        ]
+        differentiable = _wanted(node, needs_grad)
         flowing = [t for r, t in zip(results, written, strict=True) if r.is_floating_point()]
         gradients = [read[position] for position in differentiable]
         contracted = _contracted(node, rule)
@@ -254,12 +275,11 @@ class OpCost:
         if op_name(node) in _LOOKUPS and read:
             read[0] = written[0]
         forward_extra, backward_extra = _extra_passes(node, rule, device, precision, batch_factor)
-        flops = rule.flops
-        if contracted and flops == 0:
-            flops = 2.0 * prod(rule.sizes.values())
+        flops = _flops(rule, contracted)
         rate = device.matmul_rate(precision)
-        # A composite of several products (experts) has more operands, but still two products for each one.
-        ways = _ATTENTION_BACKWARD if attention else min(2.0, len(set(contracted) & set(differentiable)))
+        passes = _gradient_passes(node, contracted, differentiable)
+        if attention and passes:
+            passes += _SCORES_AGAIN
         experts = op_name(node) == "moe"
         in_steps = recurrent.is_recurrent(node)
         if in_steps:
@@ -281,7 +301,7 @@ class OpCost:
             free=free,
             free_backward=not gradients or not flowing or (free and same_size),
             flops=flops,
-            backward_flops=flops * ways if contracted else 2 * flops,
+            backward_flops=flops * passes,
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),

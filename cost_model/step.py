@@ -87,9 +87,11 @@ def sync_time(
     precision: str = "fp32",
     num_collectives: int = 1,
     reshard: bool = True,
+    trained: float = 1.0,
 ) -> SyncTime:
     """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
 
+    trained: share of them that has a gradient to scatter; level 3 gathers the others too.
     num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
     at a bucket that is summed beside compute, only at the step's end, which every plan has.
     """
@@ -100,7 +102,9 @@ def sync_time(
     if zero == 0:
         once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
         return SyncTime(step_s=count * once)
-    scatter = count * fabric.time(Collective.REDUCE_SCATTER, gradient, axes, "zero_scatter")
+    scatter = (
+        count * fabric.time(Collective.REDUCE_SCATTER, gradient * trained, axes, "zero_scatter") if trained else 0.0
+    )
     gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")
     return _when(zero, gather, scatter, reshard=reshard)
 
@@ -162,10 +166,15 @@ def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_micr
     return forward, (first + (itemsize + 2 * _MASTER) * numel * again) / num_microbatches
 
 
-def offload_time(shard_numel: float, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
-    """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters."""
+def offload_time(
+    shard_numel: float, device: Device, *, zero: int, reshard: bool = True, trained: float = 1.0
+) -> SyncTime:
+    """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters.
+
+    trained: share of them that has a gradient.
+    """
     copy = device.host.copy_seconds(_MASTER * shard_numel)
-    return _when(zero, copy, copy, reshard=reshard)
+    return _when(zero, copy, trained * copy, reshard=reshard)
 
 
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:

@@ -6,7 +6,8 @@
     3       sharded, gathered per block every microbatch
 
 Each block may have a level of its own; parameters that several blocks share have the plan's. At level 3 a block may
-also keep its parameters from forward to backward (``reshard_after_forward: false``).
+also keep its parameters from forward to backward (``reshard_after_forward: false``). A frozen parameter, which has no
+gradient and no optimiser state, is sharded at level 3 alone.
 
 Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
 averaged: the captured loss already is a mean over the global batch.
@@ -52,7 +53,9 @@ def zero_meshes(
         # Copies on several stages have to be cut alike.
         level = plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero)
         own = meshes[layout.zero_axes]
-        if own is not None and level and layout.parameter.shape and name not in unmanaged:
+        # Of a frozen one levels 1 and 2 have neither a gradient nor moments to divide.
+        least = 1 if layout.parameter.requires_grad else 3
+        if own is not None and level >= least and layout.parameter.shape and name not in unmanaged:
             found[name] = own
     return found
 

@@ -175,6 +175,11 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
             send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
             made[key] = own[block.kind].block(pricing, moved, left, held, send)
         blocks.append(made[key])
+    if load.unread_bytes:
+        # Parameters that no op reads are there all the time, on the first stage.
+        unread = MemoryParts(parameters=load.unread_bytes)
+        first = blocks[0]
+        blocks[0] = replace(first, states=first.states + unread, resting=first.resting + unread)
     prelude = pricing.feeding_s(inputs)
     prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
@@ -212,7 +217,8 @@ def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: S
 def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
     """Data axes as the passes define them: some gradient is a partial sum there, and every parameter is whole or the
     step inputs are divided. inputs: choices of the step inputs."""
-    summed = {axis for price in priced.parameters.values() for axis in (*price.sync_axes, *price.zero_axes)}
+    prices = [price for price in priced.parameters.values() if price.requires_grad]
+    summed = {axis for price in prices for axis in (*price.sync_axes, *price.zero_axes)}
     return tuple(
         axis
         for axis in sorted(summed)

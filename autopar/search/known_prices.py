@@ -132,7 +132,7 @@ class MeshPrices:
     _calm: MeshPrices | None = None
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
-    _rates: dict[tuple[tuple[int, ...], int, str], SyncTime] = field(default_factory=dict)
+    _rates: dict[tuple[tuple[int, ...], int, str, bool], SyncTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = LinkPrices.of(self.fabric)
@@ -196,11 +196,14 @@ class MeshPrices:
             )
         return found
 
-    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str) -> SyncTime:
-        """Gradient synchronisation over ``axes`` jointly, per element and without latency."""
-        key = (axes, zero, precision)
+    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True) -> SyncTime:
+        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient."""
+        key = (axes, zero, precision, trains)
         found = self._rates.get(key)
         if found is None:
-            one, two = (sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision) for n in (1, 2))
+            one, two = (
+                sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision, trained=float(trains))
+                for n in (1, 2)
+            )
             found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)
         return found

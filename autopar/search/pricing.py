@@ -41,8 +41,9 @@ _SAMPLE = 1_000_000
 class ParameterPrice:
     """One parameter under its uses.
 
-    numel: elements that a rank has of it before ZeRO, which cuts it into ``shards``. sync_axes: gradients are summed
-    over these, once a step; zero_axes: those of them that ZeRO works over. micro: added to every microbatch (casts,
+    numel: elements that a rank has of it before ZeRO, which cuts it into ``shards``. requires_grad: whether it has a
+    gradient. sync_axes: gradients are summed over these, once a step; zero_axes: those that ZeRO works over, of a
+    frozen parameter at level 3 alone, which gathers it. micro: added to every microbatch (casts,
     redistributions of later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back
     after forward.
     """
@@ -146,7 +147,9 @@ class Pricing:
         layout = uses[0][0]
         zero = self.zero if kind is None or self.levels is None else self.levels[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
-        zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if zero else ()
+        # Without a gradient and its moments there is nothing of it that levels 1 and 2 would divide.
+        divides = zero >= (1 if requires_grad else 3)
+        zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
         shards = self._size(zero_axes)
         if shards == 1:
             zero_axes = ()
@@ -174,12 +177,14 @@ class Pricing:
             copies = buffer_copies(
                 local, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches, reshard=reshard
             )
+            if not requires_grad:
+                copies = copies[0], copies[0] if reshard else 0.0
             micro += OpTime(*(device.memory_seconds(moved) for moved in copies))
         return ParameterPrice(
             numel=local,
             requires_grad=requires_grad,
             sync_axes=tuple(sorted(partial - set(zero_axes))),
-            zero_axes=zero_axes if requires_grad else (),
+            zero_axes=zero_axes,
             micro=micro + cast,
             cast_s=cast.total_s,
             zero=zero,
@@ -213,7 +218,9 @@ class Pricing:
         """
         total = SyncTime()
         if price.zero_axes:
-            total += price.numel * self.moves.sync_rate(price.zero_axes, price.zero, self.workload.precision)
+            total += price.numel * self.moves.sync_rate(
+                price.zero_axes, price.zero, self.workload.precision, trains=price.requires_grad
+            )
         if price.sync_axes:
             share = price.numel / (price.shards if price.zero_axes else 1)
             total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
@@ -236,10 +243,12 @@ class Pricing:
             share = fabric.overlap(axes, zero)
             beside, waited = beside + share * found, waited + (1.0 - share) * found
 
-        for (zero, reshard, axes), (numel, count) in sharded.items():
-            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard)
+        for (zero, reshard, axes), (numel, count, trained) in sharded.items():
+            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard, trained=trained)
             if self.offload:
-                found += offload_time(numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard)
+                found += offload_time(
+                    numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard, trained=trained
+                )
             add(found, axes, zero)
             waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
         for axes, numel in summed.items():
@@ -273,11 +282,11 @@ class Pricing:
         gradients as computed, and the buffer that those leave from."""
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
-        for (zero, reshard, _), (numel, _) in by_level(prices).items():
-            leaving = scattered_bytes(numel, zero=zero, num_microbatches=self.num_microbatches)
+        for (zero, reshard, _), (numel, _, trained) in by_level(prices).items():
+            leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
             gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
             scattered += leaving
-            unsharded += compute * numel if leaving else 0.0
+            unsharded += compute * numel * trained if leaving else 0.0
         return gathered, unsharded, scattered
 
     def lasting_bytes(self, price: ParameterPrice) -> float:
@@ -300,12 +309,13 @@ class Pricing:
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
-def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int]]:
-    """Elements and tensors that ZeRO shards, by level, whether they are given back after forward, and the axes."""
-    found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int]] = {}
+def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
+    """Elements and tensors that ZeRO shards, and the share of the elements that train, by level, whether they are given
+    back after forward, and the axes."""
+    found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]] = {}
     for price in prices:
         if price.zero_axes:
             key = (price.zero, price.reshard, price.zero_axes)
-            numel, count = found.get(key, (0.0, 0))
-            found[key] = numel + price.numel, count + 1
-    return found
+            numel, count, trained = found.get(key, (0.0, 0, 0.0))
+            found[key] = numel + price.numel, count + 1, trained + price.numel * price.requires_grad
+    return {key: (numel, count, trained / numel) for key, (numel, count, trained) in found.items()}

@@ -188,7 +188,7 @@ class Rules:
             return allowed  # what is left when its usual choice is ruled out is the question
         named = role_of_axis(self.mesh.names[axis])
         flops = self.load.rule(group.leader).flops * self.load.repeats.get(group.leader, 1)
-        heavy = flops * 3 >= HEAVY * self.load.model_flops
+        heavy = flops >= HEAVY * self.load.forward_flops
         between = named == "tp" and not heavy and self.constraints.sequence_parallel
         wanted = named if heavy or between else ""
         if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:

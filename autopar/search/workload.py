@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from autopar.cost_model.activations import BlockActivations
-from autopar.cost_model.ops import compute_itemsize, needs_gradient
+from autopar.cost_model.ops import compute_itemsize, training_flops
 from autopar.cost_model.storages import Saved
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.derived import DerivedUses, Passing, find_derived, passing_axes
 from autopar.ir.folds import FoldedSequence, find_folds
+from autopar.ir.gradient_flow import computed, gradient_flow
 from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
@@ -154,8 +155,14 @@ class Workload:
         return find_folds(self.captured, self.folding, self.roles)
 
     @cached_property
+    def flow(self) -> frozenset[fx.Node]:
+        """The tensors that have a gradient, in every block."""
+        return gradient_flow(self.captured)
+
+    @cached_property
     def differentiable(self) -> frozenset[fx.Node]:
-        return needs_gradient(self.captured)
+        """These, and the representatives of any that has one: of equal blocks the first may read what has none."""
+        return self.flow | {self.representative(node) for node in self.flow}
 
     @cached_property
     def repeats(self) -> Mapping[fx.Node, int]:
@@ -325,16 +332,16 @@ class Workload:
         for name, used in uses.items():
             if used:
                 parameter = self.captured.parameters[name]
-                key = (tuple(u[1:] for u in used), parameter.shape, parameter.requires_grad)
+                key = (tuple(u[1:] for u in used), parameter.shape, name in self.trained)
                 grouped.setdefault(key, []).append(name)
         found = []
         for names in grouped.values():
-            parameter = self.captured.parameters[names[0]]
+            parameter, trains = self.captured.parameters[names[0]], names[0] in self.trained
             found.append(
                 ParameterGroup(
                     numel=prod(parameter.shape),
                     shape=tuple(parameter.shape),
-                    requires_grad=parameter.requires_grad,
+                    requires_grad=trains,
                     uses=tuple(u[1:] for u in uses[names[0]]),
                     names=tuple(names),
                     blocks=tuple(tuple(u[0] for u in uses[name]) for name in names),
@@ -344,7 +351,19 @@ class Workload:
 
     @cached_property
     def trainable_numel(self) -> int:
-        return sum(parameter.numel for parameter in self.captured.parameters.values() if parameter.requires_grad)
+        return sum(parameter.numel for name, parameter in self.captured.parameters.items() if name in self.trained)
+
+    @cached_property
+    def unread_bytes(self) -> float:
+        """Of the parameters that no op reads."""
+        read = {name for group in self.parameters for name in group.names}
+        unread = (parameter for name, parameter in self.captured.parameters.items() if name not in read)
+        return float(sum(parameter.numel * parameter.dtype.itemsize for parameter in unread))
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Placeholder names of the parameters that have a gradient."""
+        return frozenset(node.name for node in self.flow if node.op == "placeholder")
 
     @cached_property
     def shared_parameters(self) -> Mapping[str, tuple[int, ...]]:
@@ -391,6 +410,19 @@ class Workload:
         return {node: tuple(tensors) for node, tensors in found.items()}
 
     @cached_property
+    def forward_flops(self) -> float:
+        """Floating point operations of a forward on the whole batch, of all outputs of the model."""
+        return sum(self.rule(node).flops * count for node, count in self.repeats.items())
+
+    @cached_property
     def model_flops(self) -> float:
-        """Floating point operations of a step on the whole batch: forward, and twice that for backward."""
-        return 3.0 * sum(self.rule(node).flops * count for node, count in self.repeats.items())
+        """Floating point operations of a step on the whole batch: of its forward and of the gradients it computes.
+
+        Of a weight that is frozen there is no gradient, of what it reads only where something before it trains.
+        """
+        run = computed(self.captured)
+        return sum(
+            training_flops(node, self.rule(self.representative(node)), self.flow)
+            for node in op_nodes(self.captured.graph)
+            if node in run
+        )

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.activations import BlockActivations
-from autopar.cost_model.ops import needs_gradient, op_name
+from autopar.cost_model.ops import op_name
 from autopar.cost_model.storages import storage_of
 from autopar.ir.capture import capture
+from autopar.ir.gradient_flow import gradient_flow
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
@@ -79,7 +80,7 @@ def measure(program: CapturedModel, nodes: list[fx.Node], precision: str = "fp32
         if tensor_results(node)[0].dim() == 3 and tensor_results(node)[0].shape[0] == BATCH
     }
     return BlockActivations.of(
-        nodes, precision=precision, batch_factors=batches, shared=shared, needs_grad=needs_gradient(program)
+        nodes, precision=precision, batch_factors=batches, shared=shared, needs_grad=gradient_flow(program)
     )
 
 

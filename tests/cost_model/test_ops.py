@@ -123,7 +123,7 @@ def test_large_matmul_runs_near_the_assumed_rate() -> None:
 def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient() -> None:
     node = linear()
     _, weight = node.all_input_nodes
-    both, one = seconds(node), seconds(node, needs_grad=frozenset([weight]))
+    both, one = seconds(node), seconds(node, needs_grad=frozenset([node, weight]))
     launch = A100.kernel_launch_s
     assert both.backward_s - 2 * launch == pytest.approx(2 * (both.forward_s - launch))
     assert one.backward_s - launch == pytest.approx(both.forward_s - launch)

@@ -40,9 +40,11 @@ class Saved(NamedTuple):
 def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
     """What the backward of ``node`` needs.
 
-    differentiable: whether an operand needs a gradient; without it every floating point one is taken to.
+    differentiable: whether a gradient flows through an operand or the op; without it through every floating point one.
     An op of which nothing is known keeps everything.
     """
+    if differentiable is not None and not differentiable(node):
+        return Saved()
     call = call_of(node)
     operands = call.operands
     needs = {
