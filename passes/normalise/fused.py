@@ -79,6 +79,8 @@ def _match(node: fx.Node, captured: CapturedModel) -> _Fused | None:
     spans = sorted({(use.start, use.stop) for use in uses.values()})
     if not whole or len(spans) < 2 or (spans[0][0], spans[-1][1]) != (0, shape_of(node)[-1]):
         return None
+    if any(start == stop for start, stop in spans):
+        return None
     if any(before[1] != after[0] for before, after in pairwise(spans)):
         return None
     matrix = node.args[1]

@@ -92,7 +92,7 @@ class _Unmerger:
             return None
         if node.target in _ORDERS:
             return self.merged_sizes(source, _order_of(node)[dim])
-        if is_pointwise(node):
+        if _is_elementwise(node):
             full = [n for n in node.all_input_nodes if is_tensor(n) and _size_at(n, node, dim) > 1]
             found = {self.merged_sizes(n, len(shape_of(n)) - len(shape_of(node)) + dim) for n in full}
             return found.pop() if len(found) == 1 else None
@@ -111,7 +111,7 @@ class _Unmerger:
             if node.target in _ORDERS:
                 order = _order_of(node)
                 return self.reordered(self.apart(source, order[dim], sizes, like), order, order[dim], sizes, like)
-            if is_pointwise(node):
+            if _is_elementwise(node):
                 return self.pointwise(node, dim, sizes, like)
             node = source
         elif node.target is aten.expand.default and _size_at(node.args[0], node, dim) == 1:
@@ -179,7 +179,7 @@ class _Unmerger:
             return (dim is None or (isinstance(dim, int) and dim % rank != 0)) and all(
                 shape_of(n)[0] == shape_of(node)[0] for n in operands
             )
-        return is_pointwise(node)
+        return _is_elementwise(node)
 
     def other(self, node: fx.Node, sizes: _Sizes) -> None:
         with self.graph.inserting_before(node):
@@ -201,6 +201,12 @@ class _Unmerger:
 
     def call(self, target: Any, *args: Any, like: fx.Node) -> fx.Node:
         return add_call(self.graph, self.mode, target, args, like=like)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether an op does the same to each element, and draws no random numbers, which depend on the shape."""
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return is_pointwise(node) and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _order_of(node: fx.Node) -> tuple[int, ...]:
