@@ -9,7 +9,7 @@ own and no redistribution shows them.
                               experts forward, with a local reordering each; two all_to_alls backward
     moe, tokens               with a capacity, all_gather of the experts' counts forward
     moe, experts alone        none: each rank keeps the rows of its own
-    embedding                 none: the result is a partial sum; the shard needs its offset only
+    embedding, embedding_bag  none: the result is a partial sum; the shard needs its offset only
     attention                 none; in folded order its blocks are merged (``ring.py``)
     bias, mean, random        none: a division, or a seed
     ring                      keys and values from rank to rank, as far as compute does not hide it (``ring.py``)
@@ -34,7 +34,7 @@ from autopar.ir.rules.moe import EXPERTS
 
 _FLOAT32 = 4
 _INT64 = 8
-_SILENT = frozenset({"attention", "bias", "embedding", "mean", "random"})
+_SILENT = frozenset({"attention", "bias", "embedding", "embedding_bag", "mean", "random"})
 
 
 def lowering_time(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -274,6 +274,9 @@ class OpCost:
         free = is_view(node)
         if op_name(node) in _LOOKUPS and read:
             read[0] = written[0]
+        elif op_name(node) == "embedding_bag":
+            rows = operands[1].meta["val"].numel() / max(results[0].shape[0], 1)
+            read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = _extra_passes(node, rule, device, precision, batch_factor)
         flops = _flops(rule, contracted)
         rate = device.matmul_rate(precision)

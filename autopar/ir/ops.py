@@ -20,6 +20,7 @@ from autopar.ir.experts import capacity_of, combine, first_of_experts, has_value
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
+BagMode = Literal["sum", "mean", "max"]
 
 
 def attention(
@@ -63,6 +64,33 @@ def attention(
     if kind in ("causal", "sliding"):
         mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    per_sample_weights: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    mode: BagMode,
+    padding_idx: int | None = None,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """The sum, mean or maximum of those rows of a table that each bag names.
+
+    weight: (V, h). indices: (B, L) integers; with ``offsets`` (N,), and then bag b begins at ``offsets[b]``.
+    per_sample_weights: like ``indices``, factors of the rows in a sum. Result: (B, h). padding_idx: a row that does not
+    count; a bag of nothing else is zero. include_last_offset: ``offsets`` has the end of the last bag too.
+    """
+    return F.embedding_bag(
+        indices,
+        weight,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
 
 
 def columns_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

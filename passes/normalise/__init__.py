@@ -11,6 +11,7 @@ from collections.abc import Callable
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise.annotations import ReadAnnotations
 from autopar.passes.normalise.attention import RecogniseAttention
+from autopar.passes.normalise.bags import RecogniseBags
 from autopar.passes.normalise.clean_up import CleanUp
 from autopar.passes.normalise.creations import DetachCreations
 from autopar.passes.normalise.cross_entropy import RecogniseCrossEntropy
@@ -38,6 +39,7 @@ def normal_form() -> tuple[Pass, ...]:
         DetachCreations(),
         IdentityIndexToView(),
         PicksToGather(),
+        RecogniseBags(),
         RecogniseLinear(),
         Unflatten(),
         UnmergeProducts(),

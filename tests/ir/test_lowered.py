@@ -133,6 +133,24 @@ CASES = {
     "embedding-padding": Case(
         aten.embedding.default, lambda: [_randn(12, 4), torch.arange(24).view(4, 6) % 12], (T(0), T(1), 7)
     ),
+    "bag": Case(
+        ops.embedding_bag,
+        lambda: [_randn(12, 4), torch.randint(0, 12, (4, 6)), _randn(4, 6)],
+        (T(0), T(1), T(2)),
+        {"mode": "sum", "padding_idx": 7},
+    ),
+    "bag-mean": Case(
+        ops.embedding_bag,
+        lambda: [_randn(12, 4), torch.arange(24).view(4, 6) % 5],
+        (T(0), T(1)),
+        {"mode": "mean", "padding_idx": 3},
+    ),
+    "bag-ragged": Case(
+        ops.embedding_bag,
+        lambda: [_randn(12, 4), torch.arange(24) % 12, torch.tensor([0, 2, 2, 10])],
+        (T(0), T(1), None, T(2)),
+        {"mode": "mean"},
+    ),
     "cross-entropy": _cross_entropy_case(reduction="sum"),
     "cross-entropy-mean": _cross_entropy_case(),
     "cross-entropy-sum": _cross_entropy_case(reduction="sum", label_smoothing=0.1),
@@ -328,7 +346,7 @@ def test_lowering_equals_the_whole_op(name: str, found: list[dict[str, list[Foun
             )
 
 
-@pytest.mark.parametrize("name", ["embedding", "attention-sliding", "linear", "mean"])
+@pytest.mark.parametrize("name", ["embedding", "bag", "attention-sliding", "linear", "mean"])
 def test_summands_need_no_communication(name: str, found: list[dict[str, list[Found]]]) -> None:
     rule = _whole(CASES[name])[1]
     for assignment, (*_, sent) in zip(_assignments(rule), found[0][name], strict=True):

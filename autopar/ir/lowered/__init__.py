@@ -13,7 +13,17 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.lowered import attention, batch_norm, cross_entropy, embedding, moe, random, reductions, ring
+from autopar.ir.lowered import (
+    attention,
+    batch_norm,
+    cross_entropy,
+    embedding,
+    embedding_bag,
+    moe,
+    random,
+    reductions,
+    ring,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
 
@@ -26,6 +36,7 @@ LOWERINGS: dict[str, Builder] = {
     "bias": reductions.build_bias,
     "cross_entropy": cross_entropy.build,
     "embedding": embedding.build,
+    "embedding_bag": embedding_bag.build,
     "moe": moe.build,
     "mean": reductions.build_mean,
     "random": random.build,

@@ -15,6 +15,7 @@ graph has to do, for a factor sharded over some mesh axes:
     bias            the added operand (bias of linear, conv; ``self`` of addmm) must be added by one rank only, or
                     divided by the product of the axis sizes on each (the result is Partial).
     embedding       look up the indices inside the local rows, zeros for the others (the result is Partial).
+    embedding_bag   likewise, each row as often as it counts (the result is Partial).
     cross_entropy   classes: maximum and sum of exponentials over the axes (the result is Replicate).
     batch_norm      means and variances over the axes, forward and backward (statistics are Replicate).
     attention       causal and sliding masks of local queries start at the position of the first one; a dropout

@@ -1,13 +1,14 @@
 """Look-ups of rows by index.
 
-embedding   v h, d0 d1 -> d0 d1 h      v is summed and lowered: each rank looks up the rows it has
+embedding       v h, d0 d1 -> d0 d1 h  v is summed and lowered: each rank looks up the rows it has
+embedding_bag   v h, b l -> b h        likewise, but for a maximum; l is summed in a sum
 """
 
 from __future__ import annotations
 
-from autopar.ir.rule import FactorRule
+from autopar.ir.rule import FactorRule, TensorFactors
 from autopar.ir.rules.call import Call
-from autopar.ir.rules.factors import Factors, Rule, numbered, numel, sums
+from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_factors, sums
 
 
 def embedding(call: Call) -> FactorRule | None:
@@ -28,6 +29,32 @@ def embedding(call: Call) -> FactorRule | None:
     )
 
 
+def bag(call: Call) -> FactorRule | None:
+    """``autopar.ir.ops.embedding_bag``. Of bags of any sizes, where one begins depends on all before it."""
+    bound = call.bound()
+    weight, indices, scale, offsets = (bound[n] for n in ("weight", "indices", "per_sample_weights", "offsets"))
+    adds, is_sum, ragged = bound["mode"] != "max", bound["mode"] == "sum", offsets is not None
+    factors = Factors()
+    v, h = factors.dim("v", weight.shape[0], block=not adds), factors.dim("h", weight.shape[1])
+    b = factors.dim("b", call.results[0].shape[0], block=ragged)
+    rows: TensorFactors
+    if ragged:
+        rows = factors.whole(indices.shape)
+    else:
+        rows = (b, factors.dim("l", indices.shape[1], block=not is_sum))
+    known: dict[int, TensorFactors] = {weight.position: (v, h), indices.position: rows}
+    if scale is not None:
+        known[scale.position] = rows
+    return factors.rule(
+        operand_factors(call, known, factors),
+        [(b, h)],
+        summed=("v", "l") if is_sum else ("v",) if adds else (),
+        lowered={"v": "embedding_bag"} if adds else None,
+        linear=sums(call, *[[o.position] for o in (weight, scale) if o is not None and adds]),
+        flops=2 * numel(indices.shape) * weight.shape[1],
+    )
+
+
 def one_hot(call: Call) -> FactorRule | None:
     (x,) = call.operands
     factors = Factors()
@@ -39,4 +66,8 @@ def one_hot(call: Call) -> FactorRule | None:
     return factors.rule([lead], [(*lead, factors.fresh(shape[-1]))], flops=numel(shape))
 
 
-RULES: dict[str, Rule] = {"aten::embedding": embedding, "aten::one_hot": one_hot}
+RULES: dict[str, Rule] = {
+    "aten::embedding": embedding,
+    "autopar::embedding_bag": bag,
+    "aten::one_hot": one_hot,
+}

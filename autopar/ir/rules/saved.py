@@ -179,6 +179,19 @@ def _moe(call: Call, needs: set[int]) -> Saved:
     return Saved(kept, (), rows * widths * x.dtype.itemsize, ("experts",))
 
 
+def _bag(call: Call, needs: set[int]) -> Saved:
+    """The indices, the bag of each of them, and how many each bag has or, of a maximum, which were largest."""
+    bound = call.bound()
+    weight, indices, scale = bound["weight"], bound["indices"], bound["per_sample_weights"]
+    kept = [o.position for o in call.operands if o.position != weight.position]
+    if scale is not None and scale.position in needs:
+        kept.insert(0, weight.position)
+    bags = call.results[0].shape[0]
+    each = weight.shape[1] if bound["mode"] == "max" else 1
+    extra = (numel(indices.shape) + bags * (1 + each)) * torch.int64.itemsize
+    return Saved(tuple(kept), (), extra, ("b",))
+
+
 def _recurrent(call: Call, needs: set[int]) -> Saved:
     """All operands, the output, and of each step and layer the gates and the states."""
     of_steps = {matrix.position for matrix in recurrent.matrices(call) if matrix.stepwise}
@@ -287,6 +300,7 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
         _max_pool,
     ),
     **dict.fromkeys(recurrent.RULES, _recurrent),
+    "autopar::embedding_bag": _bag,
     "aten::where": _where,
     "aten::lerp": _lerp,
 }

@@ -392,6 +392,16 @@ RECURRENT = [
     case("b", aten.rnn_relu_cell.default, r(6, 3), r(6, 4), r(4, 3), r(4, 4), r(4), r(4)),
 ]
 
+_LAST = {"include_last_offset": True, "padding_idx": 3}
+BAGS = [
+    case("v! h b l +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="sum"),
+    case("v! h b l + +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), r(4, 3), mode="sum", padding_idx=2),
+    case("v! h b +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="mean", padding_idx=2),
+    case("h b", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="max"),
+    case("v! h +", ops.embedding_bag, r(8, 6), ints(8, 12), None, torch.tensor([0, 2, 2, 7]), mode="mean"),
+    case("v! h + +", ops.embedding_bag, r(8, 6), ints(8, 12), r(12), torch.tensor([0, 5, 12]), mode="sum", **_LAST),
+]
+
 # Operands that an op has no gradient for.
 NO_GRADIENT = {
     "aten::_native_batch_norm_legit_functional": ("running_mean", "running_var"),
@@ -399,7 +409,21 @@ NO_GRADIENT = {
     "aten::cross_entropy_loss": ("weight",),
 }
 
-CASES = [*POINTWISE, *REDUCE, *MATMUL, *ATTENTION, *NORM, *INDEXING, *ARRANGE, *VIEWS, *CONV, *LOSS, *OTHER, *RECURRENT]
+CASES = [
+    *POINTWISE,
+    *REDUCE,
+    *MATMUL,
+    *ATTENTION,
+    *NORM,
+    *INDEXING,
+    *ARRANGE,
+    *VIEWS,
+    *CONV,
+    *LOSS,
+    *OTHER,
+    *RECURRENT,
+    *BAGS,
+]
 
 
 def name_of(number: int) -> str:

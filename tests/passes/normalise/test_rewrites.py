@@ -172,6 +172,19 @@ def test_numbers_added_to_scalars_are_terms() -> None:
     assert left == [aten.mul.Tensor, aten.add.Tensor, aten.sum.default, aten.full.default, aten.sub.Tensor]
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_size(mode: str) -> None:
+    def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
+        ids, table = y.clamp(min=0), m.matrix.t()
+        padded = F.embedding_bag(ids, table, mode=mode, padding_idx=-1)
+        flat = F.embedding_bag(ids.reshape(-1), table, torch.arange(B) * S, mode=mode)
+        ragged = F.embedding_bag(ids.reshape(-1), table, ids[:, 0] * 0, mode=mode)
+        return (padded * flat * m.weight).sum() + ragged.sum()
+
+    left = remaining(body)
+    assert left.count(ops.embedding_bag) == 3 and aten.arange.start_step not in left
+
+
 def test_slice_writes_are_concatenations() -> None:
     def body(m: Model, x: Tensor, y: Tensor) -> Tensor:
         shifted = x.new_zeros(x.shape)
