@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,8 +106,12 @@ def cases() -> dict[str, Case]:
 def watch(processes: Sequence[Any]) -> str:
     """Wait for ``processes`` and their descendants; say what was wrong if one hung, after killing all, else ""."""
     since, spent_then = time.monotonic(), 0.0
-    while any(process.is_alive() for process in processes):
-        processes[0].join(0.05)
+    while alive := [process.sentinel for process in processes if process.is_alive()]:
+        ended = wait(alive, timeout=5.0)
+        if any(process.exitcode for process in processes):  # the others wait for a rank that has died
+            break
+        if ended:
+            continue
         spent = sum(map(_cpu_seconds, processes))
         if spent > MOST_CPU_S:
             return _kill(processes, f"took more than {MOST_CPU_S:g} s of CPU time")
@@ -114,12 +119,8 @@ def watch(processes: Sequence[Any]) -> str:
             since, spent_then = time.monotonic(), spent
         elif time.monotonic() - since > IDLE_S:
             return _kill(processes, f"hung: {LEAST_CPU_S:g} s of CPU time in {IDLE_S:g} s")
-        if any(process.exitcode for process in processes):  # the others wait for a rank that has died
-            return _kill(processes, f"a process ended with {[process.exitcode for process in processes]}")
-        for process in processes[1:]:
-            process.join(0.05)
-    ended = [process.exitcode for process in processes]
-    return f"a process ended with {ended}" if any(ended) else ""
+    codes = [process.exitcode for process in processes]
+    return _kill(processes, f"a process ended with {codes}") if any(codes) else ""
 
 
 def _cpu_seconds(process: Any) -> float:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from models import translation_batch
 
 from .building import SMALL, hugging_face
 from .encoder_decoders import _BART, _T5
 
 _MOE: dict[str, Any] = {**SMALL, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
+def _masked(step: int) -> dict[str, Any]:
+    batch = translation_batch(step)
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
 
 MIXTURES = (
     # Sinks in attention; gate and up interleaved and clamped; biases of experts.
@@ -25,7 +32,7 @@ MIXTURES = (
     hugging_face("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", **SMALL, moe_intermediate_size=16, moe_num_experts=4,
                  moe_k=2, moe_num_shared_experts=1, moe_layer_start_index=1),
     # One expert a token, dropped where an expert has no room.
-    hugging_face("switch_transformers", "SwitchTransformersForConditionalGeneration", translation_batch, **_T5,
+    hugging_face("switch_transformers", "SwitchTransformersForConditionalGeneration", _masked, **_T5,
                  num_experts=4, expert_capacity=64, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
                  router_jitter_noise=0.0),
     hugging_face("nllb_moe", "NllbMoeForConditionalGeneration", translation_batch, **_BART, num_experts=4,
