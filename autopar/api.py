@@ -23,6 +23,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
 from autopar.local_cluster import local_cluster
+from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.runtime.agreement import agree, from_first
@@ -64,7 +65,9 @@ def parallelize(
         numbers (dropout) are left as they are, since the compiler would draw others.
 
     The model is not changed: each rank copies its part of the parameters, or initialises them if the model is on
-    the meta device. Errors on one rank (AutoparError) are raised on all.
+    the meta device. The result is in the mode that the model is in, train or eval, and a plan is always made for train
+    mode: from_pretrained of transformers gives a model in eval mode, and ``train()`` of it or of the result turns its
+    dropout on. Errors on one rank (AutoparError) are raised on all.
     """
     ensure_process_group()
     request = _Request(model, mesh, loss_fn, plan, constraints, compile)
@@ -73,7 +76,7 @@ def parallelize(
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
     if example_inputs is not None:
-        return ParallelModule(request.build(example_inputs, example_target), pretrained=form)
+        return ParallelModule(request.build(example_inputs, example_target), pretrained=form, training=model.training)
 
     def build(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Engine:
         example: Any = args
@@ -81,7 +84,7 @@ def parallelize(
             example = inspect.signature(model.forward).bind(*args, **kwargs).arguments if args else dict(kwargs)
         return request.build(example, target)
 
-    return ParallelModule(build, pretrained=form)
+    return ParallelModule(build, pretrained=form, training=model.training)
 
 
 def from_pretrained(
@@ -224,17 +227,17 @@ class _Request:
                 "  try: loss_fn=..., labels among the example inputs, or pp=1"
             )
 
-        def forward() -> StageProgram:
-            return partition(captured, plan, outputs="model")[0]
+        def partitioned() -> tuple[Modes, tuple[StageProgram, ...]]:
+            modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, captured, plan)
+            return modes, partition(captured, plan, outputs="loss" if captured.has_loss else "model")
 
-        programs = agree(lambda: partition(captured, plan) if captured.has_loss else (forward(),))
-        forward_program = forward if plan.num_stages == 1 else None
+        modes, programs = agree(partitioned)
         return Engine(
             self.model,
             captured,
             plan,
             programs,
-            forward_program=forward_program,
+            more=modes.programs,
             seed=int(seed),
             compile_blocks=self.compile,
             values=self.values,

@@ -39,7 +39,7 @@ from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_resu
 from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.parameters import read_parameter
-from autopar.ir.placement import Layout, Replicate, Shard, local_shape, replicated
+from autopar.ir.placement import Layout, Placement, Replicate, Shard, local_shape, replicated
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.redistribution import Collective, Step, redistribute
@@ -59,13 +59,15 @@ class ShardedProgram:
     """The program of one rank of a stage mesh, for one microbatch, before it is cut into stages.
 
     Every node has ``meta["val"]`` with its local shape, ``meta["layout"]`` and ``meta["block"]`` (PRELUDE for
-    what depends on no parameter). outputs: the flat outputs asked for, in order. updates: buffer -> its new value.
-    summed: those of which every microbatch has a summand; the others are the same in each.
+    what depends on no parameter). outputs: the flat outputs asked for, in order. output_layouts: over the mesh;
+    output_microbatches: over the microbatches. updates: buffer -> its new value. summed: those of which every
+    microbatch has a summand; the others are the same in each.
     """
 
     graph: fx.Graph
     outputs: tuple[fx.Node, ...]
     output_layouts: tuple[Layout, ...]
+    output_microbatches: tuple[Placement, ...]
     updates: Mapping[str, fx.Node]
     summed: frozenset[str]
 
@@ -100,7 +102,7 @@ def shard(
     flat = captured.output_args()
     start = 1 if captured.has_loss else 0
     kept = flat[:1] if outputs == "loss" else flat[start : start + captured.num_outputs]
-    layouts: list[Layout] = []
+    layouts: list[Layout] = []  # time axis first
     results: list[fx.Node] = []
     for value in kept:
         if not isinstance(value, fx.Node):
@@ -111,7 +113,7 @@ def shard(
             results.append(sweep.use_in_order(value, wanted, max(folding.block_of.values(), default=PRELUDE)))
         else:
             results.append(sweep.made[value])
-        layouts.append(wanted[1:])
+        layouts.append(wanted)
     updates: dict[str, fx.Node] = {}
     summed: set[str] = set()
     for buffer in captured.buffers.values():
@@ -130,7 +132,8 @@ def shard(
     return ShardedProgram(
         graph=sweep.graph,
         outputs=tuple(results),
-        output_layouts=tuple(layouts),
+        output_layouts=tuple(layout[1:] for layout in layouts),
+        output_microbatches=tuple(layout[0] for layout in layouts),
         updates=updates,
         summed=frozenset(summed),
     )
@@ -186,10 +189,11 @@ class _Sweep:
         return replicated(self.mesh)
 
     def output_layout(self, node: fx.Node) -> Layout:
-        """Layout in which a model output is handed to the caller."""
+        """Layout in which a model output is handed to the caller, who adds up what microbatches have summands of."""
         dim = self.roles.batch_dim.get(node)
         if dim is None:
-            return replicated(self.mesh)
+            time = self.layout(node)[0]
+            return (time if time.is_partial() else Replicate(), *replicated(self.plan.stage_mesh))
         names = {_TIME, *self.plan.inputs}
         return tuple(Shard(dim) if name in names else Replicate() for name in self.mesh.names)
 

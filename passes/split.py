@@ -36,7 +36,7 @@ def split_stages(
     outputs: str,
 ) -> tuple[StageProgram, ...]:
     """One program per stage of ``plan``. Raises PlanMismatch where a tensor cannot cross a cut."""
-    cut = _Cut(captured, sharded, plan)
+    cut = _Cut(captured, sharded, plan, outputs == "model")
     readers, idle = cut.parameter_stages(), cut.idle_parameters(folding)
     layouts = {
         name: ParameterLayout(
@@ -64,7 +64,11 @@ def split_stages(
         updates = {name: node.name for name, node in sharded.updates.items() if cut.stage_of(node) == number}
         used_buffers = {b for block in parts for b in block.buffers} | {*buffers_of_many, *updates}
         wanted = {name for block in parts for name in block.inputs} | {n.name for n in sharded.outputs}
-        mine = [n.name if cut.stage_of(n) == number or n.op == "placeholder" else None for n in sharded.outputs]
+        last = number == plan.num_stages - 1
+        whole = last and outputs == "model"
+        mine = [
+            n.name if whole or cut.stage_of(n) == number or n.op == "placeholder" else None for n in sharded.outputs
+        ]
         loss = mine[0] if outputs == "loss" and mine else None
         partial = sharded.output_layouts[0] if sharded.output_layouts else ()
         programs.append(
@@ -95,6 +99,8 @@ def split_stages(
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
                 totals=totals,
                 unread={captured.parameters[n].name: layouts[n] for n, stage in idle.items() if stage == number},
+                output_microbatches=sharded.output_microbatches if whole else (),
+                output_specs=tuple(map(_spec, sharded.outputs)) if whole else (),
             )
         )
     return tuple(programs)
@@ -107,11 +113,12 @@ def _spec(node: fx.Node) -> TensorSpec:
 
 @dataclass(slots=True)
 class _Cut:
-    """The sharded graph seen as blocks and stages."""
+    """The sharded graph seen as blocks and stages. forward_only: no gradients go back over a cut."""
 
     captured: CapturedModel
     sharded: ShardedProgram
     plan: Plan
+    forward_only: bool
     names: dict[str, str] = field(init=False)
     by_block: dict[int, list[fx.Node]] = field(init=False)
 
@@ -149,8 +156,9 @@ class _Cut:
             if node.op != "call_function" or node.meta["block"] == PRELUDE or self.stage_of(node) >= stage:
                 continue
             later = [u for u in node.users if u.op == "call_function" and self.stage_of(u) >= stage]
-            if later or (node in self.sharded.outputs and len(self.sharded.outputs) > 1):
-                if not node.meta["val"].is_floating_point():
+            handed_out = self.forward_only and node in self.sharded.outputs
+            if later or handed_out:
+                if not self.forward_only and not node.meta["val"].is_floating_point():
                     raise PlanMismatch(
                         f"stages: the cut before stage {stage} would send {node.name}, a {node.meta['val'].dtype} "
                         f"tensor; only floating point tensors cross a cut.\n  needed by: {later[0].format_node()}\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
-from autopar.ir.program import ParameterLayout, StageProgram, update_stages
+from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
@@ -27,19 +25,17 @@ from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
-from autopar.runtime.narrow_copies import NarrowCopies, cast_reads
-from autopar.runtime.outputs import Outputs, scale_outputs
+from autopar.runtime.narrow_copies import NarrowCopies
+from autopar.runtime.outputs import scale_outputs
 from autopar.runtime.parameters import blank_state, cut_axes, fill
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored, load_full
+from autopar.runtime.variants import Programs, Results, Variant, Variants
 from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 if TYPE_CHECKING:
     from autopar.runtime.loss_scaler import LossScaler
-    from autopar.runtime.pipeline import Pipeline
-
-_STEP, _FORWARD = "loss", "model"
 
 
 class Engine:
@@ -52,14 +48,14 @@ class Engine:
         plan: Plan,
         programs: Sequence[StageProgram],
         *,
-        forward_program: Callable[[], StageProgram] | None = None,
+        more: Programs | None = None,
         seed: int = 0,
         compile_blocks: bool = False,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """programs: of every stage; for a model without a loss, those of the plain forward.
+        """programs: of every stage, of a training step in train mode; for a model without a loss, of a plain forward.
 
-        forward_program: makes the program of the plain forward, if there is no pipeline; called when needed.
+        more: makes the programs of plain forwards and of eval mode; called when they are needed.
         seed: the same on all ranks; of parameters that have no values yet and of the model's random ops.
         compile_blocks: with ``torch.compile``, each distinct block once.
         values: whole parameters and buffers that are not those of ``model``, by its names; lazy ones are read in part.
@@ -80,7 +76,6 @@ class Engine:
             )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
-        self._update_stages = update_stages(programs)
         own = tuple(programs[stage] for stage in self.mesh.stages)
         self.program = program = own[-1]
         self._programs = tuple(programs)
@@ -100,40 +95,19 @@ class Engine:
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
-        self._has_step = program.loss is not None or program.num_stages > 1
-        self._totals: dict[str, list[tuple[StageModule, str, tuple[str, ...]]]] = {}
-        if self._has_step:
-            for stage in self.local:
-                part = stage.program
-                results = (part.loss,) if part.loss else tuple(spec.name for spec in part.sent)
-                self._add_variant(_STEP, stage.module, part, results)
-        self._forward_program = forward_program
-        self._outputs: Outputs | None = None
-        self._inputs: dict[str, tuple[str, ...]] = {_STEP: tuple(dict.fromkeys(n for p in own for n in p.inputs))}
-
         for stage, meshes in zip(self.local, sharded, strict=True):
             stage.zero = self._apply_zero(stage, meshes)
         self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
         agree(lambda: fill(model, self.layouts, self.buffers, values or {}, self._put, seed))
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
-        self._casts = {_STEP: self._cast_reads(own)}
         self.randomness = Randomness(seed, self.device)
+        self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
+        self._variants.add("loss" if captured.has_loss else "model", True, captured, programs)
         self.background = Background()
         self.scaler: LossScaler | None = None
-        self.pipeline: Pipeline | None = None
-        if program.num_stages > 1:
-            # Importing it imports torch.export, which takes seconds.
-            from autopar.runtime.pipeline import Pipeline
-
-            self.pipeline = Pipeline(
-                self.local,
-                plan.pipelining,
-                group=self.mesh.pipeline_group(),
-                device=self.device,
-                batch_dims={name: self._batch_dim(name) for part in own for name in part.given},
-                randomness=self.randomness,
-            )
+        # Made now, by all ranks together.
+        self.pipeline = self._variants.steps(self._variants.get("loss", True)) if program.num_stages > 1 else None
 
     def _local_stage(self, program: StageProgram, state: Mapping[str, torch.Tensor]) -> LocalStage:
         """state: of all stages of this rank. What two of them read is one tensor in both; the first has the rest."""
@@ -199,11 +173,6 @@ class Engine:
         """Keep this rank's part of a parameter or buffer."""
         load_full(self.tensor(name), whole, name, self.stored.get(name), self.mesh)
 
-    def _cast_reads(self, programs: Sequence[StageProgram]) -> dict[str, torch.dtype]:
-        """What ``programs`` read in another dtype, but for parameters that FSDP casts."""
-        managed = {name for stage in self.local if stage.zero is not None for name in stage.zero.managed}
-        return {name: dtype for name, dtype in cast_reads(programs).items() if name not in managed}
-
     def _reduce_gradients(self) -> None:
         for name, stored in sorted(self.stored.items()):
             parameter = self.tensor(name)
@@ -234,10 +203,10 @@ class Engine:
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)
 
-    def _update_buffers(self) -> None:
+    def _update_buffers(self, variant: Variant) -> None:
         """Give the buffers that the stages wrote their new values, on every rank that has them."""
         new = {name: value for stage in self.local for name, value in stage.module.updates.items()}
-        for name, stages in sorted(self._update_stages.items()):
+        for name, stages in sorted(variant.updates.items()):
             group = self.mesh.group_over_stages(stages)
             if group is None or not any(map(self.mesh.holds, stages)):
                 continue
@@ -258,79 +227,33 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    # Programs of the stage.
+    # Running programs of the stages.
 
-    def _add_variant(self, variant: str, module: StageModule, program: StageProgram, results: tuple[str, ...]) -> None:
-        module.add_variant(variant, program, results, self.device)
-        totals = self._totals.setdefault(variant, [])
-        for number, block in enumerate(program.totals):
-            alone = replace(program, blocks=(block,), received=(), buffer_updates={}, loss=None)
-            module.add_variant(f"{variant} total {number}", alone, block.outputs, self.device)
-            totals.append((module, f"{variant} total {number}", block.outputs))
+    def variant(self, results: Results, training: bool) -> Variant:
+        """The program for a loss or for the model's outputs, in train or eval mode.
 
-    def _select(self, variant: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        All ranks call together. Raises CaptureError or PlanMismatch, on every rank, if there is none.
+        """
+        if results == "loss" and not self.captured.has_loss:
+            raise PlanMismatch(
+                f"{self.captured.name} has no loss, so there is no training step.\n"
+                "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
+            )
+        return self._variants.get(results, training)
+
+    def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
-        own = {name: inputs[name] for name in self._inputs[variant]}
-        for module, total, names in self._totals[variant]:
+        own = {name: inputs[name] for name in variant.inputs}
+        for module, total, names in variant.totals:
             module.select(total)
             with torch.no_grad():
                 # Not through hooks: no parameter is read.
                 parts = [module.forward(**microbatch) for microbatch in self._microbatches(own)]
             own |= {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
         for stage in self.local:
-            stage.module.select(variant)
+            stage.module.select(variant.name)
             stage.module.updates = {}
         return own
-
-    def _batch_dim(self, name: str) -> int | None:
-        """Batch dimension of a step input; None of a sum over the whole batch."""
-        return self.captured.inputs[name].batch_dim if name in self.captured.inputs else None
-
-    # A training step.
-
-    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
-        if not self._has_step:
-            raise PlanMismatch(
-                f"{self.captured.name} has no loss, so there is no training step.\n"
-                "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
-            )
-        if self.scaler is None and self.plan.precision == "fp16":
-            raise InvalidInput(
-                "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
-                "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
-            )
-        own = self._select(_STEP, inputs)
-        for stage in self.local:
-            stage.module.expert_loads = []
-        self._begin()
-        self._copies.make(self._casts[_STEP])
-        self.randomness.next_call()
-        if self.pipeline is not None:
-            losses = self.pipeline.step(own)
-            self._finish()
-            self._update_buffers()
-            return self._loss_of_pipeline(losses)
-        chunks = self.program.num_microbatches
-        total: torch.Tensor | None = None
-        summed: dist.Work | None = None
-        for number, microbatch in enumerate(self._microbatches(own)):
-            with self.randomness.of(self.stage, number):
-                (loss,) = self.stage(**microbatch)
-            value = loss.detach()
-            total = value.clone() if total is None else total.add_(value)
-            last = number == chunks - 1
-            if last:
-                summed = self._sum_loss(total)
-            self.local[0].before_backward(last)
-            loss.backward()
-            del loss
-        self._finish()
-        self._update_buffers()
-        if summed is not None:
-            summed.wait()
-        assert total is not None
-        return total
 
     def _microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         chunks = self.program.num_microbatches
@@ -338,20 +261,63 @@ class Engine:
             return [dict(inputs)]
         batches: list[dict[str, torch.Tensor]] = [{} for _ in range(chunks)]
         for name, value in inputs.items():
-            dim = self._batch_dim(name)
+            dim = self._variants.batch_dim(name)
             parts = [value] * chunks if dim is None else value.chunk(chunks, dim)
             for batch, part in zip(batches, parts, strict=True):
                 batch[name] = part
         return batches
 
-    def _sum_loss(self, loss: torch.Tensor) -> dist.Work | None:
+    # A training step.
+
+    def step(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
+        """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
+        variant = self.variant("loss", training)
+        self._check_gradients(variant)
+        if self.scaler is None and self.plan.precision == "fp16":
+            raise InvalidInput(
+                "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
+                "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
+            )
+        own = self._select(variant, inputs)
+        for stage in self.local:
+            stage.module.expert_loads = []
+        self._begin()
+        self._copies.make(variant.casts)
+        self.randomness.next_call()
+        if self.program.num_stages > 1:
+            losses = self._variants.steps(variant).step(own)
+            self._finish()
+            self._update_buffers(variant)
+            return self._loss_of_pipeline(variant, losses)
+        total: torch.Tensor | None = None
+        summed: dist.Work | None = None
+        for number, microbatch in enumerate(self._microbatches(own)):
+            with self.randomness.of(self.stage, number):
+                (loss,) = self.stage(**microbatch)
+            value = loss.detach()
+            total = value.clone() if total is None else total.add_(value)
+            last = number == self.program.num_microbatches - 1
+            if last:
+                summed = self._sum_loss(variant, total)
+            self.local[0].before_backward(last)
+            loss.backward()
+            del loss
+        self._finish()
+        self._update_buffers(variant)
+        if summed is not None:
+            summed.wait()
+        assert total is not None
+        return total
+
+    def _sum_loss(self, variant: Variant, loss: torch.Tensor) -> dist.Work | None:
         """Start the sum of the loss over the axes on which it is partial; it overlaps with backward."""
-        group = self.mesh.group(self.program.loss_partial_axes)
+        group = self.mesh.group(variant.programs[-1].loss_partial_axes)
         return None if group is None else dist.all_reduce(loss, group=group, async_op=True)
 
-    def _loss_of_pipeline(self, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _loss_of_pipeline(self, variant: Variant, losses: list[torch.Tensor]) -> torch.Tensor:
         """The same number on every rank of every stage: each summand is counted by one rank of the last stage."""
-        whole = [axis for axis in range(len(self.mesh.coordinates)) if axis not in self.program.loss_partial_axes]
+        partial = variant.programs[-1].loss_partial_axes
+        whole = [axis for axis in range(len(self.mesh.coordinates)) if axis not in partial]
         if losses and self.mesh.first_on(whole):
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
         else:
@@ -359,46 +325,85 @@ class Engine:
         dist.all_reduce(total)
         return total
 
-    # Plain forward.
+    # Forward alone.
 
-    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """The model's output for this rank's rows, as the model would return it; differentiable."""
-        outputs = self._forward_variant()
-        own = self._select(_FORWARD, inputs)
-        self.randomness.next_call()
-        self.stage.expert_loads = []
-        self._copies.make(self._casts[_FORWARD])
-        parts = []
-        for number, microbatch in enumerate(self._microbatches(own)):
-            with self.randomness.of(self.stage, number):
-                parts.append(self.stage(**microbatch))
-        self._copies.drop()
-        self._update_buffers()
-        results = outputs.merge(parts)
+    def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> Any:
+        """The model's output for this rank's rows, as the model would return it; differentiable without a pipeline."""
+        variant = self.variant("model", training)
+        outputs = variant.outputs
+        assert outputs is not None, "of a plain forward"
+        if self.program.num_stages > 1 and torch.is_grad_enabled():
+            raise PlanMismatch(
+                f"the plan has {self.program.num_stages} pipeline stages, through which a plain forward takes no "
+                "gradients back.\n  try: step(...) to train; with torch.no_grad() to evaluate"
+            )
+        if torch.is_grad_enabled():
+            self._check_gradients(variant)
+        parts = self._run(variant, inputs, training)
+        if self.program.num_stages > 1:
+            count = self.program.num_microbatches
+            results = outputs.merge(parts) if parts else outputs.blank(count, self.device)
+            results = self._variants.forwards(variant).share(results)
+        else:
+            results = outputs.merge(parts)
         if torch.is_grad_enabled():
             results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)
-        return pytree.tree_unflatten(outputs.with_constants(results), self.captured.out_spec)
+        return outputs.as_returned(results)
 
-    def forward_inputs(self) -> tuple[str, ...]:
-        """Placeholder names of the step inputs that the plain forward takes."""
-        self._forward_variant()
-        return self._inputs[_FORWARD]
+    @torch.no_grad()
+    def loss(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
+        """The loss of the global batch, the same number on every rank, without gradients."""
+        variant = self.variant("loss", training)
+        losses = [loss for (loss,) in self._run(variant, inputs, training)]
+        if self.program.num_stages > 1:
+            return self._loss_of_pipeline(variant, losses)
+        total = torch.stack(losses).sum(0)
+        summed = self._sum_loss(variant, total)
+        if summed is not None:
+            summed.wait()
+        return total
 
-    def _forward_variant(self) -> Outputs:
-        if self._outputs is not None:
-            return self._outputs
-        if self._forward_program is None or self.program.num_stages > 1:
+    def _run(
+        self, variant: Variant, inputs: Mapping[str, torch.Tensor], training: bool
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Results of every microbatch; none on ranks without the last stage. In eval mode nothing is counted."""
+        microbatches = self._microbatches(self._select(variant, inputs))
+        counts = [stage.module.expert_loads for stage in self.local]
+        for stage in self.local:
+            stage.module.expert_loads = []
+        if training:
+            self.randomness.next_call()
+        else:
+            self.randomness.next_evaluation()
+        self._copies.make(variant.casts)
+        for zero, modules in variant.elsewhere:
+            zero.hold(modules)
+        if self.program.num_stages > 1:
+            parts = self._variants.forwards(variant).run(microbatches)
+        else:
+            parts = []
+            for number, microbatch in enumerate(microbatches):
+                with self.randomness.of(self.stage, number):
+                    parts.append(self.stage(**microbatch))
+        self._copies.drop()
+        self._update_buffers(variant)
+        if not training:
+            for stage, count in zip(self.local, counts, strict=True):
+                stage.module.expert_loads = count
+        for zero, modules in variant.elsewhere:
+            zero.release(modules)
+        if not torch.is_grad_enabled():
+            # No backward follows that would; what is gathered would be read again after the optimiser's step.
+            self.reshard()
+        return parts
+
+    def _check_gradients(self, variant: Variant) -> None:
+        if variant.elsewhere:
             raise PlanMismatch(
-                f"the plan has {self.program.num_stages} pipeline stages, so there is no plain forward.\n"
-                "  try: step(...), or a plan with one stage"
+                f"in {variant.name.split()[0]} mode {self.captured.name} reads parameters in other blocks than those "
+                "that ZeRO gathers them for, and gradients cannot go back there.\n"
+                "  try: a plan with zero 0 to train in this mode; with torch.no_grad() to evaluate"
             )
-        program = self._forward_program()
-        names = tuple(name for name in program.outputs if name is not None)
-        self._add_variant(_FORWARD, self.stage, program, names)
-        self._inputs[_FORWARD] = tuple(program.inputs)
-        self._casts[_FORWARD] = self._cast_reads([program])
-        self._outputs = Outputs.of(self.captured, program, self.plan)
-        return self._outputs
 
     def _begin_backward(self) -> None:
         """Start of a backward through plain forward: sum gradients in it, as DistributedDataParallel does."""

@@ -31,11 +31,21 @@ class ParallelModule(nn.Module):
     are sharded. A parameter that fuses several (query, key and value) is kept as its pieces, each named with its
     place in the whole: ``attn.c_attn.weight[:, 0:768]``. Whole state dicts have it in one piece. Only those of this
     rank's pipeline stages are here. An optimiser takes ``parameters()`` as it would those of the model.
+
+    ``train()`` and ``eval()`` choose the mode, which is at first that of the model. In that mode each submodule has the
+    mode that it had when the model was handed over, so that one that is frozen stays frozen; in the other all have it.
+    A mode is captured when it is first needed, under the same plan and over the same parameters.
     """
 
-    def __init__(self, engine: Engine | Builder, *, pretrained: PretrainedFormat | None = None) -> None:
-        """engine: or, when capture waits for the first call, what makes it then. pretrained: how a library keeps it."""
+    def __init__(
+        self, engine: Engine | Builder, *, pretrained: PretrainedFormat | None = None, training: bool = True
+    ) -> None:
+        """engine: or, when capture waits for the first call, what makes it then. pretrained: how a library keeps it.
+
+        training: the mode that the model is in.
+        """
         super().__init__()
+        self.training = training
         self._pretrained = pretrained
         self._engine = engine if isinstance(engine, Engine) else None
         self._build = None if isinstance(engine, Engine) else engine
@@ -57,22 +67,38 @@ class ParallelModule(nn.Module):
 
         The arguments are those of the model, with this data-parallel rank's rows of the batch, the same on all
         ranks that share them. Returns the detached loss of the global batch, the same number on every rank.
+        In eval mode the model computes as it does there, with gradients all the same.
         Raises InvalidInput if the arguments do not fit.
         """
         args, kwargs, target = self._first_call(args, kwargs, target)
         engine = self.engine
-        return engine.step(engine.signature.bind(args, kwargs, target, engine.device))
+        return engine.step(engine.signature.bind(args, kwargs, target, engine.device), self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this rank's rows; gradients flow through it.
+        """The model's output for this rank's rows, in train or eval mode; gradients flow through it.
 
-        A loss that is a mean over these rows gives the parameters the gradient of the mean over all ranks, summed
-        during backward, as with DistributedDataParallel. Needs a plan with one pipeline stage.
+        The batch is as large as that of a step. An output without rows, as a loss that the model computes, is that of
+        the global batch. A loss that is a mean over this rank's rows gives the parameters the gradient of the mean over
+        all ranks, summed during backward, as with DistributedDataParallel. Under a pipeline every rank gets the output
+        of the last stage, within ``torch.no_grad()`` only. All ranks call together.
         """
         args, kwargs, _ = self._first_call(args, kwargs, None)
         engine = self.engine
-        required = engine.forward_inputs()
-        return engine.forward(engine.signature.bind(args, kwargs, None, engine.device, required=required))
+        required = engine.variant("model", self.training).required
+        inputs = engine.signature.bind(args, kwargs, None, engine.device, required=required)
+        return engine.forward(inputs, self.training)
+
+    def loss(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The loss of the global batch, without gradients; the arguments are those of ``step``. For held-out data.
+
+        Returns the same number on every rank, under every plan. In eval mode nothing of training changes: no buffer,
+        no random number. All ranks call together. Raises InvalidInput if the arguments do not fit.
+        """
+        args, kwargs, target = self._first_call(args, kwargs, target)
+        engine = self.engine
+        required = engine.variant("loss", self.training).required
+        inputs = engine.signature.bind(args, kwargs, target, engine.device, required=required)
+        return engine.loss(inputs, self.training)
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
         """Capture if that has waited for this call; its arguments are the global batch, of which we take our rows."""

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import CapturedModel
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Placement, Shard
 from autopar.ir.plan import Plan
-from autopar.ir.program import StageProgram
+from autopar.ir.program import StageProgram, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """How the flat results of the stage become the flat outputs of the model.
 
-    flat: position of each output in the results, or the constant that it is. batch_dims: of each result.
+    flat: position of each output in the results, or the constant that it is. microbatches: how each result is placed
+    over the microbatches. specs: of each result in one microbatch.
     gradient_scales: factor on the gradient of each result. Parameter gradients are sums over the data-parallel
     ranks; of a result that each rank has its own rows of, the user's loss is a mean over these rows, and the
     average is wanted, as from DistributedDataParallel.
@@ -28,56 +31,66 @@ class Outputs:
 
     flat: tuple[Any, ...]
     is_result: tuple[bool, ...]
-    batch_dims: tuple[int | None, ...]
+    microbatches: tuple[Placement, ...]
+    specs: tuple[TensorSpec, ...]
     gradient_scales: tuple[float, ...]
+    tree: pytree.TreeSpec
 
     @classmethod
     def of(cls, captured: CapturedModel, program: StageProgram, plan: Plan) -> Outputs:
         start = 1 if captured.has_loss else 0
         values = captured.output_args()[start : start + captured.num_outputs]
         flat: list[Any] = []
-        dims: list[int | None] = []
         scales: list[float] = []
         for value in values:
             if not isinstance(value, fx.Node):
                 flat.append(value)
                 continue
-            layout = program.output_layouts[len(dims)]
+            layout = program.output_layouts[len(scales)]
             assert layout is not None
             divided = [
-                (axis, placement.dim)
+                axis.size
                 for axis, placement in zip(program.mesh.axes, layout, strict=True)
                 if isinstance(placement, Shard) and axis.name in plan.inputs
             ]
-            scale = 1.0
-            for axis, _ in divided:
-                scale /= axis.size
-            flat.append(len(dims))
-            scales.append(scale)
-            dims.append(divided[0][1] if divided else _batch_dim(captured, value))
+            flat.append(len(scales))
+            scales.append(1.0 / prod(divided))
         is_result = tuple(isinstance(value, fx.Node) for value in values)
-        return cls(tuple(flat), is_result, tuple(dims), tuple(scales))
+        return cls(
+            tuple(flat), is_result, program.output_microbatches, program.output_specs, tuple(scales), captured.out_spec
+        )
 
     def merge(self, microbatches: Sequence[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        """Results of the whole batch. Those without a batch dimension are averaged over the microbatches."""
+        """Results of the whole batch of this rank."""
         if len(microbatches) == 1:
             return list(microbatches[0])
         return [
-            torch.stack(parts).mean(0) if dim is None else torch.cat(parts, dim)
-            for parts, dim in zip(zip(*microbatches, strict=True), self.batch_dims, strict=True)
+            _joined(parts, placement)
+            for parts, placement in zip(zip(*microbatches, strict=True), self.microbatches, strict=True)
         ]
 
-    def with_constants(self, results: Sequence[torch.Tensor]) -> list[Any]:
-        """Flat outputs in the order of the model's output."""
-        return [
+    def blank(self, count: int, device: torch.device) -> list[torch.Tensor]:
+        """Memory for the results of ``count`` microbatches."""
+        found = []
+        for spec, placement in zip(self.specs, self.microbatches, strict=True):
+            shape = list(spec.shape)
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= count
+            found.append(torch.empty(shape, dtype=spec.dtype, device=device))
+        return found
+
+    def as_returned(self, results: Sequence[torch.Tensor]) -> Any:
+        """What the model returns."""
+        leaves = [
             results[value] if is_result else value for value, is_result in zip(self.flat, self.is_result, strict=True)
         ]
+        return pytree.tree_unflatten(leaves, self.tree)
 
 
-def _batch_dim(captured: CapturedModel, node: fx.Node) -> int | None:
-    """Dimension of the batch in an output that no mesh axis divides: the first one of the batch's size."""
-    shape = node.meta["val"].shape
-    return 0 if len(shape) and shape[0] == captured.batch_size else None
+def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+    if isinstance(placement, Shard):
+        return torch.cat(list(parts), placement.dim)
+    return torch.stack(list(parts)).sum(0) if placement.is_partial() else parts[0]
 
 
 def scale_outputs(

@@ -90,6 +90,10 @@ class StageModule(nn.Module):
         """Whether the stage holds a parameter or buffer, by original name."""
         return name in self._owner
 
+    def owner(self, name: str) -> nn.Module:
+        """The block that holds a parameter or buffer, or ``shared`` if several blocks read it."""
+        return self._owner[name]
+
     def slot(self, name: str) -> Slot:
         """The place of a parameter or buffer, by original name."""
         if name not in self._slots:

@@ -65,11 +65,12 @@ class ZeroEngine:
     """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step.
 
     modules: with their levels; the root, which holds what several blocks share, comes last. managed: names of the
-    parameters in them.
+    parameters in them. reshards: whether each shards its parameters again after its forward.
     """
 
     modules: list[tuple[FSDPModule, int]]
     managed: frozenset[str]
+    reshards: dict[FSDPModule, bool]
     _last: bool | None = None
 
     @property
@@ -78,6 +79,19 @@ class ZeroEngine:
 
     def reshard(self) -> None:
         for module, _ in self.modules:
+            module.reshard()
+
+    def hold(self, modules: Iterable[FSDPModule]) -> None:
+        """Gather the parameters of ``modules`` now, and keep them until ``release``, for others that read them."""
+        self.root._get_fsdp_state()._lazy_init()
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+
+    def release(self, modules: Iterable[FSDPModule]) -> None:
+        """Shard parameters after the forward of ``modules`` as before ``hold``."""
+        for module in modules:
+            module.set_reshard_after_forward(self.reshards[module], recurse=False)
             module.reshard()
 
     def allocate(self, slots: Iterable[Slot], device: torch.device) -> None:
@@ -162,6 +176,7 @@ def apply_zero(
     widest = max(meshes.values(), key=lambda own: own.size())
     placed = _placements({find(name): own for name, own in meshes.items()}, widest)
     modules: list[tuple[FSDPModule, int]] = []
+    reshards: dict[FSDPModule, bool] = {}
     kinds = {block.name: block.kind for block in program.blocks}
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):
@@ -183,8 +198,9 @@ def apply_zero(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         modules.append((module, level))
+        reshards[module] = reshard
     _prefetch([module for module, _ in modules], plan.prefetch)
-    return ZeroEngine(modules, frozenset(meshes))
+    return ZeroEngine(modules, frozenset(meshes), reshards)
 
 
 def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) -> Callable[[nn.Parameter], Any] | None:

@@ -36,6 +36,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.ir.errors import AutoparError, CaptureError
@@ -223,10 +224,21 @@ def _evaluate(case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModu
         with torch.no_grad():
             wanted = _call(alone, given)
             got = _call(parallel, parallel.shard_batch(given))
-        mine = parallel.shard_batch(wanted) if wanted.dim() else wanted
-        errors[f"output {repeat}"] = relative({"": got}, {"": mine})
+        rows = {name: parallel.shard_batch(leaf) if leaf.dim() else leaf for name, leaf in _leaves(wanted).items()}
+        errors[f"output {repeat}"] = relative(_leaves(got), rows)
+        if hasattr(case, "loss_fn") or isinstance(wanted, Mapping):
+            target = case.target(1) if hasattr(case, "loss_fn") else None
+            whole = float(_loss(wanted) if target is None else case.loss_fn(wanted, target))
+            found = _call(parallel.loss, parallel.shard_batch(given), target=parallel.shard_batch(target))
+            errors["loss"] = max(errors.get("loss", 0.0), abs(float(found) - whole) / abs(whole))
     errors["buffer"] = relative(parallel.full_state_dict(), before)
     return errors
+
+
+def _leaves(output: Any) -> dict[str, Tensor]:
+    """The tensors of a model's output by their place in it."""
+    found = pytree.tree_flatten_with_path(dict(output) if isinstance(output, Mapping) else output)[0]
+    return {pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
 
 
 def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -39,6 +39,28 @@ def train(
     token_dtype: Annotated[
         str, typer.Option("--token-dtype", help="of .bin files: uint8 to int64", rich_help_panel=_DATA)
     ] = "uint16",
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            "--eval-every",
+            min=1,
+            help="steps between evaluations, of the model in eval mode; only after the last step if not given",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    eval_data: Annotated[
+        str | None,
+        typer.Option(
+            "--eval-data",
+            metavar="WHERE",
+            help="what it is evaluated on, like --data: its first batches, the same ones each time",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    eval_batches: Annotated[
+        int,
+        typer.Option("--eval-batches", min=1, help="global batches of an evaluation, at most", rich_help_panel=_DATA),
+    ] = 8,
     save: Annotated[
         Path | None, typer.Option("--save", help="write checkpoints to this folder", rich_help_panel=_CHECKPOINTS)
     ] = None,
@@ -102,6 +124,7 @@ def train(
         model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
         learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,
         resume=None if resume is None else str(resume), data=data, token_dtype=token_dtype, json=json,
+        eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

@@ -72,8 +72,9 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
+    training: bool = True,
 ) -> CapturedModel:
-    """Capture a model, in train mode, over the batch of the example inputs.
+    """Capture a model, in train or eval mode, over the batch of the example inputs.
 
     example_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments, with
         the *global* batch first. Only shapes and dtypes of tensors matter, on whatever device they are; all
@@ -81,6 +82,8 @@ def capture(
     loss_fn: ``loss_fn(output, target)``, with target from ``example_target`` or ``example_inputs["target"]``.
         Without one, the loss is ``output.loss`` or ``output["loss"]``, or the output itself if it is a
         scalar; a model that has none of these is captured without a loss.
+    training: the mode. If the model is in it, each submodule is captured in the mode that it has, so that one that is
+        frozen stays so; if not, all are, as after ``model.train(training)``.
 
     Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
     """
@@ -89,11 +92,11 @@ def capture(
     refuse_hooks(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
     try:
-        traced = _trace(model, call, loss_fn, Repetition())
+        traced = _trace(model, call, loss_fn, training, Repetition())
     except (*_FAILURES, NotAlike):
         # What it is comes up again, or is not there, when all modules are traced.
         try:
-            traced = _trace(model, call, loss_fn, None)
+            traced = _trace(model, call, loss_fn, training, None)
         except _FAILURES as error:
             raise explain(title, error) from error
     refuse_unknown_sizes(title, traced.program.graph)
@@ -127,10 +130,12 @@ class _Trace:
     recording: Recording
 
 
-def _trace(model: nn.Module, call: Call, loss_fn: LossFunction | None, repetition: Repetition | None) -> _Trace:
+def _trace(
+    model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool, repetition: Repetition | None
+) -> _Trace:
     """Modules that are alike are traced a few times if ``repetition`` is given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _Flat(fake_model(model, mode), call, loss_fn)
+    twin = _Flat(fake_model(model, mode, training), call, loss_fn)
     if repetition is not None:
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.ir.graph import Buffer, Parameter
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout
+from autopar.ir.placement import Layout, Placement
 
 Remat = Literal["none", "selective", "alternate", "full"]
 
@@ -76,8 +76,10 @@ class StageProgram:
 
     received, sent: tensors from the previous and to the next stage; all are floating point and carry
         gradients. A tensor needed further down passes through every stage between.
-    outputs: names of the model's flat outputs (last stage: the loss first, if captured); None for an output
-        that is computed on another stage.
+    outputs: names of what is asked for: the loss, or all of the model's flat outputs, on the last stage, whichever
+        stage computes them; None of the loss elsewhere.
+    output_layouts, output_microbatches, output_specs: of each its placements over the mesh, its placement over the
+        microbatches (rows of the batch, summands, or the same in each), and its shape in one microbatch.
     loss: name of this microbatch's loss, on the last stage. It is Partial on ``loss_partial_axes``, and the
         losses of all microbatches add up to the loss of the step.
     shard_axes: mesh axes that ZeRO shards over, none without ZeRO; the other data axes replicate the shards.
@@ -114,6 +116,8 @@ class StageProgram:
     totals: tuple[BlockProgram, ...] = ()
     summed_updates: frozenset[str] = frozenset()
     unread: dict[str, ParameterLayout] = field(default_factory=dict)
+    output_microbatches: tuple[Placement, ...] = ()
+    output_specs: tuple[TensorSpec, ...] = ()
 
     @property
     def held(self) -> dict[str, ParameterLayout]:
@@ -126,11 +130,16 @@ class StageProgram:
         return (*self.inputs, *(name for block in self.totals for name in block.outputs))
 
 
-def update_stages(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
-    """Updated buffer -> the stages that hold it, that which computes its new value first."""
+def update_stages(
+    programs: Sequence[StageProgram], holders: Sequence[StageProgram] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Updated buffer -> the stages that hold it, that which computes its new value first.
+
+    holders: the programs that the stages were made for, if ``programs`` are others that run on them.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for program in programs:
         for name in program.buffer_updates:
-            others = (p.stage for p in programs if name in p.buffers and p.stage != program.stage)
+            others = (p.stage for p in holders or programs if name in p.buffers and p.stage != program.stage)
             found[name] = (program.stage, *others)
     return found

@@ -8,6 +8,7 @@ that a forward makes without naming a device mix with them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +24,37 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.fake_tensor_converter.from_meta_and_device(mode, shapes, torch.device("cpu"))
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the module tree with fake parameters and buffers, in train mode.
+def fake_model(model: nn.Module, mode: FakeTensorMode, training: bool = True) -> nn.Module:
+    """A copy of the module tree with fake parameters and buffers, in train or eval mode.
 
+    In the mode that ``model`` is in, every submodule keeps the mode that it is in, as one that is frozen; in the other,
+    all are in it, as ``model.train(training)`` would have them.
     Raises CaptureError if the module tree cannot be copied, or has plain tensor attributes without storage.
     """
+    twin = _copied(model, lambda parameter: fake_like(parameter, mode), lambda buffer: fake_like(buffer, mode))
+    return twin if twin.training == training else twin.train(training)
+
+
+def without_parameters(model: nn.Module) -> nn.Module:
+    """A copy of the module tree with parameters on the meta device, to be captured when ``model`` may be gone.
+
+    Buffers are those of ``model``. Raises CaptureError as ``fake_model`` does.
+    """
+
+    def on_meta(parameter: Tensor) -> Tensor:
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+
+    return _copied(model, on_meta, lambda buffer: buffer)
+
+
+def _copied(
+    model: nn.Module, of_parameter: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
+) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = fake_like(buffer, mode)
+        memo[id(buffer)] = of_buffer(buffer)
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) not in memo:
@@ -44,10 +66,10 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                     )
                 memo[id(value)] = value.detach().cpu()
     try:
-        twin = copy.deepcopy(model, memo)
+        twin: nn.Module = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied for capture: {error}\n"
             "  try: keep locks, files, process groups and non-leaf tensors out of the module's attributes"
         ) from error
-    return twin.train()
+    return twin

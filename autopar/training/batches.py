@@ -84,7 +84,7 @@ class TokenBatches:
         low, high = (int(value) for value in torch.aminmax(windows))
         if low < 0 or high >= self._vocabulary:
             raise InvalidInput(
-                f"--data {self.sequences.corpus.where}: has the token {low if low < 0 else high}.\n"
+                f"{self.sequences.corpus.where}: has the token {low if low < 0 else high}.\n"
                 f"  expected: 0 to {self._vocabulary - 1}, the rows of the model's embedding\n"
                 "  try: tokens of the model's own tokenizer; --token-dtype, if they are raw integers"
             )
@@ -110,6 +110,13 @@ class GeneratedBatches:
 
     def state(self, steps: int) -> dict[str, Any]:
         return {"seed": self._seed}
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of a call."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def vocabulary_of(pm: ParallelModule, tokens: str | None) -> int:

@@ -20,7 +20,9 @@ class TrainingJob:
     steps: in all, those before a checkpoint included. save, resume: folders of checkpoints. save_every: steps
     between two (None: one after the last step). seed: of weights and data; the checkpoint's, if one is resumed.
     data: a corpus, as ``--data`` names it (None: the model file's own batches, or its example inputs). token_dtype: of
-    its ``.bin`` files. json: report one JSON object at the end, and nothing else.
+    its ``.bin`` files. eval_data: a corpus that is not trained on. eval_every: steps between evaluations (None: one
+    after the last step). eval_batches: global batches of an evaluation, at most. json: report one JSON object at the
+    end, and nothing else.
     """
 
     model: str
@@ -36,6 +38,9 @@ class TrainingJob:
     resume: str | None = None
     data: str | None = None
     token_dtype: str = "uint16"
+    eval_every: int | None = None
+    eval_data: str | None = None
+    eval_batches: int = 8
     json: bool = False
     environment: Environment = field(default_factory=Environment)
 
@@ -45,6 +50,8 @@ class TrainingJob:
             raise InvalidInput(f"unknown optimizer {self.optimizer!r}; expected adamw or sgd")
         if self.save_every is not None and self.save is None:
             raise InvalidInput("--save-every needs a folder to save to.\n  try: --save DIR")
+        if self.eval_every is not None and self.eval_data is None:
+            raise InvalidInput("--eval-every needs data that is not trained on.\n  try: --eval-data WHERE")
         if self.steps < 1:
             raise InvalidInput(f"--steps {self.steps}: expected at least 1")
         plan = Plan.load(self.plan)
@@ -52,7 +59,8 @@ class TrainingJob:
         seq_len = plan.model.seq if self.seq_len is None else self.seq_len
         source.meta_inputs(plan.batch.global_size, seq_len)
         corpus = None if self.data is None else open_corpus(self.data, self.token_dtype)
-        return OpenedJob(job=self, plan=plan, source=source, corpus=corpus, seq_len=seq_len)
+        held_out = None if self.eval_data is None else open_corpus(self.eval_data, self.token_dtype)
+        return OpenedJob(job=self, plan=plan, source=source, corpus=corpus, held_out=held_out, seq_len=seq_len)
 
     def with_absolute_paths(self) -> TrainingJob:
         """For processes that start in another folder."""
@@ -72,6 +80,7 @@ class TrainingJob:
             save=absolute(self.save),
             resume=absolute(self.resume),
             data=self.data if self.data == STDLIB else absolute(self.data),
+            eval_data=self.eval_data if self.eval_data == STDLIB else absolute(self.eval_data),
         )
 
     def to_json(self) -> str:
@@ -86,10 +95,11 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedJob:
-    """A job, its plan, model file and corpus, and the length of its sequences (None: the model file's default)."""
+    """A job, its plan, model file and corpora, and the length of its sequences (None: the model file's default)."""
 
     job: TrainingJob
     plan: Plan
     source: ModelFile
     corpus: Corpus | None
+    held_out: Corpus | None
     seq_len: int | None

@@ -13,7 +13,8 @@ from torch import nn
 
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
 from autopar.runtime.agreement import agree, from_first
-from autopar.training.batches import Batches, open_batches
+from autopar.training.batches import Batches, arguments_of, open_batches
+from autopar.training.evaluation import HeldOut
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.report import Report, tokens_of
 
@@ -45,6 +46,8 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
     check_world_size(plan, dist.get_world_size())
     torch.manual_seed(job.seed)
     model = source.build()
+    if not model.training:
+        model.train()
     single = _Single(copy.deepcopy(model), job) if job.compare_single and rank == 0 else None
     example = source.meta_inputs(plan.batch.global_size, opened.seq_len)
     parallel = autopar.parallelize(model, plan.num_ranks, example_inputs=example, plan=plan)
@@ -55,8 +58,9 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         progress = autopar.load(parallel, optimizer, job.resume, scaler=scaler)
         done, saved = progress.step, progress.data
     batches = agree(lambda: open_batches(opened, model, saved, done))
+    held_out = None if opened.held_out is None else agree(lambda: HeldOut(opened, model))
     report = Report(opened, this_device(), done, tokens_of(example), say if rank == 0 else lambda line: None)
-    agree(lambda: _check_first(batches, done, parallel, single))
+    agree(lambda: _check_first(batches, held_out, done, parallel, single))
     if single is not None:
         # One process, if it is compared, trains from the start.
         for step in range(done):
@@ -64,7 +68,7 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
     for step in range(done, job.steps):
         start = time.perf_counter()
         try:
-            args, kwargs = _arguments(batches.own(step, parallel))
+            args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
             raise OwnError(f"step {step + 1}: {error}") from error
         loss = parallel.step(*args, **kwargs)
@@ -74,6 +78,8 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         seconds = time.perf_counter() - start
         report.step(value, seconds, None if single is None else single.step(batches.whole(step)))
         number = step + 1
+        if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
+            report.evaluation(number, held_out.loss(parallel))
         if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
             data = batches.state(number)
             autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
@@ -104,9 +110,11 @@ def _same_everywhere(opened: OpenedJob) -> None:
     agree(check)
 
 
-def _check_first(batches: Batches, done: int, parallel: Any, single: _Single | None) -> None:
+def _check_first(batches: Batches, held_out: HeldOut | None, done: int, parallel: Any, single: _Single | None) -> None:
     """Raise what is wrong with the data of the first step, where all ranks can agree that it is."""
     batches.own(done, parallel)
+    if held_out is not None:
+        held_out.check(parallel)
     if single is not None and done:
         batches.whole(0)
 
@@ -119,7 +127,7 @@ class _Single:
         self.optimizer = _optimizer(job, model)
 
     def step(self, batch: Any) -> float:
-        args, kwargs = _arguments(batch)
+        args, kwargs = arguments_of(batch)
         output = self.model(*args, **kwargs)
         loss = output if isinstance(output, torch.Tensor) else output["loss"]
         loss.backward()
@@ -132,9 +140,3 @@ def _optimizer(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer:
     if job.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, dict):
-        return (), batch
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -29,6 +29,7 @@ class Report:
         self.seconds: list[float] = []
         self.singles: list[float] = []
         self.differences: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
         plan = self.plan
         mesh = "  ".join([f"pp {plan.num_pipeline_ranks}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
         self._line(f"{plan.model.name} on {plan.num_ranks} {device.type} ranks: {mesh}  {plan.precision}")
@@ -48,6 +49,11 @@ class Report:
             self.differences.append(difference)
             columns = f"   {single:11.6f}   {difference:19.1e}"
         self._line(f"{self.done + len(self.seconds):4d}  {loss:10.6f}{columns}   {seconds:7.3f}")
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The held-out loss after ``step`` steps."""
+        self.evaluations.append((step, loss))
+        self._line(f"{step:4d}  {loss:10.6f}   held out")
 
     def end(self) -> None:
         if self.job.json:
@@ -89,6 +95,9 @@ class Report:
             "samples_per_s": None if median is None else plan.batch.global_size / median,
             "tokens_per_s": None if median is None or self.batch_tokens is None else self.batch_tokens / median,
         }
+        if self.opened.held_out is not None:
+            found["eval_steps"] = [step for step, _ in self.evaluations]
+            found["eval_losses"] = [loss for _, loss in self.evaluations]
         if self.job.compare_single:
             largest = max(self.differences, default=0.0)
             found |= {"single_losses": self.singles, "largest_difference": largest, "agrees": self.agrees}

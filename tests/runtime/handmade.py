@@ -14,7 +14,7 @@ from autopar.ir.capture import capture
 from autopar.ir.collectives import all_reduce
 from autopar.ir.graph import CapturedModel
 from autopar.ir.parameters import read_parameter
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, StagePlan
 from autopar.ir.program import BlockProgram, ParameterLayout, StageProgram, TensorSpec
 
@@ -206,6 +206,7 @@ def data_parallel_programs(
                 if plan.zero
                 else (),
                 input_layouts={n: (Shard(0),) * len(mesh) for n in captured.inputs},
+                output_microbatches=(Partial(), Shard(0)) if forward else (),
             )
         )
     return tuple(programs)

@@ -191,7 +191,7 @@ def _forward(zero: int) -> Any:
             captured,
             plan,
             data_parallel_programs(captured, plan),
-            forward_program=lambda: data_parallel_programs(captured, plan, outputs="model")[0],
+            more=lambda results, training: (captured, data_parallel_programs(captured, plan, outputs=results)),
         )
     )
     found = []

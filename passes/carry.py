@@ -1,0 +1,193 @@
+"""Carry a plan over to another capture of the model that it was made for: the model in eval mode.
+
+    train:  linear -> batch_norm(batch statistics)   -> relu -> dropout -> linear
+    eval:   linear -> batch_norm(running statistics) -> relu ->            linear
+
+A plan names the ops of one graph, that of training. The ops that another mode has as well are found by module path,
+name, parameters and shape, and are placed where the plan places them. An op that is new takes its operands as they
+come, along each mesh axis, or whole if it cannot. Whatever is chosen is exact: redistributions are inserted afterwards.
+
+Blocks keep their numbers and so their stages. A new op runs in the block that reads its parameters in training, or else
+in that of its operands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir.blocks import Folding
+from autopar.ir.clusters import BATCH, Clusters
+from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement, Replicate
+from autopar.ir.plan import Plan
+from autopar.ir.roles import Roles
+from autopar.ir.rule import Assignment, Choice, FactorRule
+from autopar.ir.rules import rule_for
+from autopar.ir.stream import op_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """folding: the blocks of the plan, with the ops of the other capture. assignments: of every op of it."""
+
+    folding: Folding
+    assignments: dict[fx.Node, Assignment]
+
+
+def carry(
+    captured: CapturedModel,
+    roles: Roles,
+    folding: Folding,
+    clusters: Clusters,
+    plan: Plan,
+    trained: CapturedModel,
+    trained_folding: Folding,
+    trained_assignments: Mapping[fx.Node, Assignment],
+) -> Carried:
+    """The decisions of ``plan``, made for ``trained``, for ``captured``. folding, clusters: of ``captured`` alone."""
+    counterparts = _counterparts(captured, trained)
+    mesh = plan.stage_mesh
+    assignments: dict[fx.Node, Assignment] = {}
+    inputs: tuple[Choice, ...] = tuple(BATCH if name in plan.inputs else None for name in mesh.names)
+    prelude = set(clusters.inputs.members)
+    for node in clusters.inputs.members:
+        own = clusters.inputs.assignment(node, inputs)
+        assignments[node] = own if rule_for(node).allows(own, mesh) else (None,) * len(mesh)
+    for node in call_nodes(captured.graph):
+        if is_getitem(node) or node in prelude:
+            continue
+        rule = rule_for(node)
+        first = counterparts.get(node)
+        carried = None if first is None else trained_assignments.get(first)
+        if carried is not None and all(c in rule.choices() for c in carried) and rule.allows(carried, mesh):
+            assignments[node] = carried
+        else:
+            assignments[node] = _as_operands_come(node, rule, captured, clusters, inputs, assignments, mesh)
+    blocks = _blocks(captured, folding, counterparts, trained, trained_folding)
+    return Carried(folding=blocks, assignments=assignments)
+
+
+def _counterparts(captured: CapturedModel, trained: CapturedModel) -> dict[fx.Node, fx.Node]:
+    """Op of ``captured`` -> the op of ``trained`` that is the same one: of several alike, in the same order."""
+    known = {key: node for node, key in _keys(trained).items()}
+    return {node: known[key] for node, key in _keys(captured).items() if key in known}
+
+
+def _keys(captured: CapturedModel) -> dict[fx.Node, Hashable]:
+    seen: Counter[Hashable] = Counter()
+    keys: dict[fx.Node, Hashable] = {}
+    for node in call_nodes(captured.graph):
+        if is_getitem(node):
+            continue
+        read = tuple(captured.parameters[n.name].name for n in node.all_input_nodes if n.name in captured.parameters)
+        shapes = tuple((tuple(result.shape), result.dtype) for result in tensor_results(node))
+        key = (node.meta.get("path"), op_name(node), read, shapes)
+        seen[key] += 1
+        keys[node] = (key, seen[key])
+    return keys
+
+
+def _as_operands_come(
+    node: fx.Node,
+    rule: FactorRule,
+    captured: CapturedModel,
+    clusters: Clusters,
+    inputs: Assignment,
+    assignments: Mapping[fx.Node, Assignment],
+    mesh: Mesh,
+) -> Assignment:
+    """Along each axis the factor that takes most operands in the placement that they have; None if none is divided."""
+
+    def placement(operand: fx.Node, axis: int) -> Placement:
+        producer, result = source(operand)
+        if producer in assignments:
+            return rule_for(producer).result(result, assignments[producer][axis])
+        if producer.name in captured.inputs:
+            return clusters.input_placement(producer, inputs[axis])
+        return Replicate()
+
+    operands = list(enumerate(tensor_operands(node)))
+    factors = [factor for factor in rule.shardable() if factor not in rule.lowered]
+    found: Assignment = ()
+    for axis in range(len(mesh)):
+        given = [(position, placement(operand, axis)) for position, operand in operands]
+        divided = [(position, own) for position, own in given if own.is_shard()]
+
+        def fitting(factor: Choice, divided: list[tuple[int, Placement]] = divided) -> int:
+            return sum(rule.operand(position, factor)[0] == own for position, own in divided)
+
+        best = max(factors, key=fitting, default=None)
+        choice = best if best is not None and fitting(best) else None
+        if not rule.allows((*found, choice), Mesh(mesh.axes[: axis + 1])):
+            choice = None
+        found = (*found, choice)
+    return found
+
+
+def _blocks(
+    captured: CapturedModel,
+    folding: Folding,
+    counterparts: Mapping[fx.Node, fx.Node],
+    trained: CapturedModel,
+    trained_folding: Folding,
+) -> Folding:
+    """The blocks of ``trained_folding`` with the ops of ``captured``, each no earlier than its operands."""
+    readers = _readers(trained, trained_folding)
+    prelude = set(folding.prelude)
+    block_of: dict[fx.Node, int] = {}
+    loose: list[fx.Node] = []  # made of parameters alone, so that they may run anywhere before their readers
+    for node in call_nodes(captured.graph):
+        if node in prelude:
+            continue
+        earliest = max((block_of[operand] for operand in node.all_input_nodes if operand in block_of), default=None)
+        own = _block_in_training(node, counterparts, captured, trained_folding, readers, earliest or 0)
+        if own is None and earliest is None:
+            loose.append(node)
+            continue
+        block_of[node] = max(value for value in (own, earliest) if value is not None)
+    for node in reversed(loose):
+        block_of[node] = min((block_of[user] for user in node.users if user in block_of), default=0)
+    nodes: list[list[fx.Node]] = [[] for _ in trained_folding.blocks]
+    for node in call_nodes(captured.graph):
+        if node in block_of:
+            nodes[block_of[node]].append(node)
+    blocks = tuple(replace(block, nodes=tuple(own)) for block, own in zip(trained_folding.blocks, nodes, strict=True))
+    return replace(
+        folding, blocks=blocks, kinds=trained_folding.kinds, representative={}, key={}, block_of=block_of, crossings=()
+    )
+
+
+def _block_in_training(
+    node: fx.Node,
+    counterparts: Mapping[fx.Node, fx.Node],
+    captured: CapturedModel,
+    trained_folding: Folding,
+    readers: Mapping[str, list[int]],
+    earliest: int,
+) -> int | None:
+    """The block that an op is in when training, or that reads its parameters then, not before ``earliest``."""
+    producer, _ = source(node)
+    counterpart = counterparts.get(producer)
+    if counterpart is not None and counterpart in trained_folding.block_of:
+        return trained_folding.block_of[counterpart]
+    for operand in producer.all_input_nodes:
+        parameter = captured.parameters.get(operand.name)
+        blocks = readers.get(parameter.name, []) if parameter is not None else []
+        if blocks:
+            return next((block for block in blocks if block >= earliest), blocks[-1])
+    return None
+
+
+def _readers(trained: CapturedModel, folding: Folding) -> dict[str, list[int]]:
+    """Parameter -> the blocks that read it, in order."""
+    found: dict[str, set[int]] = {}
+    for node in trained.graph.nodes:
+        if node.op == "placeholder" and node.name in trained.parameters:
+            name = trained.parameters[node.name].name
+            found[name] = {folding.block_of[user] for user in node.users if user in folding.block_of}
+    return {name: sorted(blocks) for name, blocks in found.items()}

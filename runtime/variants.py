@@ -1,0 +1,201 @@
+"""The programs that one rank can run over its parameters: training step or plain forward, in train or eval mode.
+
+Parameters live in the modules of the rank's stages, once. A variant is the code that runs over them; the training step
+is there from the start, every other is captured, partitioned and added when it is first needed, by all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.program import StageProgram, update_stages
+from autopar.runtime.agreement import agree
+from autopar.runtime.blocks import BlockModule
+from autopar.runtime.local_stage import LocalStage
+from autopar.runtime.mesh import JobMesh
+from autopar.runtime.narrow_copies import cast_reads
+from autopar.runtime.outputs import Outputs
+from autopar.runtime.randomness import Randomness
+from autopar.runtime.stage_module import StageModule
+from autopar.runtime.zero import ZeroEngine
+
+if TYPE_CHECKING:
+    from autopar.runtime.forward_pipeline import ForwardPipeline
+    from autopar.runtime.pipeline import Pipeline
+
+Results = Literal["loss", "model"]
+
+# The capture and the programs of every stage for what is wanted of the model, in train mode or not.
+Programs = Callable[[Results, bool], tuple[CapturedModel, Sequence[StageProgram]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Variant:
+    """One program of every stage of this rank.
+
+    programs: of its stages. required: the step inputs that any stage takes, inputs: those of this rank's. casts: what
+    is read in another dtype. totals: what runs on every microbatch before the first, as module, variant and names of
+    the results. updates: buffers, with the stages that hold them, that which computes the new value first. outputs: of
+    a plain forward. elsewhere: blocks whose parameters ZeRO shards and other blocks read. forwards: what runs it
+    through a pipeline; steps: and its backward.
+    """
+
+    name: str
+    programs: tuple[StageProgram, ...]
+    required: tuple[str, ...]
+    inputs: tuple[str, ...]
+    casts: dict[str, torch.dtype]
+    totals: list[tuple[StageModule, str, tuple[str, ...]]]
+    updates: dict[str, tuple[int, ...]]
+    outputs: Outputs | None
+    elsewhere: tuple[tuple[ZeroEngine, tuple[FSDPModule, ...]], ...]
+    forwards: ForwardPipeline | None = None
+    steps: Pipeline | None = None
+
+
+class Variants:
+    """Finds or makes the variants of one rank."""
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        plan: Plan,
+        mesh: JobMesh,
+        local: Sequence[LocalStage],
+        device: torch.device,
+        randomness: Randomness,
+        programs: Programs | None,
+    ) -> None:
+        """captured: that of training. programs: makes those of variants that are not there yet."""
+        self._captured, self._plan, self._mesh, self._local = captured, plan, mesh, tuple(local)
+        self._device, self._random, self._programs = device, randomness, programs
+        self._made: dict[tuple[Results, bool], Variant] = {}
+        self._holders: Sequence[StageProgram] = ()
+
+    def get(self, results: Results, training: bool) -> Variant:
+        """The variant for a loss or for the model's outputs. All ranks call together where it is not made yet.
+
+        Raises CaptureError or PlanMismatch, on every rank, if there is none.
+        """
+        if (results, training) not in self._made:
+            make = self._programs
+            if make is None:
+                raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
+            # The random numbers of the caller go on as if nothing had been captured.
+            with torch.random.fork_rng(devices=[]):
+                captured, programs = agree(lambda: self._checked(*make(results, training), training))
+            self._mesh.make_groups(programs, self._holders)
+            self.add(results, training, captured, programs)
+        return self._made[results, training]
+
+    def add(self, results: Results, training: bool, captured: CapturedModel, programs: Sequence[StageProgram]) -> None:
+        """Add a variant; the first one is what the stages were made for. programs: of every stage."""
+        self._holders = self._holders or programs
+        name = f"{_mode(training)} {results}"
+        own = tuple(programs[stage.program.stage] for stage in self._local)
+        totals: list[tuple[StageModule, str, tuple[str, ...]]] = []
+        for stage, program in zip(self._local, own, strict=True):
+            handed = tuple(spec.name for spec in program.sent)
+            if program.stage == program.num_stages - 1:
+                handed = tuple(n for n in program.outputs if n is not None) if results == "model" else ()
+                handed = (program.loss,) if program.loss is not None else handed
+            stage.module.add_variant(name, program, handed, self._device)
+            for number, block in enumerate(program.totals):
+                alone = replace(program, blocks=(block,), received=(), buffer_updates={}, loss=None)
+                stage.module.add_variant(f"{name} total {number}", alone, block.outputs, self._device)
+                totals.append((stage.module, f"{name} total {number}", block.outputs))
+        managed = {name for stage in self._local if stage.zero is not None for name in stage.zero.managed}
+        self._made[results, training] = Variant(
+            name=name,
+            programs=own,
+            required=tuple(dict.fromkeys(given for program in programs for given in program.inputs)),
+            inputs=tuple(dict.fromkeys(given for program in own for given in program.inputs)),
+            # FSDP casts what it manages.
+            casts={read: dtype for read, dtype in cast_reads(own).items() if read not in managed},
+            totals=totals,
+            updates=update_stages(programs, self._holders),
+            outputs=Outputs.of(captured, programs[-1], self._plan) if results == "model" else None,
+            elsewhere=tuple(
+                (stage.zero, modules)
+                for stage in self._local
+                if stage.zero is not None and (modules := _elsewhere(stage, stage.zero.managed, programs))
+            ),
+        )
+
+    def forwards(self, variant: Variant) -> ForwardPipeline:
+        """What runs a variant through the stages of a pipeline, without gradients."""
+        if variant.forwards is None:
+            # Importing it imports torch.export, which takes seconds.
+            from autopar.runtime.forward_pipeline import ForwardPipeline
+
+            variant.forwards = ForwardPipeline(
+                [(program, stage.module) for program, stage in zip(variant.programs, self._local, strict=True)],
+                self._plan.pipelining,
+                group=self._mesh.pipeline_group(),
+                device=self._device,
+                randomness=self._random,
+            )
+        return variant.forwards
+
+    def steps(self, variant: Variant) -> Pipeline:
+        """What runs training steps of a variant in the order of the plan's schedule."""
+        if variant.steps is None:
+            from autopar.runtime.pipeline import Pipeline
+
+            variant.steps = Pipeline(
+                [replace(stage, program=p) for p, stage in zip(variant.programs, self._local, strict=True)],
+                self._plan.pipelining,
+                group=self._mesh.pipeline_group(),
+                device=self._device,
+                batch_dims={name: self.batch_dim(name) for program in variant.programs for name in program.given},
+                randomness=self._random,
+            )
+        return variant.steps
+
+    def batch_dim(self, name: str) -> int | None:
+        """Batch dimension of a step input; None of a sum over the whole batch."""
+        return self._captured.inputs[name].batch_dim if name in self._captured.inputs else None
+
+    def _checked(
+        self, captured: CapturedModel, programs: Sequence[StageProgram], training: bool
+    ) -> tuple[CapturedModel, Sequence[StageProgram]]:
+        """Raise PlanMismatch if a program reads parameters on stages that do not hold them."""
+        for stage in self._local:
+            program = programs[stage.program.stage]
+            for name, _ in _reads(program):
+                if not stage.module.has(name):
+                    raise PlanMismatch(
+                        f"in {_mode(training)} mode {captured.name} reads {name} on stage {program.stage} of the "
+                        "pipeline, which does not hold it: in train mode it is read elsewhere, or not at all.\n"
+                        "  try: pp=1, or evaluate the plain model of full_state_dict()"
+                    )
+        return captured, programs
+
+
+def _reads(program: StageProgram) -> list[tuple[str, str | None]]:
+    """Parameters and buffers that a stage reads, with the block that does; None if several do."""
+    alone = [(name, block.name) for block in program.blocks for name in (*block.parameters, *block.buffers)]
+    return alone + [(name, None) for name in (*program.shared_parameters, *program.shared_buffers)]
+
+
+def _elsewhere(stage: LocalStage, managed: Container[str], programs: Sequence[StageProgram]) -> tuple[FSDPModule, ...]:
+    """The blocks of a stage of whose sharded parameters another block reads some. managed: names of these."""
+    found: dict[FSDPModule, None] = {}
+    for name, block in _reads(programs[stage.program.stage]):
+        owner = stage.module.owner(name)
+        if name in managed and isinstance(owner, BlockModule) and owner.name != block:
+            assert isinstance(owner, FSDPModule), "what ZeRO manages"
+            found[owner] = None
+    return tuple(found)
+
+
+def _mode(training: bool) -> str:
+    return "train" if training else "eval"
