@@ -1,11 +1,12 @@
 """``transformers.Trainer`` around a ParallelModule.
 
-Trainer keeps what it is good at: arguments, schedules, logging, callbacks, when to save. Five things it cannot do for
-a model that is spread over ranks, and they are overridden here:
+Trainer keeps what it is good at: arguments, schedules, logging, callbacks, when to save and to evaluate. Six things it
+cannot do for a model that is spread over ranks, and they are overridden here:
 
     wrapping      Accelerate would wrap the model in DistributedDataParallel; the plan already divides it
     batches       each rank gets its rows of the plan's global batch, the same on ranks that share them
     a step        forward and backward are one call, which pipelines need; the loss is that of the global batch
+    evaluation    the same batches on ranks that share them are counted once; the loss is that of the global batch
     clipping      the norm is over parameters of all stages and shards
     checkpoints   weights in the form of ``save_pretrained``, optimiser and data so that any plan can go on from them
 """
@@ -16,8 +17,11 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.checkpoint.loading import load
@@ -26,13 +30,16 @@ from autopar.runtime.data import Dataloader
 from autopar.runtime.module import ParallelModule
 
 _STATE = "autopar"
+_log = logging.get_logger(__name__)
 
 
 class ParallelTrainer(Trainer):
     """``Trainer(model=pm, ...)`` for a model of ``parallelize`` or ``from_pretrained``. Every rank makes one.
 
-    The batch size is the plan's: ``per_device_train_batch_size`` is not read. Raises InvalidInput for arguments that
-    contradict the plan, and for what is not supported: evaluation inside training.
+    The batch size is the plan's, for evaluation too: ``per_device_train_batch_size`` and ``per_device_eval_batch_size``
+    are not read, and rows at the end of a dataset that do not fill a global batch are not evaluated. Raises
+    InvalidInput for arguments that contradict the plan, and for what is not supported: going back to the best
+    checkpoint.
     """
 
     def __init__(self, model: ParallelModule, args: TrainingArguments, **kwargs: Any) -> None:
@@ -42,8 +49,9 @@ class ParallelTrainer(Trainer):
             "gradient_accumulation_steps": (args.gradient_accumulation_steps > 1, "the plan cuts batches itself"),
             "fp16": (args.fp16, f"the plan computes in {plan.precision}"),
             "bf16": (args.bf16 and plan.precision != "bf16", f"the plan computes in {plan.precision}"),
-            "eval_strategy": (str(args.eval_strategy.value) != "no", "evaluate the checkpoints that are saved"),
-            "load_best_model_at_end": (args.load_best_model_at_end, "there is no evaluation to tell which is best"),
+            "fp16_full_eval": (args.fp16_full_eval, "the parameters are those of training"),
+            "bf16_full_eval": (args.bf16_full_eval, "the parameters are those of training"),
+            "load_best_model_at_end": (args.load_best_model_at_end, "load the folder of that checkpoint yourself"),
             "auto_find_batch_size": (args.auto_find_batch_size, "the batch size is the plan's"),
         }
         for name, (given, reason) in refused.items():
@@ -52,7 +60,15 @@ class ParallelTrainer(Trainer):
         args.ignore_data_skip = True  # the loader's own state says where the data stands
         args.remove_unused_columns = False  # that looks at the signature of the model, which is another here
         self._loader: Dataloader | None = None
+        self._first_of_copies: list[int] | None = None
         super().__init__(model=model, args=args, **kwargs)
+        if args.label_names is None:
+            # As Trainer finds them in the signature of the model.
+            keys = [given.key for given in model.engine.signature.inputs.values()]
+            names = [key.removeprefix("kwargs['").removesuffix("']") for key in keys]
+            self.label_names = [
+                name for name in names if "label" in name or name in ("start_positions", "end_positions")
+            ]
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the global batch already
 
     @property
@@ -65,6 +81,7 @@ class ParallelTrainer(Trainer):
         """As Trainer does, but that ``prepare`` leaves the model as it is."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = lambda model, **_: model
+        self.accelerator.gather_for_metrics = self._gathered
 
     def get_train_dataloader(self) -> Any:
         """This rank's rows, reshuffled every epoch."""
@@ -84,8 +101,62 @@ class ParallelTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward, backward and gradient sums. Returns the loss of the global batch."""
+        if not self._parallel.training:
+            self._parallel.train()
         loss = self._parallel.step(**self._prepare_inputs(inputs))
         return loss.to(self.args.device)
+
+    # Evaluation.
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """This rank's rows of the global batches of a dataset, or of the one called so; in order."""
+        named = isinstance(eval_dataset, str)
+        dataset = self.eval_dataset[eval_dataset] if named else eval_dataset
+        return self._held_out(self.eval_dataset if dataset is None else dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """This rank's rows of the global batches of a dataset, in order."""
+        return self._held_out(test_dataset)
+
+    def _held_out(self, dataset: Any) -> Dataloader:
+        if dataset is None:
+            raise InvalidInput("there is nothing to evaluate on.\n  try: ParallelTrainer(..., eval_dataset=...)")
+        loader = self._parallel.dataloader(
+            dataset,
+            shuffle=False,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            drop_last=True,
+        )
+        if hasattr(dataset, "__len__") and (left := len(dataset) % loader.batch_size):
+            _log.warning(
+                f"{left} of {len(dataset)} rows do not fill a global batch of {loader.batch_size} and are not evaluated"
+            )
+        return loader
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The loss of the global batch; this rank's rows of the outputs and labels, if they are wanted."""
+        if prediction_loss_only and self._parallel.engine.captured.has_loss:
+            return self._parallel.loss(**self._prepare_inputs(inputs)).to(self.args.device), None, None
+        found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return found
+
+    def _gathered(self, data: Any, use_gather_object: bool = False) -> Any:
+        """The rows of all data-parallel ranks, in the order of the global batch, each from one rank of those alike."""
+        if self._first_of_copies is None:
+            places: list[int] = [0] * dist.get_world_size()
+            dist.all_gather_object(places, self._parallel.data_parallel_rank)
+            self._first_of_copies = [places.index(place) for place in range(self._parallel.data_parallel_size)]
+        ranks = self._first_of_copies
+
+        def gathered(own: torch.Tensor) -> torch.Tensor:
+            everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, own.contiguous())
+            return torch.cat([everywhere[rank] for rank in ranks])
+
+        return pytree.tree_map_only(torch.Tensor, gathered, data)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._parallel.clip_grad_norm_(self.args.max_grad_norm)
