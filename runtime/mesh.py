@@ -143,10 +143,10 @@ class JobMesh:
     def _pipeline_ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted({self.pipelining.rank_of(stage) for stage in stages}))
 
-    def make_groups(self, programs: Sequence[StageProgram], holders: Sequence[StageProgram] | None = None) -> None:
+    def make_groups(self, programs: Sequence[StageProgram], made_for: Sequence[StageProgram] | None = None) -> None:
         """Make every group that parameters and buffers of ``programs`` need. All ranks call it with all programs.
 
-        holders: as ``update_stages`` takes them.
+        made_for: the programs that the stages were made for, if ``programs`` are others that run on them.
         """
         layouts: list[ParameterLayout] = [layout for p in programs for layout in p.held.values()]
         for axes in sorted({layout.zero_axes for layout in layouts}):
@@ -154,7 +154,7 @@ class JobMesh:
         for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
-        shared = [*(layout.stages for layout in layouts), *update_stages(programs, holders).values()]
+        shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:
                 continue
