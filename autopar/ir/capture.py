@@ -25,6 +25,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.backward import check_backward
 from autopar.ir.autograd.hooks import refuse_hooks
 from autopar.ir.autograd.interception import intercepted
 from autopar.ir.autograd.recording import Recording
@@ -307,6 +308,8 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     simplify(graph, differentiable=differentiable)
     _copy_given_updates(graph, len(updates), mode)
     graph_module = module_of(graph)
+    if has_loss and traced.recording.differentiates:
+        check_backward(title, graph_module, {node.name for node in differentiable})
     final = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(final, tuple) and twin.output.spec is not None
     for buffer, value in zip(updates, final[len(final) - len(updates) :], strict=True):

@@ -12,6 +12,7 @@ gradient flows through a no_grad block. Here
     instance_norm(x, .., mean, var, True)     instance_norm(x, ..), and the updates made of mean(x) and var(x)
     again((x,), call=3, ..)                   the ops that call 3 repeats, on x (``repetition``)
     function((x,), number=2)                  the autograd function that call 2 of the recording calls
+    derivative((y,), (x,), ..)                the ops of the derivative of y by x (``autograd.derivatives``)
 
 A tensor that is written is a *base*; a view of it remembers how it was made, and is made again from the
 base's new value when it is next read.
@@ -29,6 +30,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
@@ -121,6 +123,8 @@ class Functionaliser:
             self._repeat(node)
         elif node.target is FUNCTION:
             self._function(node)
+        elif node.target is DERIVATIVE:
+            self._derivative(node)
         elif node.target is aten.batch_norm.default and node.args[5]:
             self._batch_norm(node)
         elif node.target is aten.instance_norm.default and node.args[5] and node.args[3] is not None:
@@ -347,6 +351,17 @@ class Functionaliser:
         for old, value in self.values.items():
             self.values[old] = pytree.tree_map(lambda leaf: hooked if leaf is tensor else leaf, value)
         self.values[node] = [hooked]
+
+    def _derivative(self, node: fx.Node) -> None:
+        outputs, inputs, grads, create = self._read(node.args)
+        derivative = Derivative(
+            outputs=outputs,
+            inputs=inputs,
+            grads=grads,
+            create=create,
+            refuse=lambda what, remedy: _refused(node, what, remedy),
+        )
+        self.values[node] = derivative.emit(lambda target, args, kwargs: self._call(node, target, args, kwargs))
 
     def _inline(self, node: fx.Node) -> None:
         name = node.target.name()  # type: ignore[union-attr]

@@ -2,6 +2,8 @@
 
     Function.apply                      one op (``recording``)
     tensor.register_hook                one op in the tensor's place
+    torch.autograd.grad                 the ops of the derivative (``derivatives``)
+    vmap, torch.func                    the ops that they come down to (``transforms``)
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
     saved_tensors_hooks, retain_grad,   refused
@@ -25,9 +27,12 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from autopar.ir.autograd.derivatives import recorded_gradients
 from autopar.ir.autograd.function_op import Hooked
 from autopar.ir.autograd.hooks import ON_MODULES, ON_PARAMETERS
 from autopar.ir.autograd.recording import Recording, recorded
+from autopar.ir.autograd.replacing import replaced
+from autopar.ir.autograd.transforms import transforms_made_plain
 from autopar.ir.autograd.trial import is_apart
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import user_line
@@ -39,13 +44,14 @@ _get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[u
 @contextmanager
 def intercepted() -> Iterator[Recording]:
     """Within, what a forward asks of autograd is recorded or refused."""
-    with recorded() as recording, ExitStack() as stack:
+    with recorded() as recording, transforms_made_plain(), ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
 
         replace(_SingleLevelFunction, "apply", classmethod(_apply(recording)))
         replace(Tensor, "register_hook", _hook(recording))
+        replace(torch.autograd, "grad", recorded_gradients)
         replace(Tensor, "grad_fn", property(_grad_fn))
         replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed)
         replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
@@ -53,19 +59,6 @@ def intercepted() -> Iterator[Recording]:
         for owner, name, what, remedy in _REFUSED:
             replace(owner, name, _refusing(getattr(owner, name), what, remedy))
         yield recording
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def _apply(recording: Recording) -> Callable[..., Any]:

@@ -72,9 +72,10 @@ class Recorded:
 
 @dataclass(slots=True)
 class Recording:
-    """The distinct calls of one trace, by number."""
+    """The distinct calls of one trace, by number. differentiates: forward takes derivatives."""
 
     calls: list[Recorded] = field(default_factory=list)
+    differentiates: bool = False
     _trials: dict[Hashable, tuple[int, Trial]] = field(default_factory=dict)
 
     def call(self, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
@@ -118,3 +119,8 @@ def recorded() -> Iterator[Recording]:
         yield recording
     finally:
         _current.reset(token)
+
+
+def current_recording() -> Recording:
+    """That of the trace that runs."""
+    return _current.get()

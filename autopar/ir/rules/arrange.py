@@ -104,6 +104,17 @@ def select_scatter(call: Call) -> FactorRule | None:
     return factors.rule([dims, (*dims[:dim], *dims[dim + 1 :])], [dims], linear=sums(call, [0, 1]))
 
 
+def diagonal_scatter(call: Call) -> FactorRule | None:
+    x, _ = call.operands
+    bound = call.bound()
+    blocked = {dim_of(bound["dim1"], len(x.shape)), dim_of(bound["dim2"], len(x.shape))}
+    factors = Factors()
+    dims = tuple(factors.fresh(s) if d in blocked else factors.dim(f"d{d}", s) for d, s in enumerate(x.shape))
+    kept = tuple(own for d, own in enumerate(dims) if d not in blocked)
+    diagonal = (*kept, factors.fresh(call.operands[1].shape[-1]))
+    return factors.rule([dims, diagonal], [dims], linear=sums(call, [0, 1]))
+
+
 def pad(call: Call) -> FactorRule | None:
     """Padded dimensions are blocked. Amounts come in pairs from the last dimension on."""
     (x,) = call.operands
@@ -190,6 +201,7 @@ RULES: dict[str, Rule] = {
     "aten::unbind": select,
     "aten::slice_scatter": slice_scatter,
     "aten::select_scatter": select_scatter,
+    "aten::diagonal_scatter": diagonal_scatter,
     "aten::flip": flip,
     "aten::roll": roll,
     "aten::tril": triangle,

@@ -38,6 +38,27 @@ def layer_norm(call: Call) -> FactorRule | None:
     return factors.rule(operands, results, flops=8 * numel(x.shape))
 
 
+def layer_norm_backward(call: Call) -> FactorRule | None:
+    """Gradients of the input row by row, of weight and bias summed over the rows."""
+    bound = call.bound()
+    x: Operand = bound["input"]
+    first = len(x.shape) - len(bound["normalized_shape"])
+    factors = Factors()
+    dims = tuple(factors.dim(f"d{d}", size, block=d >= first) for d, size in enumerate(x.shape))
+    statistics = dims[:first] + ((),) * (len(x.shape) - first)
+
+    def of(shape: tuple[int, ...]) -> TensorFactors:
+        return dims if shape == x.shape else dims[first:] if shape == x.shape[first:] else statistics
+
+    rows = {name for dim in dims[:first] for name in dim}
+    return factors.rule(
+        [of(o.shape) for o in call.operands],
+        [of(r.shape) for r in call.results],
+        summed=rows if any(r.shape != x.shape for r in call.results) else (),
+        flops=12 * numel(x.shape),
+    )
+
+
 def group_norm(call: Call) -> FactorRule | None:
     bound = call.bound()
     x: Operand = bound["input"]
@@ -142,6 +163,7 @@ RULES: dict[str, Rule] = {
     "autopar::rms_norm": layer_norm,
     "aten::layer_norm": layer_norm,
     "aten::native_layer_norm": layer_norm,
+    "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::rms_norm": layer_norm,
     "aten::_fused_rms_norm": layer_norm,
     "aten::group_norm": group_norm,
