@@ -161,7 +161,7 @@ class Repetition:
             if len(calls) >= 2 and path != last:
                 return self._repeat(number, path, calls[1], leaves)
             before = state_of(module)
-            followed, result = self._follow(number, path, forward, leaves, spec)
+            followed, result = self._follow(number, path, module, forward, leaves, spec)
             if state_of(module) != before:
                 raise NotAlike(f"{path} keeps something of a call in its attributes")
             if followed is None:
@@ -180,7 +180,7 @@ class Repetition:
         return pytree.tree_unflatten(flat, call.out_spec)
 
     def _follow(
-        self, number: int, path: str, forward: Any, leaves: list[Any], spec: pytree.TreeSpec
+        self, number: int, path: str, module: nn.Module, forward: Any, leaves: list[Any], spec: pytree.TreeSpec
     ) -> tuple[Followed | None, Any]:
         """Run a call between edges. None if it returns what it is given: a write to the one would be to the other."""
         inner = _edges_of(leaves, number, leaving=False)
@@ -195,7 +195,11 @@ class Repetition:
             raise NotAlike(f"{path} writes to what it is given")
         returned, out_spec = pytree.tree_flatten(out)
         results = {_storage(leaf) for leaf in returned if isinstance(leaf, Tensor)}
+        if results & set(map(_storage, (*module.parameters(), *module.buffers()))):
+            raise NotAlike(f"{path} returns a tensor of its own, to which others may write")
         if not results or results & {_storage(leaf) for leaf, _ in given}:
+            if any(True for _ in module.buffers()):
+                raise NotAlike(f"{path} may write to its buffers, and would be run again")
             return None, None
         edges = _edges_of(returned, number, leaving=True)
         followed = Followed(number=number, path=path, returned=tuple(edges), out_spec=out_spec)

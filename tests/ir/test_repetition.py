@@ -18,6 +18,7 @@ from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
 from autopar.passes.verify import verify
+from tests.ir.models import assert_same_training
 
 DEPTH = 7
 RUNS = count()
@@ -350,3 +351,43 @@ def test_an_error_names_the_line_of_the_model(x: Tensor) -> None:
 
     with pytest.raises(CaptureError, match=r"test_repetition.py:\d+ in inner"):
         capture(Stack(Failing), x)
+
+
+@pytest.mark.parametrize("how", ["moves", "replaces", "hands out"])
+def test_what_alike_modules_write_to_themselves(how: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stateful(Layer):
+        mean: Tensor
+        steps: Tensor
+
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.register_buffer("mean", torch.full((8,), float(index)))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor, scale: Tensor, flag: bool = True) -> Any:
+            y = super().forward(x, scale)
+            with torch.no_grad():
+                if how == "replaces":
+                    self.mean = 0.9 * self.mean + 0.1 * y.mean((0, 1))
+                else:
+                    self.mean[:4].mul_(0.9).add_(y.mean((0, 1))[:4], alpha=0.1)
+            self.steps += 1
+            return (y - self.mean.tanh() / self.steps, self.mean) if how == "hands out" else y - self.mean.tanh()
+
+    class Handing(Stack):
+        def forward(self, x: Tensor) -> Any:
+            for layer in self.layers:
+                x, mean = layer(x, self.scale)
+                mean.add_(1.0)
+            return (x.square().mean(),)
+
+    model = (Handing if how == "hands out" else Stack)(Stateful)
+    runs = assert_as_traced_whole(model, x, monkeypatch)
+    assert runs == (3 if how == "moves" else 1 + DEPTH)
+
+    def first(output: Any, _: Tensor) -> Tensor:
+        loss: Tensor = output[0]
+        return loss
+
+    captured = capture(model, x, loss_fn=first, example_target=x)
+    assert_same_training(captured, model, (x,), loss_fn=first, target=x)
