@@ -37,6 +37,7 @@ from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
+from autopar.ir.library_switches import switch, values_unchecked
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.rules import repeat_warnings
@@ -44,6 +45,7 @@ from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
 from autopar.ir.standins import fake_like, fake_model
+from autopar.ir.value_checks import drop_value_checks
 
 aten = torch.ops.aten
 
@@ -102,15 +104,16 @@ def capture(
             raise explain(title, error) from error
     refuse_unknown_sizes(title, traced.program.graph)
     if traced.twin.output.changed:
-        _check_second_call(title, model, call, loss_fn)
+        _check_second_call(title, model, call, loss_fn, training)
     return _assemble(model, title, call, traced)
 
 
-def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None) -> None:
+def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> None:
     """Raise CaptureError if a second call would run another program than the one captured."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    twin = _Flat(fake_model(model, mode), call, loss_fn)
+    twin = _Flat(fake_model(model, mode, training), call, loss_fn)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
+    switch(twin.model)
     try:
         check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
@@ -137,12 +140,14 @@ def _trace(
     """Modules that are alike are traced a few times if ``repetition`` is given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = _Flat(fake_model(model, mode, training), call, loss_fn)
+    switch(twin.model)
     if repetition is not None:
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True), _quietly(), intercepted() as recording:
+    with _use_lazy_graph_module(True), _quietly(), values_unchecked(), intercepted() as recording:
         program = torch.export.export(twin, fakes, strict=False)
+    drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
     return _Trace(twin=twin, mode=mode, program=program, repeats=repeats, recording=recording)
 
@@ -330,7 +335,8 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         fingerprint=_fingerprint(parameters, graph),
     )
     lines = {arguments[n].name: origin_of(op)[1] for n, op in writer.written.items() if n.op == "placeholder"}
-    check_captured(captured, {name: line for name, line in lines.items() if name not in buffers})
+    lines = {name: line for name, line in lines.items() if name not in buffers}
+    check_captured(captured, lines, training=twin.model.training)
     return captured
 
 

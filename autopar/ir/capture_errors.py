@@ -7,6 +7,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import CaptureError
+from autopar.ir.library_switches import hint
 from autopar.ir.source import origin_of, user_frame
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -44,8 +45,10 @@ def refuse_unknown_sizes(title: str, graph: fx.Graph) -> None:
             numbers = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
             if any(isinstance(number, _SYMBOLS) for number in numbers):
                 cause, change = _CAUSES[0][1:]
+                where = origin_of(node)[1]
+                change = hint(where) or change
                 raise CaptureError(
-                    f"{title} cannot be captured: {cause}.\n  at {origin_of(node)[1]}\n  {node.target} has no value "
+                    f"{title} cannot be captured: {cause}.\n  at {where}\n  {node.target} has no value "
                     f"before the step runs\n  try: {change}"
                 )
 
@@ -55,9 +58,11 @@ def explain(title: str, error: BaseException) -> CaptureError:
     text = _chain_text(error)
     where = user_frame(error)
     meaning, remedy = "torch.export could not follow it", "running forward on the example inputs without autopar first"
+    if isinstance(error, NotImplementedError):
+        remedy = hint(where) or remedy
     for needles, cause, change in _CAUSES:
         if any(needle in text for needle in needles):
-            meaning, remedy = cause, change
+            meaning, remedy = cause, hint(where) or change
             break
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     location = f"\n  at {where}" if where else ""

@@ -17,14 +17,15 @@ from autopar.ir.gradient_paths import carries_gradient
 from autopar.ir.graph import CapturedModel
 
 
-def check_captured(captured: CapturedModel, writes: Mapping[str, str]) -> None:
-    """Raise CaptureError if a captured model cannot be trained as the model itself is.
+def check_captured(captured: CapturedModel, writes: Mapping[str, str], *, training: bool) -> None:
+    """Raise CaptureError if a captured model cannot be run, or in ``training`` trained, as the model itself is.
 
     writes: placeholder that forward writes to, buffers apart -> the source line of the write.
     """
     _constants_have_values(captured)
     _writes_have_a_home(captured, writes)
-    _loss_is_trained(captured)
+    if training:
+        _loss_is_trained(captured)
 
 
 def _constants_have_values(captured: CapturedModel) -> None:

@@ -18,7 +18,10 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = (str(Path(torch.__file__).parent), _OWN)
+# Part of the path of every installed package.
+_INSTALLED = "-packages"
 _STANDARD = sysconfig.get_path("stdlib")
 
 # The module that capture wraps around the user's model calls it so.
@@ -28,7 +31,7 @@ WRAPPED = "model"
 def is_library(file: str) -> bool:
     """Whether a file of code is torch's, this package's, of Python's standard library, or no file at all."""
     if file.startswith(_STANDARD):
-        return "-packages" not in file
+        return _INSTALLED not in file
     return file.startswith((*_LIBRARIES, "<"))
 
 
@@ -67,15 +70,21 @@ def line_here() -> str:
 
 
 def user_frame(error: BaseException) -> str:
-    """The innermost frame of an error, or of its causes, outside torch; "" if there is none."""
-    innermost = ""
+    """The innermost frame of an error, or of its causes, outside torch; "" if there is none.
+
+    Where that is in an installed package, the innermost line that is not, and was called by the trace, follows it.
+    """
+    innermost, own = "", ""
     for trace in _tracebacks(error):
         for frame in traceback.extract_tb(trace):
-            if not is_library(frame.filename):
+            if frame.filename.startswith(_OWN):
+                own = ""  # what calls the trace
+            elif not is_library(frame.filename):
                 code = linecache.getline(frame.filename, frame.lineno or 0).strip()
                 innermost = f"{frame.filename}:{frame.lineno} in {frame.name}: {code}"
+                own = own if _INSTALLED in frame.filename else innermost
         if innermost:
-            return innermost
+            return innermost if own in ("", innermost) else f"{innermost}\n  called at {own}"
     return innermost
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
+from tests.ir.models import assert_same_training
 
 
 class Branching(nn.Module):
@@ -114,3 +115,59 @@ def test_a_model_that_cannot_be_copied() -> None:
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(CaptureError, match="cannot be copied"):
         capture(model, torch.randn(4, 3))
+
+
+class Sampling(Mistaken):
+    def forward(self, x: Tensor) -> Tensor:
+        posterior = torch.distributions.Normal(self.up(x), 1.0 + self.up(x).square())
+        prior = torch.distributions.Normal(torch.zeros_like(x), torch.ones_like(x))
+        divergence = torch.distributions.kl_divergence(posterior, prior).mean()
+        return divergence - posterior.log_prob(posterior.rsample()).mean()  # type: ignore[no-any-return]
+
+
+class Checking(Mistaken):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check((x > -1e9).all().item())
+        torch._assert_async((x < 1e9).all())
+        return self.up(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Sampling, Checking])
+def test_checks_of_values_are_no_part_of_the_program(make: Callable[[], nn.Module]) -> None:
+    checked = torch.distributions.Distribution._validate_args
+    model, x = make(), torch.randn(4, 3)
+    assert_same_training(capture(model, x), model, (x,))
+    assert torch.distributions.Distribution._validate_args is checked
+
+
+class Asserting(Mistaken):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.isnan(x).any()
+        return self.up(x).square().mean()  # type: ignore[no-any-return]
+
+
+class Dropping(Mistaken):
+    layerdrop = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()) < self.layerdrop:
+            return x.square().mean()
+        return self.up(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(Asserting, "without the assertion"), (Dropping, "layerdrop=0.0")])
+def test_the_message_names_the_switch(make: Callable[[], nn.Module], remedy: str) -> None:
+    with pytest.raises(CaptureError, match=remedy):
+        capture(make(), torch.randn(4, 3))
+
+
+def test_a_loop_over_chosen_experts_is_captured_as_grouped_products() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, experts_implementation="eager",
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    tokens = torch.randint(32, (2, 8))
+    assert capture(model, {"input_ids": tokens, "labels": tokens}).has_loss
+    assert model.config._experts_implementation == "eager", "the user's model stays as it is"

@@ -1,0 +1,56 @@
+"""Switches of libraries that a trace needs, set for as long as it takes.
+
+    torch.distributions   validate_args   off: the checks look at values
+    transformers          experts         grouped products, where there is a loop over the experts that were chosen
+                          attention       scaled_dot_product_attention, where there is a flash kernel, which it may call
+
+The graph that is captured is what runs, so a model computes by the chosen variant under every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributions import Distribution
+
+# What a user is told where a line of a model has this in it, and the trace ends there.
+_HINTS = (
+    ("layerdrop", "layerdrop=0.0 in the model's config: a layer that is left out by chance is another program"),
+    ("expert", "another experts_implementation, if the library has one: 'grouped_mm' or 'batched_mm' in transformers"),
+    ("flex_attention", "attn_implementation='sdpa' in transformers"),
+    ("flash_attn", "attn_implementation='sdpa' in transformers"),
+    ("distributions", "validate_args=False, where a distribution is made with validate_args=True"),
+    ("assert ", "forward without the assertion, or torch._assert_async, which runs beside the model"),
+)
+
+
+@contextmanager
+def values_unchecked() -> Iterator[None]:
+    """Distributions do not look at the values of their parameters meanwhile."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def switch(twin: nn.Module) -> None:
+    """Have the modules of a stand-in, which are the trace's own, compute by variants that can be traced."""
+    for module in twin.modules():
+        model: Any = module
+        config = getattr(model, "config", None)
+        able = getattr(model, "_can_set_experts_implementation", lambda: False)
+        if getattr(config, "_experts_implementation", None) == "eager" and able():
+            model.set_experts_implementation("grouped_mm")
+        attention = getattr(config, "_attn_implementation", None)
+        if isinstance(attention, str) and "flash" in attention and hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation("sdpa")
+
+
+def hint(where: str) -> str | None:
+    """The switch that the line ``where`` (file, function and code) points to; None if it is not known of any."""
+    return next((remedy for needle, remedy in _HINTS if needle in where), None)

@@ -1,0 +1,31 @@
+"""Checks of values in an exported graph: they compute nothing, and a plan runs without them.
+
+n = item(all(x > 0)); _assert_scalar(n, "..")        nothing, if no shape or number depends on n
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_CHECKS = frozenset(
+    {
+        aten._assert_scalar.default,
+        aten._assert_async.default,
+        aten._assert_async.msg,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+def drop_value_checks(graph: fx.Graph) -> None:
+    """Erase checks, and the numbers that only checks read. Tensors that only checks read are left, as dead ops."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if node.target in _CHECKS or number:
+            graph.erase_node(node)
