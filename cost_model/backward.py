@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.cost_model.ops import is_view, op_name
 from autopar.cost_model.storages import Saved, Storage, local_sizes
-from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 
@@ -64,7 +64,7 @@ class BackwardOp:
         flows = differentiable is None or differentiable(node)
         for position, (tensor, use) in enumerate(zip(operands, uses, strict=True) if flows else ()):
             value = tensor.meta["val"]
-            if not value.is_floating_point() or not (differentiable is None or differentiable(tensor)):
+            if not has_gradient_dtype(value) or not (differentiable is None or differentiable(tensor)):
                 continue
             if use.storage[0].op != "call_function":
                 if use.storage[0].op == "placeholder" and differentiable is not None:
@@ -242,7 +242,7 @@ class BlockBackward:
 def is_read_outside(storage: Storage, inside: AbstractSet[fx.Node]) -> bool:
     """Whether a floating point tensor that a block makes is read outside it, views of it included."""
     waiting = list(storage[0].users)
-    if not tensor_results(storage[0])[storage[1]].is_floating_point():
+    if not has_gradient_dtype(tensor_results(storage[0])[storage[1]]):
         return False
     while waiting:
         user = waiting.pop()

@@ -42,7 +42,7 @@ from autopar.cost_model.products import (
 )
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
-from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
@@ -135,7 +135,7 @@ def _contracted(node: fx.Node, rule: FactorRule) -> list[int]:
     own = {
         position: {f for dim in rule.operands[position] for f in dim} - kept
         for position, operand in enumerate(tensor_operands(node))
-        if operand.meta["val"].is_floating_point()
+        if has_gradient_dtype(operand.meta["val"])
     }
     return [p for p, lost in own.items() if any(lost & other for q, other in own.items() if q != p)]
 
@@ -162,7 +162,7 @@ def _wanted(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None) -> list[int]
     return [
         position
         for position, operand in enumerate(tensor_operands(node))
-        if operand.meta["val"].is_floating_point() and (needs_grad is None or operand in needs_grad)
+        if has_gradient_dtype(operand.meta["val"]) and (needs_grad is None or operand in needs_grad)
     ]
 
 
@@ -267,7 +267,7 @@ class OpCost:
         ]
         written = [_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
         differentiable = _wanted(node, needs_grad)
-        flowing = [t for r, t in zip(results, written, strict=True) if r.is_floating_point()]
+        flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
         gradients = [read[position] for position in differentiable]
         contracted = _contracted(node, rule)
         attention = is_attention(node)

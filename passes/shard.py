@@ -35,7 +35,7 @@ from autopar.ir.collectives import step_call
 from autopar.ir.derived import Passing, left_to_sum
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.folds import Fold, FoldedSequence, fold_sequence, unfold_sequence
-from autopar.ir.graph import CapturedModel, source, tensor_operands, tensor_results
+from autopar.ir.graph import CapturedModel, has_gradient_dtype, source, tensor_operands, tensor_results
 from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.parameters import read_parameter
@@ -427,4 +427,4 @@ def _move(placements: list[Any], step: Step) -> None:
 
 
 def _differentiable(node: fx.Node) -> bool:
-    return any(result.is_floating_point() for result in tensor_results(node))
+    return any(map(has_gradient_dtype, tensor_results(node)))

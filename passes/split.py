@@ -16,7 +16,7 @@ from torch import fx
 from autopar.ir.blocks import Folding
 from autopar.ir.clusters import Clusters
 from autopar.ir.errors import PlanMismatch
-from autopar.ir.graph import CapturedModel
+from autopar.ir.graph import CapturedModel, has_gradient_dtype
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
 from autopar.ir.whole_batch import whole_batch
@@ -158,7 +158,7 @@ class _Cut:
             later = [u for u in node.users if u.op == "call_function" and self.stage_of(u) >= stage]
             handed_out = self.forward_only and node in self.sharded.outputs
             if later or handed_out:
-                if not self.forward_only and not node.meta["val"].is_floating_point():
+                if not self.forward_only and not has_gradient_dtype(node.meta["val"]):
                     raise PlanMismatch(
                         f"stages: the cut before stage {stage} would send {node.name}, a {node.meta['val'].dtype} "
                         f"tensor; only floating point tensors cross a cut.\n  needed by: {later[0].format_node()}\n"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.placement import Layout, Partial, Replicate
 from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment
@@ -35,7 +35,7 @@ def find_derived(captured: CapturedModel, roles: Roles) -> DerivedUses:
         for position, operand in enumerate(operands):
             if operand in uses:
                 uses[operand].append((node, position))
-        if not reached or not any(result.is_floating_point() for result in tensor_results(node)):
+        if not reached or not any(map(has_gradient_dtype, tensor_results(node))):
             continue
         flowing.add(node)
         linear = not roles.rules[node].nonlinear

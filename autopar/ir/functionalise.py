@@ -36,6 +36,7 @@ from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
 from autopar.ir.functional_twins import functional_twin, writes, written
 from autopar.ir.gradient_paths import carries_gradient
+from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.repetition import AGAIN, EDGE, Again
 from autopar.ir.source import origin_of
 from autopar.ir.view_writes import piece, written_base
@@ -392,7 +393,7 @@ class Functionaliser:
         self.values[node] = result
 
     def _detached(self, node: fx.Node, leaf: Any) -> Any:
-        if not isinstance(leaf, fx.Node) or not leaf.meta["val"].dtype.is_floating_point:
+        if not isinstance(leaf, fx.Node) or not has_gradient_dtype(leaf.meta["val"]):
             return leaf
         return self._call(leaf, aten.detach.default, (leaf,), {})
 

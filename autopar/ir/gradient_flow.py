@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from autopar.ir.graph import CapturedModel, is_tensor
+from autopar.ir.graph import CapturedModel, has_gradient_dtype, is_tensor
 
 _CUTS = frozenset({torch.ops.aten.detach.default})
 
@@ -42,7 +42,7 @@ def computed(captured: CapturedModel) -> frozenset[fx.Node]:
 
 
 def _passes(node: fx.Node) -> bool:
-    return node.target not in _CUTS and not (is_tensor(node) and not node.meta["val"].is_floating_point())
+    return node.target not in _CUTS and not (is_tensor(node) and not has_gradient_dtype(node.meta["val"]))
 
 
 def _ends(captured: CapturedModel, *, buffers: bool) -> Iterable[fx.Node]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autopar.ir.graph import is_tensor
+from autopar.ir.graph import has_gradient_dtype, is_tensor
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def carries_gradient(node: fx.Node, sources: Collection[fx.Node]) -> bool:
         if current.target in _CUTS:
             continue
         for operand in current.all_input_nodes:
-            if operand not in seen and (not is_tensor(operand) or operand.meta["val"].is_floating_point()):
+            if operand not in seen and (not is_tensor(operand) or has_gradient_dtype(operand.meta["val"])):
                 seen.add(operand)
                 stack.append(operand)
     return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -143,6 +143,18 @@ class CapturedModel:
 
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+class Typed(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def has_gradient_dtype(value: Typed) -> bool:
+    """Whether a gradient can flow through a tensor of this dtype: real or complex numbers."""
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.graph import CapturedModel
+from autopar.ir.graph import CapturedModel, has_gradient_dtype
 from autopar.ir.stream import Stream
 
 # Cutting here would send a tensor that carries no gradient, or a tuple: worse than any number of tensors.
@@ -92,7 +92,7 @@ def _size(node: fx.Node) -> tuple[int, int]:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return _UNSENDABLE, 0
-    if not value.dtype.is_floating_point:
+    if not has_gradient_dtype(value):
         return _UNSENDABLE, num_bytes(node)
     return 1, num_bytes(node)
 

@@ -23,7 +23,16 @@ import torch
 from torch import fx
 
 from autopar.ir.building import ancestors
-from autopar.ir.graph import CapturedModel, call_nodes, is_tensor, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.graph import (
+    CapturedModel,
+    call_nodes,
+    has_gradient_dtype,
+    is_tensor,
+    op_nodes,
+    source,
+    tensor_operands,
+    tensor_results,
+)
 from autopar.ir.rule import Choice, FactorRule, TensorFactors
 from autopar.ir.rules import rule_for
 from autopar.ir.stream import dependents
@@ -241,7 +250,7 @@ class _BatchSweep:
         partial = {p for p, tag in tagged.items() if tag == _PARTIAL}
         operands = tensor_operands(node)
         for number, linear in enumerate(rule.linear):
-            shared = all(operands[p].meta["val"].is_floating_point() for p in linear - partial)
+            shared = all(has_gradient_dtype(operands[p].meta["val"]) for p in linear - partial)
             if linear >= partial and shared and len(partial) == len(tagged):
                 self.choice[node] = f"+{number}"
                 self.tags.update(((node, result), _PARTIAL) for result in range(len(rule.results)))

@@ -24,7 +24,7 @@ from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.derived import DerivedUses, Passing, find_derived, passing_axes
 from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.gradient_flow import computed, gradient_flow
-from autopar.ir.graph import CapturedModel, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import Assignment, FactorRule
@@ -303,8 +303,8 @@ class Workload:
                     itemsize=compute_itemsize(value.dtype, self.precision),
                     carries_batch=carrying.get((node, result), self.roles.batch.get(node) is not None),
                     by_rows=self.roles.batch_dim.get(node) in (0, None),
-                    differentiable=(node, result) in flowing and value.is_floating_point(),
-                    floating=value.is_floating_point(),
+                    differentiable=(node, result) in flowing and has_gradient_dtype(value),
+                    floating=has_gradient_dtype(value),
                 )
         return found
 

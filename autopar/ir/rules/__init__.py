@@ -44,6 +44,7 @@ from autopar.ir.rules import (
     conv,
     creation,
     embedding,
+    fourier,
     indexing,
     loss,
     matmul,
@@ -65,7 +66,7 @@ __all__ = ["RULES", "MissingRuleWarning", "repeat_warnings", "rule_for", "rule_o
 RULES: dict[str, Rule] = {}
 for _family in (
     pointwise, reduce, matmul, attention, norm, embedding, indexing, arrange, views, conv, loss, random, creation, moe,
-    recurrent,
+    recurrent, fourier,
 ):  # fmt: skip
     RULES.update(_family.RULES)
 

@@ -15,7 +15,7 @@ from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, Rule, aligned, dim_of, dims_of, numbered, numel, sums, table
 
 
-def _along(
+def along(
     call: Call, dims: Iterable[int], *, linear: Sequence[Sequence[int]] = (), flops: float = 0.0
 ) -> FactorRule | None:
     """All tensors have the same dimensions as factors except ``dims``, which are whole in each."""
@@ -44,7 +44,7 @@ def _along(
 
 def cat(call: Call) -> FactorRule | None:
     rank = len(call.operands[0].shape)
-    return _along(call, [dim_of(call.bound()["dim"], rank)], linear=[[o.position for o in call.operands]])
+    return along(call, [dim_of(call.bound()["dim"], rank)], linear=[[o.position for o in call.operands]])
 
 
 def stack(call: Call) -> FactorRule | None:
@@ -66,7 +66,7 @@ def split(call: Call) -> FactorRule | None:
         return _every(call, x, dim)
     # A piece that is everything, asked for in a way that holds for a shard too.
     whole = call.name in ("aten::slice", "aten::split", "aten::chunk") and call.results[0].shape == x.shape
-    return _along(call, () if whole else [dim], linear=[[0]])
+    return along(call, () if whole else [dim], linear=[[0]])
 
 
 def _every(call: Call, x: Operand, dim: int) -> FactorRule | None:
@@ -74,7 +74,7 @@ def _every(call: Call, x: Operand, dim: int) -> FactorRule | None:
     bound = call.bound()
     size, step, start, end = x.shape[dim], bound["step"], bound["start"] or 0, bound["end"]
     if size % step or not 0 <= start < step or (end is not None and end < size):
-        return _along(call, [dim], linear=[[0]])
+        return along(call, [dim], linear=[[0]])
     factors = Factors()
     dims = factors.dims(numbered(len(x.shape)), call.results[0].shape)
     turns = factors.fresh(step)
@@ -93,7 +93,7 @@ def select(call: Call) -> FactorRule | None:
 
 
 def slice_scatter(call: Call) -> FactorRule | None:
-    return _along(call, [dim_of(call.bound()["dim"], len(call.operands[0].shape))], linear=[[0, 1]])
+    return along(call, [dim_of(call.bound()["dim"], len(call.operands[0].shape))], linear=[[0, 1]])
 
 
 def select_scatter(call: Call) -> FactorRule | None:
@@ -123,25 +123,25 @@ def pad(call: Call) -> FactorRule | None:
     padded = [rank - 1 - n // 2 for n in range(0, len(amounts), 2) if amounts[n] or amounts[n + 1]]
     constant = bound.get("mode", "constant") == "constant" and "value" in bound
     zero = not constant or not bound["value"]
-    return _along(call, padded, linear=[[0]] if zero else ())
+    return along(call, padded, linear=[[0]] if zero else ())
 
 
 def flip(call: Call) -> FactorRule | None:
     rank = len(call.operands[0].shape)
-    return _along(call, dims_of(call.bound()["dims"], rank) if call.bound()["dims"] else (), linear=[[0]])
+    return along(call, dims_of(call.bound()["dims"], rank) if call.bound()["dims"] else (), linear=[[0]])
 
 
 def roll(call: Call) -> FactorRule | None:
     """Without dimensions it rolls the flattened tensor."""
     rank = len(call.operands[0].shape)
-    return _along(call, dims_of(call.bound()["dims"], rank), linear=[[0]])
+    return along(call, dims_of(call.bound()["dims"], rank), linear=[[0]])
 
 
 def triangle(call: Call) -> FactorRule | None:
     """tril, triu."""
     (x,) = call.operands
     rank = len(x.shape)
-    return _along(call, [rank - 2, rank - 1], linear=[[0]], flops=numel(x.shape))
+    return along(call, [rank - 2, rank - 1], linear=[[0]], flops=numel(x.shape))
 
 
 def scan(call: Call) -> FactorRule | None:
@@ -154,13 +154,13 @@ def scan(call: Call) -> FactorRule | None:
     rank = len(x.shape)
     if any(len(result.shape) != rank for result in call.results):
         return select(call)
-    return _along(call, [dim_of(bound["dim"], rank)], linear=linear, flops=numel(x.shape) * 2)
+    return along(call, [dim_of(bound["dim"], rank)], linear=linear, flops=numel(x.shape) * 2)
 
 
 def diff(call: Call) -> FactorRule | None:
     x = call.operands[0]
     linear = [[o.position for o in call.operands]]
-    return _along(call, [dim_of(call.bound()["dim"], len(x.shape))], linear=linear, flops=numel(x.shape))
+    return along(call, [dim_of(call.bound()["dim"], len(x.shape))], linear=linear, flops=numel(x.shape))
 
 
 def cosine_similarity(call: Call) -> FactorRule | None:

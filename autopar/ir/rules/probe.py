@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, numel, replicated_rule
@@ -206,7 +207,7 @@ def _try(run: Run, call: Call, *, signed: bool, size: float) -> list[Tensor] | N
 
 def _random(operand: Operand, generator: torch.Generator, signed: bool, size: float) -> Tensor:
     """Numbers up to ``size``, all positive unless ``signed``; indices that are valid in any dimension of size 2."""
-    if operand.dtype.is_floating_point or operand.dtype.is_complex:
+    if has_gradient_dtype(operand):
         positive = size * (torch.rand(operand.shape, generator=generator) + 0.1)
         sign = torch.randint(0, 2, operand.shape, generator=generator) * 2 - 1
         return (positive * sign if signed else positive).to(operand.dtype)
@@ -255,7 +256,7 @@ def _joined(run: Run, call: Call, cut: _Cut) -> _Joined | None:
                 return None
             joined = tuple(d[0] if d else None for d in dims)
         for shape, result, d in zip(shapes, call.results, joined, strict=True):
-            if d is None and not result.dtype.is_floating_point:
+            if d is None and not has_gradient_dtype(result):
                 return None  # counts and indices that happen to add up
             if shape != (result.shape if d is None else _divided(result.shape, d, num_parts)):
                 return None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.graph import tensor_operands
+from autopar.ir.graph import has_gradient_dtype, tensor_operands
 from autopar.ir.rules import loss, recurrent
 from autopar.ir.rules.call import Call, Operand, call_of
 from autopar.ir.rules.factors import aten, numel
@@ -50,9 +50,9 @@ def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] 
     needs = {
         operand.position
         for operand, source in zip(operands, tensor_operands(node), strict=True)
-        if operand.dtype.is_floating_point and (differentiable is None or differentiable(source))
+        if has_gradient_dtype(operand) and (differentiable is None or differentiable(source))
     }
-    if not needs or not any(r.dtype.is_floating_point for r in call.results):
+    if not needs or not any(map(has_gradient_dtype, call.results)):
         return Saved()
     return _saved(call, needs)
 
@@ -71,7 +71,7 @@ def _saved(call: Call, needs: set[int]) -> Saved:
         # A selection keeps where it picked from; without indices, a comparison with the result finds it.
         return Saved(results=(1,)) if len(call.results) > 1 else Saved((0,), (0,))
     if call.name in _INDICES:
-        return Saved(tuple(o.position for o in call.operands if not o.dtype.is_floating_point))
+        return Saved(tuple(o.position for o in call.operands if not has_gradient_dtype(o)))
     if call.name in _PRODUCT:
         return _product(call, needs)
     everything = tuple(o.position for o in call.operands)
@@ -233,6 +233,9 @@ _NOTHING = frozenset(
         "slice_scatter select_scatter pad constant_pad_nd flip roll tril triu diff sum mean cumsum "
         "full zeros ones empty new_full new_zeros new_ones new_empty full_like zeros_like ones_like empty_like fill "
         "arange rand randn rand_like randn_like randint bernoulli one_hot "
+        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 "
+        "fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn _fft_r2c _fft_c2c _fft_c2r "
+        "fft_fftshift fft_ifftshift "
         "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
         "upsample_bicubic2d upsample_trilinear3d"
     )

@@ -25,6 +25,10 @@ def r(*shape: int) -> Tensor:
     return torch.randn(shape, generator=_generator, dtype=torch.float64)
 
 
+def c(*shape: int) -> Tensor:
+    return torch.complex(r(*shape), r(*shape))
+
+
 def pos(*shape: int) -> Tensor:
     return r(*shape).abs() + 0.1
 
@@ -402,6 +406,24 @@ BAGS = [
     case("v! h + +", ops.embedding_bag, r(8, 6), ints(8, 12), r(12), torch.tensor([0, 5, 12]), mode="sum", **_LAST),
 ]
 
+FOURIER = [
+    case("d0 +", aten.fft_fft.default, c(6, 4)),
+    case("d0 +", aten.fft_fft.default, r(6, 4), 8, 1),
+    case("d1 +", aten.fft_ifft.default, c(4, 6), None, 0, "ortho"),
+    case("d0 d2 +", aten.fft_rfft.default, r(6, 8, 2), None, 1),
+    case("d0 +", aten.fft_irfft.default, c(6, 5), 8),
+    case("d0 +", aten.fft_hfft.default, c(6, 5)),
+    case("d0 +", aten.fft_fft2.default, c(6, 4, 2)),
+    case("d0 +", aten.fft_rfft2.default, r(6, 4, 8)),
+    case("d1 +", aten.fft_irfft2.default, c(4, 6, 3), None, [0, 2]),
+    case("+", aten.fft_fftn.default, c(6, 4)),
+    case("d0 +", aten.fft_ifftn.default, c(6, 4, 2), [4, 2]),
+    case("d1 +", aten._fft_c2c.default, c(4, 6), [0], 0, True),
+    case("d0 +", aten._fft_r2c.default, r(6, 4), [1], 0, True),
+    case("d0 +", aten._fft_c2r.default, c(6, 5), [1], 2, 8),
+    case("d0 +", aten.fft_fftshift.default, r(6, 4), [1]),
+]
+
 # Operands that an op has no gradient for.
 NO_GRADIENT = {
     "aten::_native_batch_norm_legit_functional": ("running_mean", "running_var"),
@@ -423,6 +445,7 @@ CASES = [
     *OTHER,
     *RECURRENT,
     *BAGS,
+    *FOURIER,
 ]
 
 
