@@ -28,6 +28,9 @@ from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
+# The second gives zeros where no key is seen.
+_SOFTMAX = (aten.softmax.int, aten._safe_softmax.default)
+
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
 
@@ -75,7 +78,7 @@ def _match(product: fx.Node) -> _Attention | None:
     dropped = None if weights is None else _dropped_column(weights)
     if dropped is not None:
         weights = _uncast(weights.args[0], weights)
-    if weights is None or weights.target is not aten.softmax.int or not _private(weights):
+    if weights is None or weights.target not in _SOFTMAX or not _private(weights):
         return None
     if weights.args[1] not in (-1, len(shape_of(weights)) - 1):
         return None

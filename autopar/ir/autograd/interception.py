@@ -3,7 +3,7 @@
     Function.apply                      one op (``recording``)
     tensor.register_hook                one op in the tensor's place
     torch.autograd.grad                 the ops of the derivative (``derivatives``)
-    vmap, torch.func                    the ops that they come down to (``transforms``)
+    vmap, torch.func, flex_attention    the ops that they come down to (``transforms``, ``flex``)
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
     saved_tensors_hooks, retain_grad,   refused
@@ -28,6 +28,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from autopar.ir.autograd.derivatives import recorded_gradients
+from autopar.ir.autograd.flex import flex_attention_made_plain
 from autopar.ir.autograd.function_op import Hooked
 from autopar.ir.autograd.hooks import ON_MODULES, ON_PARAMETERS
 from autopar.ir.autograd.recording import Recording, recorded
@@ -44,7 +45,7 @@ _get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[u
 @contextmanager
 def intercepted() -> Iterator[Recording]:
     """Within, what a forward asks of autograd is recorded or refused."""
-    with recorded() as recording, transforms_made_plain(), ExitStack() as stack:
+    with recorded() as recording, transforms_made_plain(), flex_attention_made_plain(), ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))

@@ -55,10 +55,27 @@ def apart() -> Iterator[None]:
     """Within, nothing is traced."""
     token = _apart.set(True)
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), _without_functions_of_the_trace():
             yield
     finally:
         _apart.reset(token)
+
+
+@contextmanager
+def _without_functions_of_the_trace() -> Iterator[None]:
+    """Within, of the modes that see torch functions only those of the user are active."""
+    count = torch._C._len_torch_function_stack()
+    before = [torch._C._pop_torch_function_stack() for _ in range(count)][::-1]
+    kept = [mode for mode in before if not type(mode).__module__.startswith(("torch.fx.", "torch._export"))]
+    for mode in kept:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            torch._C._pop_torch_function_stack()
+        for mode in before:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def is_apart() -> bool:
