@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint.pretrained import PretrainedFormat, save_pretrained
+from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
@@ -38,7 +38,7 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(
-        self, engine: Engine | Builder, *, pretrained: PretrainedFormat | None = None, training: bool = True
+        self, engine: Engine | Builder, *, pretrained: PretrainedFolder | None = None, training: bool = True
     ) -> None:
         """engine: or, when capture waits for the first call, what makes it then. pretrained: how a library keeps it.
 
@@ -276,16 +276,19 @@ class ParallelModule(nn.Module):
         """Write the model as the folder that ``from_pretrained`` of its library reads. All ranks call together.
 
         Of Hugging Face models: config.json and model.safetensors, or several files of at most ``max_shard_size`` bytes
-        and their index. Rank 0 writes, tensor by tensor as they are gathered; an error leaves the folder as it was.
+        and their index. Of a model of peft its adapters alone: adapter_config.json and adapter_model.safetensors, in a
+        folder of its own for each that is not called default. Rank 0 writes, tensor by tensor as they are gathered; an
+        error leaves the folder as it was.
         Raises InvalidInput if the model is of no such library, CheckpointError if it cannot be written.
         """
         if self._pretrained is None:
             raise InvalidInput(
-                f"{self.engine.captured.name} is not a model of transformers, so there is no config to write.\n"
+                f"{self.engine.captured.name} is not a model of transformers, nor of peft, so it has no config.\n"
                 "  expected: what autopar.from_pretrained returns, or parallelize of a transformers.PreTrainedModel\n"
+                "    or a peft.PeftModel\n"
                 "  try: autopar.save(pm, optimizer, path), or torch.save(pm.full_state_dict(), file)"
             )
-        save_pretrained(self, self._pretrained, path, max_shard_size)
+        self._pretrained.save(self, path, max_shard_size)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from autopar.huggingface.adapters import AdapterFormat
 from autopar.huggingface.config import read_config
 from autopar.huggingface.keys import file_tensors, model_tensors
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.checkpoint.pretrained import PretrainedFolder, save_pretrained
 from autopar.runtime.checkpoint.safetensors_files import TensorFiles
 from autopar.runtime.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from autopar.runtime.module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,11 @@ def open_pretrained(path: str, dtype: torch.dtype) -> Pretrained:
     return Pretrained(model, values, files, HuggingFaceFormat(model_class, original, generation))
 
 
-def format_of(model: nn.Module) -> HuggingFaceFormat | None:
-    """How transformers keeps ``model``, if it is one of its models."""
+def format_of(model: nn.Module) -> PretrainedFolder | None:
+    """How transformers keeps ``model``, or peft, if it is one of theirs."""
+    adapters = sys.modules.get("peft")
+    if adapters is not None and isinstance(model, adapters.PeftModel):
+        return AdapterFormat.of(model)
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -71,6 +80,10 @@ class HuggingFaceFormat:
     model_class: Any
     config: Any
     generation_config: Any
+
+    def save(self, pm: ParallelModule, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+        """Write the folder ``path``. All ranks call together."""
+        save_pretrained(pm, self, path, max_shard_size)
 
     def file_tensors(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, torch.Tensor]:
         """By name in the files; tied ones once."""

@@ -19,6 +19,7 @@ from autopar.ir.errors import CheckpointError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree
 from autopar.runtime.checkpoint.folder import SafeReader, check_files, latest, read_metadata, read_state
+from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import OptimizerState
 from autopar.runtime.checkpoint.saving import FORMAT, Stateful, as_list, flat, random_tensors, tensors_of
 from autopar.runtime.module import ParallelModule
@@ -50,6 +51,8 @@ def load(
     schedulers = as_list(scheduler)
     state = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
     folder, saved, tensors = agree(lambda: _check(pm, state, Path(path), schedulers, scaler))
+    if saved.get("frozen") is not None:
+        _check_frozen(pm, saved, folder)
     if state.names:
         state.create()  # not within agree: the step of an optimiser may communicate
     agree(lambda: _read(pm, state, folder, saved, tensors))
@@ -68,7 +71,7 @@ def _check(
     saved, metadata = read_state(folder), read_metadata(folder)
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {saved.get('format')!r}; this version of autopar reads {FORMAT}")
-    wanted = tensors_of(pm)
+    wanted = tensors_of(pm, _names_in(pm, saved))
     _check_model(pm, wanted, metadata.state_dict_metadata, saved, folder)
     if state.names and saved["settings"] is None:
         raise CheckpointError(f"{folder} was saved without an optimiser.\n  try: load(pm, None, path)")
@@ -88,11 +91,26 @@ def _check(
     return folder, saved, tensors
 
 
+def _names_in(pm: ParallelModule, saved: Mapping[str, Any]) -> set[str] | None:
+    """Names of the tensors that the checkpoint is to have; None for all."""
+    return None if saved.get("frozen") is None else changes(pm)
+
+
+def _check_frozen(pm: ParallelModule, saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError unless the frozen parameters are those beside which the others were trained."""
+    if frozen_sum(pm) != saved["frozen"]:
+        raise CheckpointError(
+            f"the checkpoint {folder} holds what trains alone, and the frozen parameters of {pm.engine.captured.name} "
+            "are not those beside which it was trained.\n  expected: the same base weights, as much of them frozen\n"
+            "  try: from_pretrained of the same base; or save(...) without trainable_only, which holds all of them"
+        )
+
+
 def _read(
     pm: ParallelModule, state: OptimizerState, folder: Path, saved: dict[str, Any], tensors: Mapping[str, set[str]]
 ) -> None:
     """On each rank by itself; nothing is sent."""
-    wanted = tensors_of(pm) | flat(state.adopt(tensors, saved["values"]))
+    wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
     generators = {}
     if _without_prediction(saved["plan"]) == _without_prediction(pm.plan.to_yaml()):
         found = read_metadata(folder).state_dict_metadata

@@ -31,8 +31,16 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
+class PretrainedFolder(Protocol):
+    """How a library keeps a model in a folder."""
+
+    def save(self, pm: ParallelModule, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+        """Write the folder ``path``. All ranks call together."""
+        ...
+
+
 class PretrainedFormat(Protocol):
-    """How a library wants a model's checkpoint."""
+    """How a library wants a model's checkpoint, if that holds the whole model."""
 
     def file_tensors(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of the files by their names there, out of those of the model's state dict.

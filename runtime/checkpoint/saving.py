@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from autopar.runtime.agreement import agree, from_first
 from autopar.runtime.checkpoint.background import Saving, write_failed
 from autopar.runtime.checkpoint.folder import AtomicWriter, new_name, state_bytes
+from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import ByName, OptimizerState
 from autopar.runtime.module import ParallelModule
 
@@ -40,6 +41,7 @@ def save(
     step: int = 0,
     data: Any = None,
     asynchronous: bool = False,
+    trainable_only: bool = False,
 ) -> Saving:
     """Write a checkpoint to the folder ``path``, replacing the one in it once the new one is complete.
 
@@ -47,6 +49,8 @@ def save(
     generators of random numbers of all ranks, and of rank 0 ``scheduler``, ``scaler``, ``step`` and ``data``: where
     the data stands, as plain values or tensors. ``load`` reads it under any plan for the same model.
 
+    trainable_only: leave out frozen parameters, which a model with adapters has most of, and buffers that forward does
+    not write. ``load`` then wants a model whose frozen parameters are the same, and checks that they are.
     asynchronous: return once everything is copied to the CPU, and write it beside training. ``wait()`` for the
     result; the next ``save`` does so too, and the program must before it ends the process group.
     Raises InvalidInput or CheckpointError, on every rank.
@@ -54,8 +58,9 @@ def save(
     background, folder = pm.engine.background, Path(path)
     background.finish()
     optimizers = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
-    tensors = tensors_of(pm) | flat(optimizers.tensors()) | random_tensors()
-    state = _state(pm, optimizers, scheduler, scaler, step, data)
+    tensors = tensors_of(pm, changes(pm) if trainable_only else None) | flat(optimizers.tensors()) | random_tensors()
+    frozen = frozen_sum(pm) if trainable_only else None
+    state = _state(pm, optimizers, scheduler, scaler, step, data, frozen)
     name = from_first(lambda: new_name(step))
     writer = AtomicWriter(folder, name, state)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -77,6 +82,7 @@ def _state(
     scaler: Stateful | None,
     step: int,
     data: Any,
+    frozen: int | None,
 ) -> bytes:
     """Everything else, on rank 0; nothing on the others."""
     engine = pm.engine
@@ -101,15 +107,17 @@ def _state(
         "settings": settings or None,
         "values": values,
         "random": engine.randomness.state(),
+        "frozen": frozen,
     }
     return agree(lambda: state_bytes(content) if dist.get_rank() == 0 else b"")
 
 
-def tensors_of(pm: ParallelModule) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of this rank."""
+def tensors_of(pm: ParallelModule, only: Container[str] | None = None) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of this rank. only: names of those that are wanted; None for all."""
     persistent = set(pm.engine.state_order)
     buffers = {name: value for name, value in pm.named_buffers() if name in persistent}
-    return {f"model/{name}": value.detach() for name, value in (*pm.named_parameters(), *buffers.items())}
+    own = {**dict(pm.named_parameters()), **buffers}
+    return {f"model/{name}": value.detach() for name, value in own.items() if only is None or name in only}
 
 
 def flat(by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

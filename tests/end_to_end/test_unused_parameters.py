@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.errors import CheckpointError
 from tests.harness import run_ranks
 
 ROWS, LENGTH, WIDTH, WORDS = 8, 6, 8, 16
@@ -149,3 +152,38 @@ def test_unused_parameters_stay_as_they_are(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_unused_parameters_on_two_axes(tmp_path: Any) -> None:
     run_ranks(body, 4, 4, FOUR, str(tmp_path))
+
+
+def save_what_trains(folder: str) -> None:
+    """Saved under ZeRO-3, loaded under tensor parallelism."""
+    first = model()
+    first.embed.requires_grad_(False)
+    first.blocks[0].requires_grad_(False)
+    frozen = {name for name, parameter in first.named_parameters() if not parameter.requires_grad}
+    parallel = autopar.parallelize(copy.deepcopy(first), 2, example_inputs=(batch(0),), dp=2, zero=3)
+    optimizer = optimizer_of(parallel.parameters())
+    parallel.step(parallel.shard_batch(batch(0)))
+    optimizer.step()
+    autopar.save(parallel, optimizer, folder, trainable_only=True)
+    again = autopar.parallelize(copy.deepcopy(first), 2, example_inputs=(batch(0),), tp=2)
+    autopar.load(again, optimizer_of(again.parameters()), folder)
+    assert_same(again.full_state_dict(), parallel.full_state_dict())
+    saved = {name for name in again.full_state_dict() if name not in frozen}
+    assert tensors_in(folder) == saved
+    other = copy.deepcopy(first)
+    with torch.no_grad():
+        other.embed.weight[0, 0] += 1
+    changed = autopar.parallelize(other, 2, example_inputs=(batch(0),), dp=2, zero=0)
+    with pytest.raises(CheckpointError, match="are not those beside which it was trained"):
+        autopar.load(changed, None, folder)
+
+
+def tensors_in(folder: str) -> set[str]:
+    from autopar.runtime.checkpoint.folder import latest, read_metadata
+
+    found = read_metadata(latest(Path(folder))).state_dict_metadata
+    return {key.removeprefix("model/") for key in found if key.startswith("model/")}
+
+
+def test_a_checkpoint_holds_what_trains_alone(tmp_path: Any) -> None:
+    run_ranks(save_what_trains, 2, str(tmp_path))
