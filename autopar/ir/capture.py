@@ -37,7 +37,7 @@ from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
-from autopar.ir.library_switches import switch, values_unchecked
+from autopar.ir.library_switches import switch, traceable_libraries
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.rules import repeat_warnings
@@ -115,7 +115,8 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
-        check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
+        with traceable_libraries():
+            check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error
 
@@ -145,7 +146,7 @@ def _trace(
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True), _quietly(), values_unchecked(), intercepted() as recording:
+    with _use_lazy_graph_module(True), _quietly(), traceable_libraries(), intercepted() as recording:
         program = torch.export.export(twin, fakes, strict=False)
     drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)

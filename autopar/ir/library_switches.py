@@ -1,6 +1,7 @@
 """Switches of libraries that a trace needs, set for as long as it takes.
 
     torch.distributions   validate_args   off: the checks look at values
+    torch.nn              .to(dtype)      nothing, where forward converts a module to the dtype that it has
     transformers          experts         grouped products, where there is a loop over the experts that were chosen
                           attention       scaled_dot_product_attention, where there is a flash kernel, which it may call
 
@@ -9,11 +10,11 @@ The graph that is captured is what runs, so a model computes by the chosen varia
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
 # What a user is told where a line of a model has this in it, and the trace ends there.
@@ -28,13 +29,25 @@ _HINTS = (
 
 
 @contextmanager
-def values_unchecked() -> Iterator[None]:
-    """Distributions do not look at the values of their parameters meanwhile."""
+def traceable_libraries() -> Iterator[None]:
+    """Meanwhile distributions do not look at values, and a module that is converted to what it is stays as it is."""
     before = Distribution._validate_args
+    apply: Any = nn.Module._apply
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        converted = map(function, tensors)
+        if all((a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) for a, b in zip(tensors, converted)):
+            return module
+        result: nn.Module = apply(module, function, recurse)
+        return result
+
     Distribution.set_default_validate_args(False)
+    nn.Module._apply = convert  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
         Distribution.set_default_validate_args(before)
 
 

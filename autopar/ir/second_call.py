@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -69,6 +70,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _of(self, leaf: Any) -> Any:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return type(leaf)  # by another name in each call
         if not isinstance(leaf, Tensor):
             return str(leaf)
         self._alive.append(leaf)
@@ -203,7 +206,7 @@ def _iterated(title: str, names: Sequence[str], line: str) -> str:
 
 
 def _from_to(change: Change) -> str:
-    if isinstance(change.old, Tensor) and isinstance(change.new, Tensor) and _alike(change.old, change.new):
+    if isinstance(change.old, Tensor) and _described(change.old) == _described(change.new):
         return ""
     if change.new is MISSING:
         return " by deleting it"

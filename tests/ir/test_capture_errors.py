@@ -132,7 +132,13 @@ class Checking(Mistaken):
         return self.up(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [Sampling, Checking])
+class Converting(Mistaken):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up = self.up.to(torch.float32)
+        return self.up(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Sampling, Checking, Converting])
 def test_checks_of_values_are_no_part_of_the_program(make: Callable[[], nn.Module]) -> None:
     checked = torch.distributions.Distribution._validate_args
     model, x = make(), torch.randn(4, 3)
