@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.autograd.function_op import is_own
 from autopar.ir.building import remove_dead
 
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
 def _stays_apart(node: fx.Node) -> bool:
     """Whether two calls are not one: of a random op, or of a function whose backward need not be linear."""
     target = node.target
-    if isinstance(target, FunctionOp):
+    if is_own(target):
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 

@@ -105,6 +105,13 @@ class FunctionOp:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
+def is_own(target: Any) -> bool:
+    """Whether an op is the user's or another library's, whose backward need not be the derivative of its forward."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace not in ("aten", "prims", "autopar")
+    return isinstance(target, FunctionOp)
+
+
 def separated(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, Any]]:
     """Flat arguments as a graph can hold them, and the objects that it cannot, by position."""
     objects = {

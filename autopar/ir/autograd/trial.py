@@ -94,7 +94,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.mode:
+            foreign = isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.mode
+            # A parameter itself, of the model that was captured or another: its value here will not be trained.
+            if foreign or (isinstance(leaf, torch.nn.Parameter) and not isinstance(leaf, FakeTensor)):
                 self.foreign = leaf
                 raise RuntimeError("a tensor of the model")
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags

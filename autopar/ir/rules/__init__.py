@@ -30,11 +30,12 @@ have to draw the same random numbers.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import fx
 
-from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.autograd.function_op import FunctionOp, is_own
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import is_getitem
 from autopar.ir.rule import FactorRule
@@ -58,7 +59,7 @@ from autopar.ir.rules import (
 )
 from autopar.ir.rules.call import Call, call_of
 from autopar.ir.rules.factors import Rule, replicated_rule
-from autopar.ir.rules.functions import function_rule
+from autopar.ir.rules.functions import function_rule, is_linear
 from autopar.ir.rules.probe import probe
 
 __all__ = ["RULES", "MissingRuleWarning", "repeat_warnings", "rule_for", "rule_of_call"]
@@ -116,7 +117,9 @@ def rule_of_call(call: Call) -> tuple[FactorRule, bool]:
     known = known_rule(call)
     if known is not None:
         return known, True
-    return probe(call) or replicated_rule(call), False
+    rule = probe(call) or replicated_rule(call)
+    # An op of the user's may have a backward of its own, as an autograd function has.
+    return (replace(rule, nonlinear=not is_linear(call)) if is_own(call.target) else rule), False
 
 
 def known_rule(call: Call) -> FactorRule | None:

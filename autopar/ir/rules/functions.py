@@ -31,10 +31,10 @@ def function_rule(call: Call) -> tuple[FactorRule, bool]:
     if target.draws:
         return replace(whole, flops=flops, lowered={"*": "random"}, nonlinear=True), False
     found = probe(call)
-    return replace(found or whole, flops=flops, nonlinear=not _is_linear(call)), found is not None
+    return replace(found or whole, flops=flops, nonlinear=not is_linear(call)), found is not None
 
 
-def _is_linear(call: Call) -> bool:
+def is_linear(call: Call) -> bool:
     """Whether the backward of a sum of gradients is the sum of their backwards."""
     small = shrunk(call)
     run = runner(node_of(small))

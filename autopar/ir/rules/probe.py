@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.autograd.function_op import FunctionOp, is_own
 from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
@@ -115,7 +115,7 @@ def _tried(run: Run, call: Call, candidates: Sequence[_Factor]) -> list[_Factor]
 
 def trials_of(run: Run, call: Call) -> list[Trial]:
     """Operands that the op takes. A backward of its own is tried with large numbers too: it may limit them."""
-    scales = ((1.0, 1.0), (30.0, 1e3)) if isinstance(call.target, FunctionOp) else ((1.0, 1.0),)
+    scales = ((1.0, 1.0), (30.0, 1e3)) if is_own(call.target) else ((1.0, 1.0),)
     found = []
     for size, scale in scales:
         for signed in (False, True):

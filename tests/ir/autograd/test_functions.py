@@ -229,3 +229,16 @@ def test_without_a_gradient_the_ops_inside_are_seen() -> None:
             return self.layer(x).square().mean()  # type: ignore[no-any-return]
 
     assert not any(isinstance(node.target, FunctionOp) for node in captured(OnInputs()).graph.nodes)
+
+
+def test_a_parameter_of_the_original_model_is_refused() -> None:
+    model = Model(Scaled)
+
+    class Reading(Scaled):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad * model.second.weight.sum(), None
+
+    model.apply_function = Reading.apply
+    with pytest.raises(CaptureError, match="that is not among its arguments"):
+        captured(model)

@@ -164,3 +164,19 @@ def test_aten_ops_outside_the_tables(target: Any, args: tuple[Any, ...], shapes:
     assert rule is not None
     assert rule.results[0][batch] == rule.operands[0][batch] != ()
     assert rule.results[0][batch][0] in rule.shardable()
+
+
+def test_a_custom_op_whose_backward_is_not_linear() -> None:
+    @torch.library.custom_op("autopar_probe_own::limited", mutates_args=())
+    def limited(x: Tensor) -> Tensor:
+        return x.clone()
+
+    limited.register_fake(torch.empty_like)
+    limited.register_autograd(lambda ctx, grad: grad / grad.norm(dim=-1, keepdim=True))
+    node = node_of(torch.ops.autopar_probe_own.limited.default, (8, 6), shapes=[(8, 6)])
+    with pytest.warns(MissingRuleWarning, match="probing found"):
+        rule = rule_for(node)
+    ((rows, columns),) = rule.operands
+    assert set(rule.shardable()) == set(rows)
+    assert set(columns) <= rule.blocked
+    assert rule.nonlinear

@@ -252,6 +252,7 @@ ARRANGE = [
     case("d0 +", aten.unbind.int, r(4, 6), 1),
     case("d0 +", aten.slice_scatter.default, r(4, 6), r(4, 2), 1, 0, 2),
     case("d0 +", aten.select_scatter.default, r(4, 6), r(4), 1, 2),
+    case("d0 +", aten.diagonal_scatter.default, r(4, 6, 6), r(4, 6), 0, 1, 2),
     case("d0 +", aten.pad.default, r(4, 6), [1, 1]),
     case("d0", aten.pad.default, ints(4, 4, 6), [0, 1], "constant", -100.0),
     case("d0 d1 +", aten.pad.default, r(4, 6, 2), [1, 0, 0, 0]),
@@ -480,3 +481,13 @@ def test_shards_recombine_to_the_whole(number: int) -> None:
                 continue
             local = lowered_run(node, rule, choice, num_parts)
             assert check(run, values, rule, choice, num_parts=num_parts, run_local=local, constants=constants) is None
+
+
+@pytest.mark.parametrize("choice", ["d0", "d1"])
+def test_gradients_of_a_layer_norm(choice: Choice) -> None:
+    tensors = (r(2, 4, 6), r(2, 4, 6), [6], r(2, 4, 1), r(2, 4, 1), r(6), r(6), [True, True, True])
+    node, values = node_of(aten.native_layer_norm_backward.default, *tensors)
+    rule = known_rule(call_of(node))
+    assert rule is not None
+    # torch differentiates through the statistics as functions of the input.
+    assert check(runner(node), values, rule, choice, constants=(2, 3)) is None
