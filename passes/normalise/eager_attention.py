@@ -32,6 +32,7 @@ aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._safe_softmax.default)
 
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_BOUNDS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_min.default)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class FuseEagerAttention(Pass):
 
 @dataclass(slots=True)
 class _Attention:
-    """sinks: (heads,), the scores of a key that is seen by all and has no value. conditions: (mask, whether True means
-    seen, what unseen scores are set to); biases: added to the scores.
+    """bounded: whether masked scores were brought back to the smallest number of their dtype. sinks: (heads,), the
+    scores of a key that is seen by all and has no value. conditions: (mask, whether True means seen, what unseen scores
+    are set to); biases: added to the scores.
     """
 
     v: Any = None
@@ -62,9 +64,14 @@ class _Attention:
     k_transposed: Any = None
     scale: float = 1.0
     dropout_p: float = 0.0
+    bounded: bool = False
     sinks: fx.Node | None = None
     conditions: list[tuple[fx.Node, bool, float]] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
+
+    def is_plain(self) -> bool:
+        """Whether one mask at most was added, so that a bound on the masked scores changes nothing."""
+        return not self.bounded or len(self.biases) + len(self.conditions) <= 1
 
 
 def _match(product: fx.Node) -> _Attention | None:
@@ -88,7 +95,7 @@ def _match(product: fx.Node) -> _Attention | None:
         scores, found.sinks = _apart(scores, dropped)
     while isinstance(scores, fx.Node) and (_private(scores) or scores in free):
         if scores.target in _PRODUCTS:
-            return found if _take_product(found, scores) else None
+            return found if _take_product(found, scores) and found.is_plain() else None
         following = _take(found, scores)
         if following is None:
             return None
@@ -166,6 +173,9 @@ def _take(found: _Attention, node: fx.Node) -> Any:
             return None
         found.scale *= factor if target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / factor
         return args[0]
+    if target in _BOUNDS and _bound(node) is not None:
+        found.bounded = True
+        return args[0]
     if target is aten.add.Tensor and not node.kwargs:
         scores, bias = args
         if not _is_scores(scores):
@@ -181,6 +191,17 @@ def _take(found: _Attention, node: fx.Node) -> Any:
         found.conditions.append((args[0], True, args[2]))  # type: ignore[arg-type]
         return args[1]
     return None
+
+
+def _bound(node: fx.Node) -> float | None:
+    """The number that scores are kept from falling below, if a masked score does not come above it."""
+    least: Any = node.args[1] if len(node.args) > 1 else None
+    if isinstance(least, fx.Node):
+        value = least.meta.get("value")
+        filled = least.target in (aten.full.default, aten.scalar_tensor.default)
+        least = least.args[-1] if filled else value.item() if value is not None and value.numel() == 1 else None
+    above = node.target is aten.clamp.default and (len(node.args) > 2 or node.kwargs)
+    return least if _is_never(least) and not above else None
 
 
 def _is_scores(node: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir.building import add_call, fake_mode_of, shape_of
+from autopar.ir.building import add_call, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
 from autopar.ir.rules.factors import Factors
 from autopar.ir.rules.views import refine
@@ -92,7 +92,7 @@ class _Unmerger:
             return None
         if node.target in _ORDERS:
             return self.merged_sizes(source, _order_of(node)[dim])
-        if _is_elementwise(node):
+        if _is_elementwise(node) or _runs_beside(node, dim):
             full = [n for n in node.all_input_nodes if is_tensor(n) and _size_at(n, node, dim) > 1]
             found = {self.merged_sizes(n, len(shape_of(n)) - len(shape_of(node)) + dim) for n in full}
             return found.pop() if len(found) == 1 else None
@@ -111,7 +111,7 @@ class _Unmerger:
             if node.target in _ORDERS:
                 order = _order_of(node)
                 return self.reordered(self.apart(source, order[dim], sizes, like), order, order[dim], sizes, like)
-            if _is_elementwise(node):
+            if _is_elementwise(node) or _runs_beside(node, dim):
                 return self.pointwise(node, dim, sizes, like)
             node = source
         elif node.target is aten.expand.default and _size_at(node.args[0], node, dim) == 1:
@@ -173,13 +173,7 @@ class _Unmerger:
             return False
         if node.target in _ORDERS:
             return _order_of(node)[0] == 0
-        if node.target in _ALONG:
-            place = _ALONG[node.target]
-            dim = None if place is None else node.args[place]
-            return (dim is None or (isinstance(dim, int) and dim % rank != 0)) and all(
-                shape_of(n)[0] == shape_of(node)[0] for n in operands
-            )
-        return _is_elementwise(node)
+        return _is_elementwise(node) or _runs_beside(node, 0)
 
     def other(self, node: fx.Node, sizes: _Sizes) -> None:
         with self.graph.inserting_before(node):
@@ -207,6 +201,17 @@ def _is_elementwise(node: fx.Node) -> bool:
     """Whether an op does the same to each element, and draws no random numbers, which depend on the shape."""
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return is_pointwise(node) and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _runs_beside(node: fx.Node, dim: int) -> bool:
+    """Whether an op works along another dimension than ``dim``, of which all operands have as much."""
+    if node.target not in _ALONG or (node.target is aten.dropout.default and only_user(node) is None):
+        return False
+    place, rank = _ALONG[node.target], len(shape_of(node))
+    along = None if place is None else node.args[place]
+    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    alike = all(len(shape_of(n)) == rank and shape_of(n)[dim] == shape_of(node)[dim] for n in operands)
+    return alike and (along is None or (isinstance(along, int) and along % rank != dim))
 
 
 def _order_of(node: fx.Node) -> tuple[int, ...]:

@@ -70,6 +70,14 @@ def length_first(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(weights, v).transpose(0, 1).contiguous().view(S, B, H).transpose(0, 1)
 
 
+def bounded(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores that are viewed apart to be masked, kept from falling below the smallest number, and merged again."""
+    smallest = torch.finfo(torch.float32).min
+    scores = torch.bmm(_merged(q), _merged(k).transpose(1, 2)).view(B, HEADS, S, S)
+    scores = torch.max(scores + torch.full((S, S), smallest).triu(1), torch.tensor(smallest))
+    return _back(torch.bmm(torch.softmax(scores.view(B * HEADS, S, S), -1), _merged(v)))
+
+
 def learned(m: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A learned bias for each head, repeated for every row of the batch."""
     scores = torch.bmm(_merged(q), _merged(k).transpose(1, 2)) + m.bias.repeat(B, 1, 1)
@@ -84,7 +92,9 @@ def _normal(attend: Callable[..., Tensor], **options: Any) -> list[Any]:
     return [node.target for node in captured.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize(("attend", "products"), [(additive, 0), (disentangled, 1), (length_first, 0), (learned, 0)])
+@pytest.mark.parametrize(
+    ("attend", "products"), [(additive, 0), (disentangled, 1), (length_first, 0), (learned, 0), (bounded, 0)]
+)
 def test_products_over_batch_and_heads_are_attention(attend: Callable[..., Tensor], products: int) -> None:
     left = _normal(attend)
     assert left.count(ops.attention) == 1
