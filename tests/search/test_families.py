@@ -76,9 +76,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "SwinForImageClassification",
         {"image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_labels": 4},
     ),
-    "beit": ("BeitForImageClassification", {**_IMAGE, "use_relative_position_bias": True}),
+    "beit": ("BeitForImageClassification", _IMAGE),
     "bart": ("BartForConditionalGeneration", _BOTH),
-    "m2m_100": ("M2M100ForConditionalGeneration", _BOTH),
+    "m2m_100": ("M2M100ForConditionalGeneration", {**_BOTH, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}),
     "granite": ("GraniteMoeForCausalLM", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "ernie": (
         "Ernie4_5_MoeForCausalLM",

@@ -83,7 +83,7 @@ UNTAGGED = (
     "true_divide divide multiply subtract not_equal greater greater_equal less less_equal negative "
     "absolute arccos arcsin arctan arctan2 log_sigmoid log_sigmoid_forward hardswish special_expit "
     "special_logit special_erf special_log1p special_expm1 special_xlogy special_gammaln special_digamma "
-    "special_ndtr special_sinc special_exp2 float_power fix"
+    "special_ndtr special_sinc special_exp2 float_power fix polar"
 )
 
 
