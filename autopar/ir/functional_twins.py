@@ -1,6 +1,7 @@
 """The functional twin of an op that writes.
 
 add_(x, y)                       add(x, y)                     the new value of x
+dropout_(x, 0.1, True)           dropout(x, 0.1, True)         the new value of x
 div(x, y, out=u)                 div(x, y)                     the new value of u
 max(x, 0, out=(v, i))            max(x, 0)                     the new values of v and of i
 bernoulli_(x, 0.5)               bernoulli(x, 0.5)
@@ -54,13 +55,14 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
     packet = getattr(getattr(torch.ops, namespace), name if is_out else name.removesuffix("_"), None)
     if packet is None:
         return None
+    unnamed = 0 if is_out else 1  # dropout_(self, ..) is written, dropout(input, ..) read
     kept = [a.name for a in target._schema.arguments if not (is_out and is_write(a))]
     for overload in sorted(packet.overloads(), key=lambda own: own != target._overloadname):
         twin = getattr(packet, overload)
         schema = twin._schema
         if (
             not schema.is_mutable
-            and [a.name for a in schema.arguments] == kept
+            and [a.name for a in schema.arguments][unnamed:] == kept[unnamed:]
             and len(schema.returns) == len(outputs)
             and _types(schema) == [str(a.type) for a in target._schema.arguments if a.name in kept]
         ):
