@@ -7,7 +7,7 @@ bias: float64 says so) is rounding noise in both runs; it has to be below 1e-6 o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def train_alone(case: Case, steps: Steps = TEN) -> Trace:
     for step in steps:
         optimizer = sgd if step < steps.sgd else adamw
         if step in steps.compared:
-            trace.zeros.append(zero_gradients(case, model, case.batch(step)))
+            trace.zeros.append(zero_gradients(case, model, step))
         optimizer.zero_grad()
         loss = loss_of(case, model, case.batch(step))
         loss.backward()
@@ -99,16 +99,27 @@ def train_alone(case: Case, steps: Steps = TEN) -> Trace:
     return trace
 
 
-def zero_gradients(case: Case, model: nn.Module, batch: dict[str, Any]) -> set[str]:
+def in_float64(case: Case) -> Case:
+    def made() -> nn.Module:
+        model = case.build().double()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products have no float64 kernel
+        return model
+
+    def batch(step: int) -> dict[str, Any]:
+        given = case.batch(step)
+        return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+
+    return replace(case, build=made, batch=batch)
+
+
+def zero_gradients(case: Case, model: nn.Module, step: int) -> set[str]:
     """Parameters whose gradient vanishes in float64, compared with all of them; none if the model wants float32."""
+    case = in_float64(case)
     wide = build(case)
     wide.load_state_dict(model.state_dict())
-    wide.double()
-    if hasattr(wide, "set_experts_implementation"):
-        wide.set_experts_implementation("eager")  # grouped products have no float64 kernel
-    floats = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     try:
-        loss_of(case, wide, floats).backward()
+        loss_of(case, wide, case.batch(step)).backward()
     except (RuntimeError, TypeError):
         return set()
     norms = {name: float(p.grad.norm()) for name, p in wide.named_parameters() if p.grad is not None}
