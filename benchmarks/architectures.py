@@ -271,7 +271,7 @@ def _rank(rank: int, case: Case, plan: Plan, expected: Trace, folder: str) -> No
 
 
 def rounding_of(case: Case, expected: Trace) -> dict[str, float]:
-    """The errors of one process in float32 against one in float64; two that round differently may be twice as far apart.
+    """The errors of one process in float32 against one in float64; two may be twice as far apart.
 
     Empty if the model cannot be run in float64.
     """
