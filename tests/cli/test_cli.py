@@ -40,6 +40,25 @@ def example_inputs(batch_size=16, seq_len=8):
     return (torch.zeros(batch_size, seq_len, 64),)
 """
 
+ODD = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(63, 125)
+
+    def forward(self, x):
+        return self.up(x).square().mean()
+
+def model():
+    return Odd()
+
+def example_inputs(batch_size=16, seq_len=8):
+    return (torch.zeros(batch_size, 63),)
+"""
+
 JSON_KEYS = {
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
     "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat", "capture_time_s",
@@ -87,6 +106,16 @@ def test_estimate_pins_every_degree(
     assert autopar(monkeypatch, "estimate", net, "--gpus", "4", "--gpu", "cpu", "--tp", "2", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["pp"], printed["mesh"]) == (1, {"dp": 2, "tp": 2})
+
+
+def test_an_axis_that_divides_little_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD)
+    assert autopar(monkeypatch, "estimate", str(path), "--gpus", "2", "--gpu", "cpu", "--tp", "2") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tp 2 divides 0 of 756,000 FLOP; whole on every rank: up/linear (k 63, n 125 not divisible by 2)" in shown
 
 
 def test_estimate_of_a_schedule(
