@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture import capture
+from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.report.terminal import degenerate_words
@@ -61,3 +62,20 @@ def test_an_axis_that_divides_all_says_nothing() -> None:
     assert degenerate(captured, plan) == []
     with pytest.raises(KeyError, match="no mesh axis 'ep'"):
         divided_flops(captured, plan, "ep")
+
+
+class Stacked(nn.Module):
+    """Every token through every expert, whose matrices are a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(4, B, WIDTH), self.experts).sum(0).square().mean()
+
+
+def test_stacks_of_matrices_that_are_no_mixture_are_named() -> None:
+    captured = _captured(Stacked(), torch.randn(B, WIDTH))
+    with pytest.raises(InfeasiblePlan, match=r"bmm multiply with stacks of matrices, at test_divided\.py:\d+"):
+        estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(ep=2, precision="fp32"))
