@@ -31,6 +31,7 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.launch import ensure_process_group, this_device
 from autopar.runtime.mesh import check_world_size
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.same_start import check_same_start
 from autopar.search.api import search_captured
 from autopar.search.constraints import Constraints
 
@@ -217,6 +218,7 @@ class _Request:
                 capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target), check=False
             )
         )
+        check_same_start(self.model, captured)
         sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured).to_yaml()}")
         seed, _, text = sent.partition("\n")
         plan = Plan.from_yaml(text)

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -40,12 +40,16 @@ class Dataloader:
         num_workers: int = 0,
         drop_last: bool = True,
         pin_memory: bool = False,
+        failed: Callable[[Exception], NoReturn] | None = None,
     ) -> None:
         """batch_size: of the global batch. rank, ranks: which of how many runs of its rows this rank gets.
+
+        failed: raises an error of loading, here and on the other ranks.
 
         All ranks of the job call together. Raises InvalidInput on all of them.
         """
         self.dataset, self.batch_size, self.seed, self.drop_last = dataset, batch_size, seed, drop_last
+        self._failed = failed
         self._rows = batch_size // ranks
         self._first = rank * self._rows
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
@@ -103,13 +107,26 @@ class Dataloader:
     def __iter__(self) -> Iterator[Any]:
         """The batches that are left of this epoch; the one after it is next."""
         epoch = self.epoch
-        for batch in self._loader():
+        for batch in self._told(iter(self._loader())):
             self._samples += self.batch_size
             place = self.epoch, self._samples
             yield batch
             if (self.epoch, self._samples) != place:
                 return  # set_epoch or load_state_dict has been called in between
         self.epoch, self._samples = epoch + 1, 0
+
+    def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; what goes wrong in loading them is raised on every rank."""
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                if self._failed is None:
+                    raise
+                self._failed(error)
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``, or stay inside it."""

@@ -15,6 +15,7 @@ from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.runtime.accord import Accord
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
@@ -26,6 +27,7 @@ from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
+from autopar.runtime.optimizer_settings import OptimizerSettings
 from autopar.runtime.outputs import scale_outputs
 from autopar.runtime.parameters import blank_state, cut_axes, fill
 from autopar.runtime.randomness import Randomness
@@ -36,6 +38,10 @@ from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 if TYPE_CHECKING:
     from autopar.runtime.loss_scaler import LossScaler
+
+
+# What ranks say of themselves before each call.
+_CALL, _OPTIMIZER, _GROUPS = "the call", "the optimizer", "the optimizer's settings on pipeline rank {}"
 
 
 class Engine:
@@ -102,10 +108,15 @@ class Engine:
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self.randomness = Randomness(seed, self.device)
+        ranks = range(self.mesh.num_pipeline_ranks)
+        self.accord = Accord((_CALL, _OPTIMIZER, *(_GROUPS.format(rank) for rank in ranks)))
+        self._settings = OptimizerSettings(self._parameters_here)
         self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
         self._variants.add("loss" if captured.has_loss else "model", True, captured, programs)
         self.background = Background()
         self.scaler: LossScaler | None = None
+        self.losses: list[torch.Tensor] = []
+        """This rank's summands of the last step's loss, one for each microbatch; none before the last stage."""
         # Made now, by all ranks together.
         self.pipeline = self._variants.steps(self._variants.get("loss", True)) if program.num_stages > 1 else None
 
@@ -227,6 +238,25 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
+    def agree_to(self, call: str, training: bool, failure: Exception | None = None) -> None:
+        """Before a call: raise the same error on every rank if one has a ``failure``, or does something else.
+
+        Ranks of one stage have the same parameters, so that their optimisers are set alike; those of others need not.
+        """
+        number, mode = self.randomness.calls + 1, "train" if training else "eval"
+        self.accord.check(
+            {
+                _CALL: f"{call}, number {number}, in {mode} mode",
+                _OPTIMIZER: self._settings.made(),
+                _GROUPS.format(self.mesh.pipeline_rank): self._settings.groups(),
+            },
+            failure,
+        )
+
+    def _parameters_here(self) -> list[torch.Tensor]:
+        self.reshard()
+        return [self.tensor(name) for name in self.layouts]
+
     # Running programs of the stages.
 
     def variant(self, results: Results, training: bool) -> Variant:
@@ -284,8 +314,9 @@ class Engine:
         self._begin()
         self._copies.make(variant.casts)
         self.randomness.next_call()
+        self.losses = []
         if self.program.num_stages > 1:
-            losses = self._variants.steps(variant).step(own)
+            losses = self.losses = self._variants.steps(variant).step(own)
             self._finish()
             self._update_buffers(variant)
             return self._loss_of_pipeline(variant, losses)
@@ -295,6 +326,7 @@ class Engine:
             with self.randomness.of(self.stage, number):
                 (loss,) = self.stage(**microbatch)
             value = loss.detach()
+            self.losses.append(value)
             total = value.clone() if total is None else total.add_(value)
             last = number == self.program.num_microbatches - 1
             if last:

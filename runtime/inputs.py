@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ class _Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
+
+    @property
+    def label(self) -> str:
+        """The name of the argument, if that is all there is to say."""
+        found = re.fullmatch(r"kwargs\['(\w+)'\]", self.key)
+        return found[1] if found else self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +66,18 @@ class Signature:
         kwargs: Mapping[str, Any],
         target: Any,
         device: torch.device,
-        *,
-        required: Container[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Tensors of a call by placeholder name, on ``device``.
+        """Tensors of a call by placeholder name, on ``device``; some may be missing (``require``).
 
-        required: placeholder names of the tensors that may not be missing (None: all). Raises InvalidInput, before
-        any communication, if the call does not fit the captured one. Values that are not tensors were fixed by
-        capture.
+        Raises InvalidInput, before any communication, if the call does not fit the captured one. Values that are not
+        tensors were fixed by capture.
         """
         given = self._given(args, kwargs, target)
         bound: dict[str, torch.Tensor] = {}
         for name, expected in self.inputs.items():
             value = given.pop(expected.key, None)
             if value is None:
-                if required is not None and name not in required:
-                    continue
-                raise InvalidInput(self._mismatch(f"{expected.key} is missing", args, kwargs, target))
+                continue
             if tuple(value.shape) != expected.shape or value.dtype != expected.dtype:
                 problem = f"{expected.key} is {_tensor(tuple(value.shape), value.dtype)}"
                 raise InvalidInput(self._mismatch(problem, args, kwargs, target))
@@ -84,6 +85,14 @@ class Signature:
         if given:
             raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
         return bound
+
+    def require(
+        self, names: Iterable[str], bound: Container[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> None:
+        """Raise InvalidInput unless the tensors called ``names`` are in ``bound``, those of a call."""
+        for name in names:
+            if name not in bound:
+                raise InvalidInput(self._mismatch(f"{self.inputs[name].key} is missing", args, kwargs, target))
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> dict[str, torch.Tensor]:
         """Tensors of a call by key, arguments by name where they have one."""

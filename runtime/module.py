@@ -70,9 +70,9 @@ class ParallelModule(nn.Module):
         In eval mode the model computes as it does there, with gradients all the same.
         Raises InvalidInput if the arguments do not fit.
         """
-        args, kwargs, target = self._first_call(args, kwargs, target)
-        engine = self.engine
-        return engine.step(engine.signature.bind(args, kwargs, target, engine.device), self.training)
+        inputs = self._agreed("step", args, kwargs, target)
+        with self.engine.accord.watched():
+            return self.engine.step(inputs, self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, in train or eval mode; gradients flow through it.
@@ -82,11 +82,9 @@ class ParallelModule(nn.Module):
         all ranks, summed during backward, as with DistributedDataParallel. Under a pipeline every rank gets the output
         of the last stage, within ``torch.no_grad()`` only. All ranks call together.
         """
-        args, kwargs, _ = self._first_call(args, kwargs, None)
-        engine = self.engine
-        required = engine.variant("model", self.training).required
-        inputs = engine.signature.bind(args, kwargs, None, engine.device, required=required)
-        return engine.forward(inputs, self.training)
+        inputs = self._agreed("forward", args, kwargs, None)
+        with self.engine.accord.watched():
+            return self.engine.forward(inputs, self.training)
 
     def loss(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients; the arguments are those of ``step``. For held-out data.
@@ -94,11 +92,24 @@ class ParallelModule(nn.Module):
         Returns the same number on every rank, under every plan. In eval mode nothing of training changes: no buffer,
         no random number. All ranks call together. Raises InvalidInput if the arguments do not fit.
         """
+        inputs = self._agreed("loss", args, kwargs, target)
+        with self.engine.accord.watched():
+            return self.engine.loss(inputs, self.training)
+
+    def _agreed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
+        """The inputs of a call that all ranks make, or the same error on every rank."""
         args, kwargs, target = self._first_call(args, kwargs, target)
-        engine = self.engine
-        required = engine.variant("loss", self.training).required
-        inputs = engine.signature.bind(args, kwargs, target, engine.device, required=required)
-        return engine.loss(inputs, self.training)
+        engine, failure = self.engine, None
+        inputs: dict[str, torch.Tensor] = {}
+        try:
+            inputs = engine.signature.bind(args, kwargs, target, engine.device)
+        except InvalidInput as error:
+            failure = error
+        given = ", ".join(engine.signature.inputs[name].label for name in inputs)
+        engine.agree_to(f"{call}({given})", self.training, failure)
+        required = engine.variant("model" if call == "forward" else "loss", self.training).required
+        engine.signature.require(required, inputs, args, kwargs, target)
+        return inputs
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
         """Capture if that has waited for this call; its arguments are the global batch, of which we take our rows."""
@@ -153,7 +164,11 @@ class ParallelModule(nn.Module):
 
     def shard_batch(self, batch: Any) -> Any:
         """This rank's rows of every tensor in ``batch`` (a tensor, or containers of them) of the global batch."""
-        return self.engine.signature.shard(batch, self.data_parallel_rank)
+        engine = self.engine
+        try:
+            return engine.signature.shard(batch, self.data_parallel_rank)
+        except InvalidInput as error:
+            engine.accord.fail(error)
 
     def dataloader(
         self,
@@ -193,6 +208,7 @@ class ParallelModule(nn.Module):
             num_workers=num_workers,
             drop_last=drop_last,
             pin_memory=pin_memory,
+            failed=self.engine.accord.fail,
         )
 
     # State.

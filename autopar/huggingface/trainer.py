@@ -64,8 +64,7 @@ class ParallelTrainer(Trainer):
         super().__init__(model=model, args=args, **kwargs)
         if args.label_names is None:
             # As Trainer finds them in the signature of the model.
-            keys = [given.key for given in model.engine.signature.inputs.values()]
-            names = [key.removeprefix("kwargs['").removesuffix("']") for key in keys]
+            names = [given.label for given in model.engine.signature.inputs.values()]
             self.label_names = [
                 name for name in names if "label" in name or name in ("start_positions", "end_positions")
             ]

@@ -12,15 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
-from autopar.runtime.agreement import agree, from_first
+from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.training.batches import Batches, arguments_of, open_batches
 from autopar.training.evaluation import HeldOut
+from autopar.training.finite import check_finite, check_parameters
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.report import Report, tokens_of
-
-
-class OwnError(InvalidInput):
-    """About what one rank reads, in the middle of training; the other ranks do not know of it."""
 
 
 def say_here(line: str) -> None:
@@ -32,7 +29,7 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
     """Train as one rank of the job that this process is in. All ranks call together.
 
     say: takes the lines that rank 0 reports. Returns whether the losses agree with one process (True if they are not
-    compared). Raises AutoparError, on every rank or an OwnError on one.
+    compared). Raises AutoparError, on every rank.
     """
     import autopar
     from autopar.runtime.launch import ensure_process_group, this_device
@@ -70,8 +67,10 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         try:
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
-            raise OwnError(f"step {step + 1}: {error}") from error
+            parallel.engine.accord.fail(InvalidInput(f"step {step + 1}: {error}"))
         loss = parallel.step(*args, **kwargs)
+        if scaler is None:
+            check_finite(parallel, loss, step + 1, job.save)
         optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
         value = float(loss)
@@ -81,6 +80,7 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             report.evaluation(number, held_out.loss(parallel))
         if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
+            check_parameters(parallel, number, job.save)
             data = batches.state(number)
             autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
     # A write may be going on; the process group has to outlive it.
@@ -94,12 +94,15 @@ def _same_everywhere(opened: OpenedJob) -> None:
     """Raise on all ranks if machines have different plans or data. All ranks call together."""
     plan = opened.plan.to_yaml()
     data = "" if opened.corpus is None else opened.corpus.digest
+    held_out = "" if opened.held_out is None else opened.held_out.digest
     first_plan, first_data = from_first(lambda: plan), from_first(lambda: data)
+    first_held_out = from_first(lambda: held_out)
 
     def check() -> None:
         for what, path, own, first in (
             ("plan", opened.job.plan, plan, first_plan),
             ("data", opened.job.data, data, first_data),
+            ("held-out data", opened.job.eval_data, held_out, first_held_out),
         ):
             if own != first:
                 raise LaunchError(
@@ -108,6 +111,8 @@ def _same_everywhere(opened: OpenedJob) -> None:
                 )
 
     agree(check)
+    names = ("steps", "optimizer", "learning_rate", "seed", "save_every", "eval_every", "eval_batches", "seq_len")
+    agree_same({name: getattr(opened.job, name) for name in names}, "autopar train")
 
 
 def _check_first(batches: Batches, held_out: HeldOut | None, done: int, parallel: Any, single: _Single | None) -> None:

@@ -9,16 +9,15 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from autopar.ir.errors import AutoparError
+from autopar.runtime.accord import leave_note
 from autopar.standard_output import reserved_output
 from autopar.training.job import TrainingJob
-from autopar.training.loop import OwnError, train
+from autopar.training.loop import train
 
 BAD_INPUT = 2
 _LAST_WORDS_S = 2.0
-_EXPLAINED = "autopar/explained"
 
 
 def run_rank(job: TrainingJob) -> int:
@@ -26,17 +25,12 @@ def run_rank(job: TrainingJob) -> int:
     try:
         with reserved_output() if job.json else nullcontext(sys.stdout) as out:
             return 0 if train(job, say=partial(print, file=out, flush=True)) else 1
-    except OwnError as error:
-        print(f"InvalidInput: on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-        _get_default_store().set(_EXPLAINED, "1")
-        return BAD_INPUT
     except AutoparError as error:
         _explain(error)
         return BAD_INPUT
-    except RuntimeError:
-        if not _explained_elsewhere():
-            raise
-        return BAD_INPUT
+    except Exception as error:
+        leave_note(error)
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -51,11 +45,3 @@ def _explain(error: AutoparError) -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_LAST_WORDS_S)
-
-
-def _explained_elsewhere() -> bool:
-    """Whether a rank has left that said why, so that a broken connection to it needs no traceback."""
-    try:
-        return dist.is_initialized() and _get_default_store().check([_EXPLAINED])
-    except RuntimeError:  # the store has gone too
-        return False

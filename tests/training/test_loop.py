@@ -71,7 +71,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "net.py").write_text(MODEL)
     (folder / "floats.py").write_text(FLOATS)
     tokens = np.random.default_rng(0).integers(0, 100, 16 * 30)
-    for name, values in {"tokens": tokens, "other": tokens[:-16], "large": tokens + 100}.items():
+    arrays = {"tokens": tokens, "other": tokens[:-16], "large": tokens + 100}
+    for name, values in (arrays | {"held_out": tokens[::-1][: 16 * 20 + 1], "little": tokens[:100]}).items():
         np.save(folder / f"{name}.npy", values)
     for name, limits, model in (
         ("dp", {"dp": 2}, "net.py"), ("pp", {"pp": 2, "num_microbatches": 2}, "net.py"),
@@ -101,6 +102,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "floats": job("floats", model="floats.py:regression"),
         "four ranks": job("four"),
         "no data": job("dp", data="nothing"),
+        "evaluated": job("pp", 5, seed=3, eval_every=2, eval_data=str(folder / "held_out.npy"), eval_batches=9),
+        "little held out": job("dp", eval_data=str(folder / "little.npy")),
+        "evaluated on nothing": job("dp", eval_every=2),
+        "diverges": job("dp", 4, optimizer="sgd", learning_rate=1e30, save=str(folder / "bad"), save_every=1),
+        "diverged at the end": job("dp", 1, optimizer="sgd", learning_rate=1e39, save=run),
+        "unharmed": job("dp", 4, resume=run),
     }
     return run_ranks(_train_each, 2, jobs)
 
@@ -134,3 +141,25 @@ def test_rank_0_alone_reports(found: list[dict[str, Any]]) -> None:
 def test_refusals_are_raised_on_every_rank(found: list[dict[str, Any]], name: str, words: str) -> None:
     for rank in found:
         assert words in rank[name], rank[name]
+
+
+def test_held_out_losses_are_reported_and_training_goes_on_undisturbed(found: list[dict[str, Any]]) -> None:
+    whole, evaluated = (json.loads(found[0][name][0]) for name in ("whole", "evaluated"))
+    assert evaluated["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert evaluated["eval_steps"] == [2, 4, 5]
+    first, *_, last = evaluated["eval_losses"]
+    assert 3.5 < last < first < 6  # of tokens that are uniform over 100
+    for rank in found:
+        assert "at least the 8 of a global batch" in rank["little held out"]
+        assert rank["evaluated on nothing"].endswith("try: --eval-data WHERE")
+
+
+def test_a_loss_that_is_not_finite_is_said_and_no_checkpoint_is_overwritten(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        said = rank["diverges"]
+        assert said.startswith("NotFinite: step 2: the loss is nan") or said.startswith(
+            "NotFinite: step 2: the loss is inf"
+        )
+        assert "microbatch 0 is not finite" in said
+        assert "step 1: " in rank["diverged at the end"] and "nothing is saved" in rank["diverged at the end"]
+    assert json.loads(found[0]["unharmed"][0])["first_step"] == 3
