@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,15 @@ class Regression(nn.Module):
     def forward(self, x, y):
         return (self.layer(x) - y).square().mean()
 
+class Kink(Regression):
+    def forward(self, x, y):
+        return super().forward(x, y) + (0 * self.layer(x)).abs().sqrt().mean()
+
 def model():
     return Net()
+
+def kink():
+    return Kink()
 
 def regression():
     return Regression()
@@ -77,6 +85,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for name, limits, model in (
         ("dp", {"dp": 2}, "net.py"), ("pp", {"pp": 2, "num_microbatches": 2}, "net.py"),
         ("floats", {"dp": 2}, "floats.py:regression"), ("four", {"dp": 4}, "net.py"),
+        ("kink", {"dp": 2}, "floats.py:kink"),
     ):  # fmt: skip
         source = load_model_file(str(folder / model))
         cluster = make_cluster("cpu", 4 if name == "four" else 2)
@@ -106,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "little held out": job("dp", eval_data=str(folder / "little.npy")),
         "evaluated on nothing": job("dp", eval_every=2),
         "diverges": job("dp", 4, optimizer="sgd", learning_rate=1e30, save=str(folder / "bad"), save_every=1),
-        "diverged at the end": job("dp", 1, optimizer="sgd", learning_rate=1e39, save=run),
+        "not a gradient": replace(job("kink", 1, model="floats.py:kink", save=run), data=None),
         "unharmed": job("dp", 4, resume=run),
     }
     return run_ranks(_train_each, 2, jobs)
@@ -161,5 +170,6 @@ def test_a_loss_that_is_not_finite_is_said_and_no_checkpoint_is_overwritten(foun
             "NotFinite: step 2: the loss is inf"
         )
         assert "microbatch 0 is not finite" in said
-        assert "step 1: " in rank["diverged at the end"] and "nothing is saved" in rank["diverged at the end"]
+        # The loss is finite, its gradient is not.
+        assert "step 1: " in rank["not a gradient"] and "nothing is saved" in rank["not a gradient"]
     assert json.loads(found[0]["unharmed"][0])["first_step"] == 3
