@@ -166,9 +166,7 @@ def test_held_out_losses_are_reported_and_training_goes_on_undisturbed(found: li
 def test_a_loss_that_is_not_finite_is_said_and_no_checkpoint_is_overwritten(found: list[dict[str, Any]]) -> None:
     for rank in found:
         said = rank["diverges"]
-        assert said.startswith("NotFinite: step 2: the loss is nan") or said.startswith(
-            "NotFinite: step 2: the loss is inf"
-        )
+        assert said.startswith(("NotFinite: step 2: the loss is nan", "NotFinite: step 2: the loss is inf"))
         assert "microbatch 0 is not finite" in said
         # The loss is finite, its gradient is not.
         assert "step 1: " in rank["not a gradient"] and "nothing is saved" in rank["not a gradient"]
