@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -14,6 +16,11 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # Text in torch's message -> what it means, and what to try. The first that fits is used.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("argument 'size' failed to unpack",),
+        "the size of a tensor depends on values, as that of a packed sequence does",
+        "the padded sequence, with the steps after the end of each sample masked in the loss",
+    ),
     (
         ("data-dependent", "data dependent", "DataDependent", "dynamic control flow", "_local_scalar_dense"),
         "its Python control flow or a Python number depends on the values of a tensor",
@@ -34,6 +41,15 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("torch.autocast", "autocast"),
         "forward switches autocast on",
         "dropping autocast; the plan's precision takes its place",
+    ),
+)
+
+# File of torch that the error came through -> likewise.
+_FILES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("_higher_order_ops/scan.py", "_higher_order_ops/while_loop.py", "_higher_order_ops/cond.py"),
+        "it hands a function of its own to torch's scan, while_loop or cond",
+        "associative_scan, a recurrent layer, or a Python loop over the steps",
     ),
 )
 
@@ -60,8 +76,13 @@ def explain(title: str, error: BaseException) -> CaptureError:
     meaning, remedy = "torch.export could not follow it", "running forward on the example inputs without autopar first"
     if isinstance(error, NotImplementedError):
         remedy = hint(where) or remedy
-    for needles, cause, change in _CAUSES:
-        if any(needle in text for needle in needles):
+    files = "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    facts = [
+        *((files, entry) for entry in _FILES),
+        *((text, entry) for entry in _CAUSES),
+    ]
+    for said, (needles, cause, change) in facts:
+        if any(needle in said for needle in needles):
             meaning, remedy = cause, hint(where) or change
             break
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

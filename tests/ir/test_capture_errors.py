@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
@@ -177,3 +178,36 @@ def test_a_loop_over_chosen_experts_is_captured_as_grouped_products() -> None:
     tokens = torch.randint(32, (2, 8))
     assert capture(model, {"input_ids": tokens, "labels": tokens}).has_loss
     assert model.config._experts_implementation == "eager", "the user's model stays as it is"
+
+
+def test_packed_sequences_are_refused_by_name() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            h, _ = self.lstm(packed)
+            return nn.utils.rnn.pad_packed_sequence(h, batch_first=True)[0].sum()
+
+    with pytest.raises(CaptureError, match=r"packed sequence(.|\n)*test_capture_errors\.py(.|\n)*the padded sequence"):
+        capture(Packed(), (torch.randn(4, 6, 4), torch.tensor([6, 3, 2, 5])))
+
+
+def test_a_scan_of_a_function_is_refused_by_name() -> None:
+    class Scanning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+                new = torch.tanh(state + row)
+                return new, new.clone()
+
+            states: Tensor = scan(step, x.new_zeros(len(x), 4), self.inner(x), dim=1)[1]
+            return states.sum()
+
+    with pytest.raises(CaptureError, match=r"torch's scan(.|\n)*a recurrent layer"):
+        capture(Scanning(), (torch.randn(4, 6, 4),))

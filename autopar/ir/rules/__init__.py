@@ -99,9 +99,14 @@ def rule_for(node: fx.Node) -> FactorRule:
         if call.name not in _SAID:
             _SAID.add(call.name)
             where = node.meta.get("source", "no source line")
-            text = f"no rule for {call.name} ({node.name}, {where}): {outcome}"
+            text = f"no rule for {call.name} ({node.name}, {where}): {outcome}; priced by its bytes and {_work(rule)}"
             warnings.warn(text, MissingRuleWarning, stacklevel=2)
     return rule
+
+
+def _work(rule: FactorRule) -> str:
+    """Estimated operations of an op: of its elements, and of products with its matrices if it has any."""
+    return f"an estimate of {rule.flops:.3g} FLOPs"
 
 
 def repeat_warnings() -> None:

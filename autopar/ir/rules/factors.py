@@ -111,8 +111,23 @@ def replicated_rule(call: Call) -> FactorRule:
     return factors.rule(
         [factors.whole(operand.shape) for operand in call.operands],
         [factors.whole(result.shape) for result in call.results],
-        flops=sum(numel(t.shape) for t in call.operands) + sum(numel(t.shape) for t in call.results),
+        flops=estimated_flops(call),
     )
+
+
+def estimated_flops(call: Call) -> float:
+    """Operations of an op that nothing is known of: one an element, and the products of its input with its matrices.
+
+    A matrix is an operand after the first with floating point numbers whose rows or columns are as long as the rows of
+    that one: every row is multiplied by it.
+    """
+    elements = sum(map(numel, call.shapes))
+    floating = [operand.shape for operand in call.operands if operand.dtype.is_floating_point]
+    if not floating or len(floating[0]) < 2:
+        return elements
+    rows, width = numel(floating[0][:-1]), floating[0][-1]
+    matrices = [shape for shape in floating[1:] if len(shape) == 2 and width > 1 and width in shape]
+    return elements + 2.0 * rows * sum(map(numel, matrices))
 
 
 def dim_of(dim: int, rank: int) -> int:

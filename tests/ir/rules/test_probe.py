@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.ops import OpCost
 from autopar.ir.capture import capture
 from autopar.ir.graph import op_nodes
+from autopar.ir.mesh import Mesh
 from autopar.ir.rules import MissingRuleWarning, rule_for
 from autopar.ir.rules.call import call_of
 from autopar.ir.rules.isolated import isolated
@@ -108,6 +111,21 @@ def test_an_op_that_ends_its_process_is_repeated() -> None:
     with pytest.warns(MissingRuleWarning, match="every rank repeats it"):
         assert rule_for(node).shardable() == ()
     library._destroy()
+
+
+def test_an_op_without_a_rule_costs_its_bytes_and_its_products(library: Any) -> None:
+    def refuse(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+    target = library("fused(Tensor x, Tensor a, Tensor b) -> Tensor", refuse)
+    node = node_of(target, (64, 32), (32, 48), (48, 8), shapes=[(8,)])
+    with pytest.warns(
+        MissingRuleWarning, match=r"fused.*every rank repeats it; priced by its bytes and an estimate of"
+    ):
+        rule = rule_for(node)
+    assert 2 * 64 * 32 * 48 <= rule.flops <= 1.1 * 2 * 64 * 32 * 48
+    seconds = OpCost.of(node, rule, make_cluster("h100-sxm", 1).device).time((), Mesh(()))
+    assert seconds.forward_s > 0 and seconds.backward_s > 0
 
 
 def test_isolated_calls_answer_fail_die_and_hang() -> None:
