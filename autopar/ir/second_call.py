@@ -194,7 +194,7 @@ def _message(title: str, change: Change, line: str) -> str:
         remedy = "a buffer that is registered with the shape and dtype that it keeps"
     else:
         what = f"forward changes {change.name}{_from_to(change)}, and the next call would not run what was captured"
-        remedy = "a tensor that is changed by tensor ops: self.register_buffer(name, torch.tensor(value))"
+        remedy = f"a buffer that is changed by tensor ops: {_buffer_for(change)}"
     return f"{title} cannot be captured: {what}.\n  at {line or 'an unknown line'}\n  try: {remedy}"
 
 
@@ -203,6 +203,13 @@ def _iterated(title: str, names: Sequence[str], line: str) -> str:
         f"{title} cannot be captured: two calls of forward run different ops, since it uses {' and '.join(names)}.\n"
         f"  at {line or 'an unknown line'}\n  try: a tensor that is changed by tensor ops, as a buffer"
     )
+
+
+def _buffer_for(change: Change) -> str:
+    name = repr(change.key) if change.slot == "attributes" else "name"
+    value = change.new if change.old is MISSING else change.old
+    made = f"torch.tensor({value!r})" if isinstance(value, (int, float)) else "value"
+    return f"self.register_buffer({name}, {made})"
 
 
 def _from_to(change: Change) -> str:
