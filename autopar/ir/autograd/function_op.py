@@ -8,7 +8,9 @@ that two calls are calls of one op exactly if class, structure and objects are t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +83,7 @@ class FunctionOp:
 
     def _on_meta(self, leaves: Sequence[Any]) -> Any:
         """Results on the meta device. Tensors that the function closes over are elsewhere, which fake tensors allow."""
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with without_log(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             result = self(*[_empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         return pytree.tree_map_only(Tensor, lambda t: _empty_like(t, "meta"), result)
 
@@ -118,6 +120,18 @@ def separated(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, Any]]:
         place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and type(leaf) not in _IN_GRAPH
     }
     return tuple(None if place in objects else leaf for place, leaf in enumerate(leaves)), objects
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """Within, torch does not log how an op on fake tensors failed, which is an answer where one is tried."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _empty_like(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:

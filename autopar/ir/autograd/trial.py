@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.ir.alike import plain
-from autopar.ir.autograd.function_op import FunctionOp, Hooked, number_like, separated
+from autopar.ir.autograd.function_op import FunctionOp, Hooked, number_like, separated, without_log
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code, user_line
 from autopar.ir.standins import fake_like
@@ -135,7 +135,7 @@ _SHAPES = "torch ops on its tensors, without .item(), .tolist() or .numpy()"
 def _run(
     function: type[torch.autograd.Function], leaves: Sequence[Any], spec: pytree.TreeSpec, *, by_value: bool
 ) -> Trial:
-    with apart(), torch.enable_grad():
+    with apart(), without_log(), torch.enable_grad():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         watch = _Watch(mode)
         own: dict[int, Tensor] = {}
