@@ -32,7 +32,7 @@ from autopar.ir.autograd.recording import Recording
 from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
-from autopar.ir.captured_state import check_captured
+from autopar.ir.captured_state import check_captured, refuse_shared
 from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
@@ -300,6 +300,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     )
     flat = list(writer.run(program.graph, arguments))
     has_loss = twin.output.has_loss
+    refuse_shared(model, title, twin.output.updates)
     num_updates = len(twin.output.updates)
     replaced = dict(zip(twin.output.updates, flat[len(flat) - num_updates :], strict=True))
     supply = iter(flat[has_loss : len(flat) - num_updates])

@@ -7,9 +7,9 @@ the loss depends on what is trained   through ops that have a gradient, if anyth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.ir.errors import CaptureError
@@ -26,6 +26,25 @@ def check_captured(captured: CapturedModel, writes: Mapping[str, str], *, traini
     _writes_have_a_home(captured, writes)
     if training:
         _loss_is_trained(captured)
+
+
+def refuse_shared(model: nn.Module, title: str, replaced: Sequence[str]) -> None:
+    """Raise CaptureError if one of the buffers that forward replaces by other tensors has another name as well.
+
+    Under the other name the old tensor would stay.
+    """
+    slots: dict[int, dict[tuple[int, str], str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        slots.setdefault(id(buffer), {}).setdefault((id(model.get_submodule(path)), key), name)
+    for names in slots.values():
+        mine = [name for name in names.values() if name in replaced]
+        if mine and len(names) > 1:
+            others = ", ".join(name for name in names.values() if name != mine[0])
+            raise CaptureError(
+                f"{title} cannot be captured: forward replaces the buffer {mine[0]}, which is also {others}.\n"
+                "  try: a write in place, as self.buffer.copy_(value), or a buffer of its own for each"
+            )
 
 
 def _constants_have_values(captured: CapturedModel) -> None:

@@ -205,3 +205,18 @@ class ReadsATable(Base):
 
 def test_a_table_that_makes_what_it_is_asked_for_is_not_asked() -> None:
     assert capture(ReadsATable(), torch.randn(4, 8)).has_loss
+
+
+class Shares(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_buffer("average", self.average)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average + 1
+        return (self.linear(x) * self.linear.average).square().mean()
+
+
+def test_a_buffer_of_two_names_is_not_replaced_under_one() -> None:
+    with pytest.raises(CaptureError, match=r"replaces the buffer average, which is also linear.average"):
+        capture(Shares(), torch.randn(4, 8))
