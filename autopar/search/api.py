@@ -83,7 +83,7 @@ def search_captured(
         solver.work = 0
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
-    best = refine(solver, best, outer.baseline_s)
+    best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
     return SearchResult(

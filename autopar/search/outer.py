@@ -50,6 +50,10 @@ PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
 # A plan this share slower than the best possible is good enough to stop.
 TOLERANCE = 0.005
 
+# Blocks of a model times devices of its cluster, up to which a search tries every configuration that its bounds do not
+# exclude, those of its baselines too, and takes the plan with the shortest step without a tolerance.
+SMALL_SPACE = 40
+
 # Plans that are run stream by stream before one is taken.
 MAX_FINAL = 4
 
@@ -127,8 +131,10 @@ class Outer:
     _order: Iterator[int] = field(default_factory=count)
     space: Space = field(init=False)
     bounds: Bounds = field(init=False)
+    is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_small = self.solver.load.num_blocks * self.solver.cluster.num_gpus <= SMALL_SPACE
         self.space = Space(solver=self.solver, constraints=self.constraints, offload=self.offload)
         self.bounds = Bounds(solver=self.solver, constraints=self.constraints, offload=self.offload)
 
@@ -191,11 +197,29 @@ class Outer:
                 else:
                     for leaf, least in self._leaves(item.root, lower):
                         heapq.heappush(heap, _Open(self._turn(leaf), hope, next(self._order), least, leaf))
+        if self.is_small:
+            self._close()
         self.num_skipped += len(heap)
         if self.best is not None:
             left = min((one.lower for one in heap), default=inf)
             self.bound = min(left, self.unproved, self.best.step_time_s)
         return self.best
+
+    def _close(self) -> None:
+        """Try the configurations whose axes have one role each, as a user pins them, at every level of ZeRO.
+
+        Free axes contain them, but the inner problem has another measure than the prediction: its answer for free axes
+        need not be the best that is predicted.
+        """
+        leaves = [
+            (self.bounds.floor(root.num_stages, root.num_microbatches), leaf)
+            for root in self.space.with_roles()
+            for leaf in self.space.variants(root)
+        ]
+        for lower, leaf in sorted(leaves, key=lambda one: one[0]):
+            if self._settled() or self.good_enough(lower):
+                break
+            self.expand(leaf)
 
     def _turn(self, item: Configuration | _Pace) -> int:
         """How soon it is tried: first what differs from the best plan so far in nothing but what its axes are for, then
@@ -229,7 +253,8 @@ class Outer:
 
         Memory and stages that are not alike only make them slower than is likely. That is no proof.
         """
-        if self.best is None or not (self.good_enough(lower) or likely >= self.best.step_time_s):
+        hopeless = not self.is_small and likely >= self.record_s
+        if self.best is None or not (self.good_enough(lower) or hopeless):
             return False
         self.num_skipped += 1
         self.unproved = min(self.unproved, lower)
@@ -239,6 +264,8 @@ class Outer:
         """Whether it has worked enough."""
         if self.best is None:
             return self.solver.work >= 3 * self.max_work
+        if self.is_small:
+            return self.solver.work >= self.max_work
         return self.solver.work >= min(self.max_work, self._better_at + PATIENCE)
 
     @property
@@ -265,7 +292,7 @@ class Outer:
         # What people would do without a search is not to be better by however little.
         self._tolerance = 0.0
         Seeds(self).run()
-        self._tolerance = TOLERANCE
+        self._tolerance = 0.0 if self.is_small else TOLERANCE
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""
@@ -416,7 +443,7 @@ class Outer:
         """Of the plans that are as good as the best, the one whose step is the shortest stream by stream."""
         if self.best is None:
             return None
-        limit = min(self.best.step_time_s * (1 + TOLERANCE), self.baseline_s)
+        limit = min(self.best.step_time_s * (1 + self._tolerance), self.baseline_s)
         known = (c for c in self.candidates if not c.hopeless and c.step_time_s <= limit)
         good = sorted(known, key=lambda c: c.step_time_s)[:MAX_FINAL]
         return min(good, key=lambda c: c.predicted.overlapped_s) if len(good) > 1 else self.best

@@ -152,7 +152,11 @@ class Pricing:
         zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
         shards = self._size(zero_axes)
         if shards == 1:
-            zero_axes = ()
+            # Nothing is divided: it is as without ZeRO.
+            zero_axes, zero = (), 0
+        elif zero == 1 and self.num_microbatches == 1:
+            # The only backward scatters each gradient as it comes, as level 2 does in every one.
+            zero = 2
         partial = {
             axis
             for axis, placement in enumerate(layout)

@@ -42,18 +42,18 @@ MAX_PREFETCH = 3
 _GAIN = 1e-3
 
 
-def refine(solver: Solver, found: Candidate, baseline_s: float = inf) -> Candidate:
+def refine(solver: Solver, found: Candidate, most_s: float = inf) -> Candidate:
     """``found``, or another plan with the same ops, stages and mesh that fits as well.
 
-    That is a faster one, or a simpler one of at most ``baseline_s`` seconds.
+    That is a faster one, or a simpler one of at most ``most_s`` seconds.
     """
-    found = _with_own_rows(solver, found, baseline_s)
+    found = _with_own_rows(solver, found, most_s)
     if not found.configuration.zero or found.pricing.zero_degree == 1:
         return found
     constraints = found.configuration.constraints
     if constraints.zero is None and constraints.may_be_whole():
         whole = _whole(found)
-        if _as_good(solver, whole, found, baseline_s):
+        if _as_good(solver, whole, found, most_s):
             return whole
     if found.configuration.offload and constraints.offload is None:
         found = _on_device(solver, found)
@@ -64,7 +64,7 @@ def refine(solver: Solver, found: Candidate, baseline_s: float = inf) -> Candida
     return found
 
 
-def _with_own_rows(solver: Solver, found: Candidate, baseline_s: float) -> Candidate:
+def _with_own_rows(solver: Solver, found: Candidate, most_s: float) -> Candidate:
     pricing, configuration = found.pricing, found.configuration
     group = pricing.workload.clusters.inputs
     if configuration.batch_axes is not None:
@@ -80,7 +80,7 @@ def _with_own_rows(solver: Solver, found: Candidate, baseline_s: float) -> Candi
         return found
     leaders = (*found.leaders[: group.index], divided, *found.leaders[group.index + 1 :])
     other = _with(replace(found, leaders=leaders), pricing, found.stages)
-    return other if _as_good(solver, other, found, baseline_s) else found
+    return other if _as_good(solver, other, found, most_s) else found
 
 
 def _whole(found: Candidate) -> Candidate:
@@ -95,8 +95,8 @@ def _with(found: Candidate, pricing: Pricing, stages: tuple[Stage, ...]) -> Cand
     return replace(found, pricing=pricing, priced=priced, stages=stages, hopeless=False)
 
 
-def _as_good(solver: Solver, simpler: Candidate, found: Candidate, baseline_s: float) -> bool:
-    most_s = min(found.predicted.step_time_s * (1 + TOLERANCE), baseline_s)
+def _as_good(solver: Solver, simpler: Candidate, found: Candidate, most_s: float) -> bool:
+    most_s = min(found.predicted.step_time_s * (1 + TOLERANCE), most_s)
     return _fits(solver, simpler) and simpler.predicted.step_time_s <= most_s
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from autopar.ir.mesh import Mesh
 from autopar.search.configuration import Configuration
@@ -131,6 +131,26 @@ class Space:
                         dividing = tuple(num for num in options if rows and rows % num == 0)
                         for num in self._few(dividing or options, num_stages):
                             yield from self.roots(num_stages, mesh, num, named)
+
+    def with_roles(self) -> Iterator[Configuration]:
+        """Every pipeline degree, stage mesh whose axes have one role each, and number of microbatches."""
+        given = self.constraints
+        if given.axes is not None or given.microbatch_size is not None:
+            return
+        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.load.experts)
+        for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
+            if num_stages > self.solver.load.num_blocks:
+                continue
+            size = num_gpus // num_stages
+            for dp, tp, cp, ep in product(divisors(size), repeat=4):
+                degrees = {"dp": dp, "tp": tp, "cp": cp, "ep": ep}
+                pinned = all(getattr(given, role) in (None, degree) for role, degree in degrees.items())
+                if dp * tp * cp * ep != size or not pinned or (ep > 1 and not has_experts):
+                    continue
+                named = replace(given, pp=num_stages, **degrees)  # type: ignore[arg-type]
+                for mesh in named.meshes(size):
+                    for num in self.microbatches(mesh, named):
+                        yield from self.roots(num_stages, mesh, num, named)
 
     def _expert_degrees(self, size: int, tensor: int) -> tuple[int, ...]:
         """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
