@@ -79,7 +79,8 @@ def test_data_parallelism_sends_each_gradient_once() -> None:
     counts, _ = run_ranks(_train, 4, FeedForward, 2, {"dp": 4, "zero": 0})[0]
     sent = sum(counts["all_reduce", phase][1] for phase in ("forward", "backward"))
     expected = 2 * 3 / 4 * _gradient_bytes()
-    assert expected <= sent <= expected + 64  # the loss and the count of its targets
+    # The loss, the count of its targets, and what ranks agree on.
+    assert expected <= sent <= expected + 256
 
 
 def _block_bytes() -> int:
