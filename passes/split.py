@@ -11,17 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import fx
 
 from autopar.ir.blocks import Folding
 from autopar.ir.clusters import Clusters
+from autopar.ir.collectives import identity, split
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, has_gradient_dtype
+from autopar.ir.parameters import read_parameter
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
 from autopar.ir.whole_batch import whole_batch
 from autopar.passes.parameters import Storage
 from autopar.passes.shard import PRELUDE, ShardedProgram
+
+# Functions besides ATen's views whose result may share its memory with their operand.
+_SHARING = (identity, split)
 
 
 def split_stages(
@@ -305,7 +311,8 @@ class _Cut:
             results = [
                 n for n in nodes if n in kept or any(u not in inside and u.op == "call_function" for u in n.users)
             ]
-        graph.output(tuple(copied[n] for n in results))
+        freed = kind >= 0 and self.plan.zero_of(kind) == 3
+        graph.output(tuple(_kept(copied[n]) if freed and _views_parameter(n) else copied[n] for n in results))
         return BlockProgram(
             name=name,
             kind=kind,
@@ -316,6 +323,31 @@ class _Cut:
             buffers=tuple(buffers),
             remat=remat,
         )
+
+
+def _views_parameter(node: fx.Node) -> bool:
+    """Whether a value shares its memory with a parameter: a chain of views of what ``read_parameter`` gives."""
+    while node.target is not read_parameter:
+        operand = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(operand, fx.Node) or not _shares_memory(node.target):
+            return False
+        node = operand
+    return True
+
+
+def _shares_memory(target: object) -> bool:
+    """Whether the result of an op may share its memory with its first operand."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target in _SHARING
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+def _kept(node: fx.Node) -> fx.Node:
+    """A copy, for blocks that run when the parameters of this one are resharded and their memory is freed."""
+    copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta.update(node.meta)
+    return copy
 
 
 def _sums(roots: Iterable[fx.Node], prelude: Iterable[fx.Node]) -> list[fx.Node]:
