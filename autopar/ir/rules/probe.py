@@ -66,6 +66,7 @@ def probe(call: Call) -> FactorRule | None:
     if _shapes(run, small.operands) != [t.shape for t in small.results]:
         return None
     candidates = [_Factor(cut, joined) for cut in _cuts(small) if (joined := _joined(run, small, cut)) is not None]
+    candidates = [factor for factor in candidates if _has_one_size(small, factor)]
     if not candidates:
         return None
     found = isolated(lambda: _tried(run, small, candidates), limit_s=LIMIT_S)
@@ -93,6 +94,12 @@ def probe(call: Call) -> FactorRule | None:
         summed=summed,
         flops=replicated_rule(call).flops,
     )
+
+
+def _has_one_size(call: Call, factor: _Factor) -> bool:
+    """Whether a factor is as long in every tensor: patches of an image have channels × window for its channels."""
+    sizes = {call.operands[p].shape[d] for p, d in enumerate(factor.cut) if d is not None}
+    return len(sizes | {call.results[n].shape[d] for n, d in enumerate(factor.joined) if d is not None}) == 1
 
 
 def _tried(run: Run, call: Call, candidates: Sequence[_Factor]) -> list[_Factor]:

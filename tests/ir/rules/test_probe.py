@@ -198,3 +198,11 @@ def test_a_custom_op_whose_backward_is_not_linear() -> None:
     assert set(rule.shardable()) == set(rows)
     assert set(columns) <= rule.blocked
     assert rule.nonlinear
+
+
+def test_a_dimension_that_becomes_longer_is_no_factor() -> None:
+    window = ([3, 1], [1, 1], [1, 0], [1, 1])
+    rule = probe(call_of(node_of(aten.im2col.default, (4, 16, 8, 1), *window, shapes=[(4, 48, 8)])))
+    assert rule is not None
+    assert rule.operands[0][0] == rule.results[0][0] != ()
+    assert rule.operands[0][1] != rule.results[0][1]
