@@ -62,11 +62,6 @@ VISION = (
         hidden_sizes=[16, 16, 16], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 32], num_attention_heads=4, mlp_ratio=2.0,
         expand_ratio=2.0, num_labels=8, classifier_dropout_prob=0.0, initializer_range=0.2, **NO_DROPOUT,
     ),
-    hugging_face(
-        "levit", "LevitForImageClassification", _large, learning_rate=0.02, image_size=64, initializer_range=0.2,
-        hidden_sizes=[16, 32, 32], num_attention_heads=[2, 4, 4], depths=[1, 1, 1], key_dim=[8, 8, 8],
-        mlp_ratio=[2, 2, 2], attention_ratio=[2, 2, 2], drop_path_rate=0, num_labels=8,
-    ),
     # Pooling in place of attention.
     hugging_face(
         "poolformer", "PoolFormerForImageClassification", image_batch, hidden_sizes=[16, 32], depths=[1, 1],
