@@ -9,7 +9,7 @@
         for result in run_ranks(body, 4, 2.0):
             assert result.tolist() == [12.0, 12.0]
 
-Ranks are forked from a server that has imported torch once, so starting them takes a fraction of a second.
+Ranks are forked from a server that has imported torch and autopar once, so starting them takes a fraction of a second.
 Nothing hangs: a rank that raises ends the others, and ranks that stand still or run in circles (``tests/patience.py``)
 are killed, and the error shows where each one stood. No limit is one of the clock, which a loaded machine would pass.
 """
@@ -39,6 +39,8 @@ from tests.patience import Patience
 # Seconds in which the other ranks may do nothing once one has failed: they fail by themselves, or are killed. So the
 # first cause is reported.
 _GRACE_S = 1.0
+# What every rank would import: 5 s a rank, most of it in torch.export.
+_PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "torch.export", "autopar.api"]
 # Collectives have no limit of their own: whoever waits in vain does nothing, which the test's process sees.
 _COLLECTIVE = timedelta(days=1)
 
@@ -67,7 +69,7 @@ def run_ranks(
     # Read by libraries when they start, so set before the server forks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+    context.set_forkserver_preload(_PRELOADED)
     source = inspect.getsourcefile(function)
     assert source is not None
     payload = pickle.dumps((args, kwargs))
