@@ -115,10 +115,24 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
-        with traceable_libraries():
+        with traceable_libraries(), _as_in_export():
             check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error
+
+
+@contextmanager
+def _as_in_export() -> Iterator[None]:
+    """Meanwhile libraries that ask whether they are exported, as transformers does to choose a kernel, are told so."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    for flag in flags:
+        setattr(torch.compiler, flag, True)
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

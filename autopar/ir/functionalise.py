@@ -182,6 +182,8 @@ class Functionaliser:
         returns = node.target._schema.returns
         if not isinstance(base, fx.Node) or len(returns) != 1 or not isinstance(self.values[node], fx.Node):
             return
+        if node.target is aten.lift_fresh_copy.default:
+            return  # a copy, which only in a trace is the constant itself
         if node.target in _MAYBE_ALIAS:
             result = fake_call(node.target, self._read(node.args), self._read(node.kwargs), self.mode)
             if not _share(result, self.values[base].meta["val"]):
