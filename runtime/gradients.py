@@ -122,6 +122,8 @@ class GradientReducer:
         self._armed.add(stage)
 
     def _on_gradient(self, slot: _Slot, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return  # an autograd function gave it None
         bucket = slot.bucket
         if bucket is None:
             if slot.stage in self._armed and not slot.arrived:

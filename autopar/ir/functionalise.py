@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
+from autopar.ir.autograd.function_op import is_hook
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
@@ -334,10 +335,10 @@ class Functionaliser:
         assert isinstance(number, int)
         called = self.recording.calls[number]
         operands = self._read(given)
-        if called.is_hook and operands[0].op == "placeholder":
+        if is_hook(called.op) and operands[0].op == "placeholder":
             self.values[node] = operands  # a step input, whose gradient nobody asks for
             return
-        if called.is_hook:
+        if is_hook(called.op):
             self._hook(node, called, operands[0])
             return
         made = self._call(node, called.op, called.filled(operands), {})
@@ -348,6 +349,8 @@ class Functionaliser:
             self.values[node] = [self._call(node, operator.getitem, (made, place), {}) for place in range(count)]
 
     def _hook(self, node: fx.Node, called: Recorded, tensor: fx.Node) -> None:
+        while is_hook(tensor.target):
+            tensor = tensor.args[0]  # type: ignore[assignment]  # the earlier of two hooks gets the gradient first
         with self.graph.inserting_after(tensor):
             hooked = self._call(node, called.op, called.filled((tensor,)), {})
         tensor.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)

@@ -107,6 +107,11 @@ class FunctionOp:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
+def is_hook(target: Any) -> bool:
+    """Whether an op is a hook on a tensor."""
+    return isinstance(target, FunctionOp) and target.function is Hooked
+
+
 def is_own(target: Any) -> bool:
     """Whether an op is the user's or another library's, whose backward need not be the derivative of its forward."""
     if isinstance(target, torch._ops.OpOverload):

@@ -6,8 +6,10 @@
     vmap, torch.func, flex_attention    the ops that they come down to (``transforms``, ``flex``)
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
-    saved_tensors_hooks, retain_grad,   refused
-    backward, hooks of parameters
+    saved_tensors_hooks, retain_grad,
+    hooks on several tensors,           refused
+    backward, hooks of parameters,
+    requires_grad of parameters
 
 torch's own entry points are replaced while the trace runs, at the place that all ways to them go through, so that
 ``reverse = Reverse.apply`` of an import long ago is seen as well.
@@ -39,6 +41,8 @@ from autopar.ir.errors import CaptureError
 from autopar.ir.source import user_line
 
 _register_hook: Callable[..., Any] = Tensor.register_hook
+_get_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_write_requires_grad: Callable[[Tensor, bool], None] = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a descriptor
 
 
@@ -54,6 +58,8 @@ def intercepted() -> Iterator[Recording]:
         replace(Tensor, "register_hook", _hook(recording))
         replace(torch.autograd, "grad", recorded_gradients)
         replace(Tensor, "grad_fn", property(_grad_fn))
+        replace(Tensor, "requires_grad_", _requires_grad_)
+        replace(Tensor, "requires_grad", property(_get_requires_grad, _set_requires_grad))
         replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed)
         replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
         replace(torch.autograd.graph.saved_tensors_hooks, "__exit__", _exit_saved_tensors_hooks)
@@ -118,6 +124,20 @@ def _grad_fn(tensor: Tensor) -> Any:
     return node if node is None or is_apart() else _Node(node)
 
 
+def _requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    _set_requires_grad(tensor, requires_grad)
+    return tensor
+
+
+def _set_requires_grad(tensor: Tensor, requires_grad: bool) -> None:
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad and not is_apart():
+        raise _refused(
+            "freezes a parameter or has it train again",
+            "freezing it before the model is made parallel, or parameter.detach() where no gradient is wanted",
+        )
+    _write_requires_grad(tensor, requires_grad)
+
+
 def _checkpointed_reentrantly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
     """What ``torch.utils.checkpoint`` runs. Where no argument requires a gradient, nothing inside gets one."""
     if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
@@ -163,6 +183,12 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
         "register_post_accumulate_grad_hook",
         "registers a hook on a parameter",
         ON_PARAMETERS,
+    ),
+    (
+        torch.autograd.graph,
+        "_get_grad_fn_or_grad_acc",
+        "registers a hook on several tensors, or asks for a node of autograd",
+        "tensor.register_hook, which runs exactly",
     ),
     (nn.Module, "register_full_backward_hook", "registers a backward hook on a module", ON_MODULES),
     (nn.Module, "register_full_backward_pre_hook", "registers a backward hook on a module", ON_MODULES),

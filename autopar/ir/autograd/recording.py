@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.ir.alike import plain, shape_key
-from autopar.ir.autograd.function_op import FunctionOp, Hooked
+from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.autograd.trial import Trial, try_function
 
 
@@ -60,10 +60,6 @@ class Recorded:
     tensors: tuple[int, ...]
     results: tuple[Tensor, ...]
 
-    @property
-    def is_hook(self) -> bool:
-        return self.op.function is Hooked
-
     def filled(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of the node with ``given`` for tensors."""
         supply = dict(zip(self.tensors, given, strict=True))
@@ -96,7 +92,11 @@ class Recording:
         number, trial = self._trials[key]
         # Of tensors in lists autograd knows nothing.
         direct = {id(arg) for arg in args if isinstance(arg, Tensor)}
-        given = [leaf if id(leaf) in direct else leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [
+            leaf if id(leaf) in direct and place not in trial.unreached else leaf.detach()
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+        ]
         made = FUNCTION(given, number)
         made = [result.detach() if place in trial.without_gradient else result for place, result in enumerate(made)]
         for place, position in trial.written.items():

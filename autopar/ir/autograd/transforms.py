@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch import apis, eager_transforms
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.vmap import vmap_impl
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -32,11 +33,14 @@ from autopar.ir.source import user_line
 
 @dataclass(slots=True)
 class _Inner:
-    """What a transformed function did. differentiates: took derivatives. switches: switched gradients off."""
+    """What a transformed function did. differentiates: took derivatives. switches: switched gradients off. functions:
+    the autograd functions that it called.
+    """
 
     differentiates: bool = False
     detaches: bool = False
     switches: bool = False
+    functions: list[type[torch.autograd.Function]] = field(default_factory=list)
 
 
 _inner: ContextVar[_Inner | None] = ContextVar("autopar the transformed call that is traced", default=None)
@@ -55,6 +59,7 @@ def transforms_made_plain() -> Iterator[None]:
         replace(eager_transforms, "grad_and_value_impl", _plain(eager_transforms.grad_and_value_impl))
         replace(eager_transforms, "_jvp_with_argnums", _plain(eager_transforms._jvp_with_argnums))
         replace(eager_transforms, "_vjp_with_argnums", _vjp(eager_transforms._vjp_with_argnums))
+        replace(torch.autograd.function, "custom_function_call", _without_backward(custom_function_call))
         replace(Tensor, "detach", _noting("detaches", Tensor.detach))
         replace(torch.no_grad, "__enter__", _noting("switches", torch.no_grad.__enter__))
         yield
@@ -110,6 +115,18 @@ def _noting(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+def _without_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The ops of its forward are all that an inner trace would hold of an autograd function."""
+
+    def call(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        inner = _inner.get()
+        if inner is not None and not function.__module__.startswith("torch."):
+            inner.functions.append(function)
+        return original(function, *args, **kwargs)
+
+    return call
+
+
 def plain_ops(function: Callable[..., Any], args: Any, kwargs: Any, *, differentiates: bool) -> Any:
     """``function(*args, **kwargs)`` by ops that no transform has a part in.
 
@@ -143,6 +160,12 @@ def plain_ops(function: Callable[..., Any], args: Any, kwargs: Any, *, different
         raise CaptureError(
             "the model cannot be captured: a function that torch.func or vmap transforms detaches a tensor or runs "
             f"under no_grad.\n  at {user_line()}\n  try: detaching outside of it and passing the tensor"
+        )
+    if torch.is_grad_enabled() and inner.functions:
+        raise CaptureError(
+            f"the model cannot be captured: the autograd function {inner.functions[0].__name__} is called in what "
+            f"torch.func or vmap transforms, where its backward is lost.\n  at {user_line()}\n"
+            "  try: calling it outside of vmap, on all samples at once, or plain ops in its place"
         )
     current_recording().differentiates |= inner.differentiates
     replay = _Replay(module) if inner.differentiates else fx.Interpreter(module)

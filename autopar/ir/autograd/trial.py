@@ -35,7 +35,8 @@ _gradients = torch.autograd.grad
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """What a run told. template: (is a tensor, otherwise what) of every flat result. written: result -> the argument
-    that it is, written in place. without_gradient: results that are constants to autograd.
+    that it is, written in place. without_gradient: results that are constants to autograd. unreached: arguments to
+    which backward gives None.
     """
 
     op: FunctionOp
@@ -45,6 +46,7 @@ class Trial:
     out_spec: pytree.TreeSpec
     written: Mapping[int, int]
     without_gradient: frozenset[int]
+    unreached: frozenset[int]
 
 
 _apart: ContextVar[bool] = ContextVar("autopar apart from the trace", default=False)
@@ -158,7 +160,7 @@ def _run(
                 draws, watch.draws = watch.draws, False
                 flat, out_spec = pytree.tree_flatten(result)
                 tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-                _backward(function, tensors, [leaf for leaf in own.values() if leaf.requires_grad])
+                unreached = _backward(function, tensors, {p: t for p, t in own.items() if t.requires_grad})
         except RuntimeError as error:
             if watch.foreign is None:
                 raise
@@ -198,6 +200,7 @@ def _run(
             without_gradient=frozenset(
                 n for n, t in enumerate(tensors) if not t.requires_grad and t.dtype.is_floating_point
             ),
+            unreached=unreached,
         )
 
 
@@ -211,17 +214,21 @@ def _Modes(modes: Sequence[Any], watch: _Watch) -> Iterator[None]:
             yield
 
 
-def _backward(function: type[torch.autograd.Function], results: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _backward(
+    function: type[torch.autograd.Function], results: Sequence[Tensor], given: Mapping[int, Tensor]
+) -> frozenset[int]:
+    """Runs the backward; the places of ``given`` to which it gives None."""
     flowing = [t for t in results if t.requires_grad]
     if not flowing or not given:
-        return
-    found = _gradients(flowing, given, [torch.ones_like(t) for t in flowing], allow_unused=True)
+        return frozenset()
+    found = _gradients(flowing, tuple(given.values()), [torch.ones_like(t) for t in flowing], allow_unused=True)
     if function is Hooked and found[0] is None:
         raise _refused(
             function,
             "returns nothing: what it does with a gradient, every rank would do with its part",
             "a hook that returns the new gradient, or dropping it",
         )
+    return frozenset(place for place, gradient in zip(given, found, strict=True) if gradient is None)
 
 
 def _state(function: type[torch.autograd.Function], leaves: Sequence[Any]) -> Hashable:

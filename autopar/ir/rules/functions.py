@@ -29,7 +29,7 @@ def function_rule(call: Call) -> tuple[FactorRule, bool]:
     whole = replicated_rule(call)
     flops = target.flops or whole.flops
     if target.draws:
-        return replace(whole, flops=flops, lowered={"*": "random"}, nonlinear=True), False
+        return replace(whole, flops=flops, nonlinear=True), False
     found = probe(call)
     return replace(found or whole, flops=flops, nonlinear=not is_linear(call)), found is not None
 

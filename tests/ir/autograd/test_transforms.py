@@ -130,6 +130,26 @@ def function_in_vmap(model: Any, h: Tensor) -> Tensor:
     return torch.vmap(Twice.apply)(h)  # type: ignore[no-any-return]
 
 
+class Vectorised(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def straight_through_in_vmap(model: Any, h: Tensor) -> Tensor:
+    return torch.vmap(Vectorised.apply)(h)  # type: ignore[no-any-return]
+
+
 def batched(model: Any, h: Tensor) -> Tensor:
     out = model.second(h)
     return torch.autograd.grad(out, h, torch.ones(3, 8, 8), is_grads_batched=True, create_graph=True)[0]
@@ -148,6 +168,7 @@ def attention(model: Any, h: Tensor) -> Tensor:
         (through_dropout, "would draw other random numbers"),
         (through_function, "differentiates twice through the autograd function Twice"),
         (function_in_vmap, "Twice"),
+        (straight_through_in_vmap, "its backward is lost"),
         (batched, "is_grads_batched"),
         (attention, "differentiates twice what torch cannot"),
     ],
