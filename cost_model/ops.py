@@ -40,6 +40,7 @@ from autopar.cost_model.products import (
     products_of_experts,
     products_of_recurrence,
 )
+from autopar.cost_model.scans import elements_of_scan, is_scan, launches_of_scan
 from autopar.cost_model.seconds import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
@@ -292,8 +293,8 @@ class OpCost:
                 products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
             )
         launches = (1, max(1, len(gradients)) if contracted else 1)
-        if in_steps:
-            launches = launches_of_recurrence(node)
+        if in_steps or is_scan(node):
+            launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
@@ -445,6 +446,12 @@ def _extra_passes(
     """What the kernels inside a composite op move, forward and backward."""
     if op_name(node) == "moe":
         return _expert_passes(node, precision, batch_factor)
+    if is_scan(node):
+        width = compute_itemsize(tensor_results(node)[0].dtype, precision)
+        first, second = (
+            _Tensor(n * width, frozenset({_WORK}), batch_factor is not None) for n in elements_of_scan(node)
+        )
+        return (first,), (second,)
     widths = _EXTRA_PASSES.get(op_name(node)) or (_EXTRA_PASSES_ON_CPU.get(op_name(node)) if device.is_cpu else None)
     if widths is None:
         return (), ()

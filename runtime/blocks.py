@@ -14,6 +14,7 @@ from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.collectives import bind_groups
 from autopar.ir.lowered.random import is_random
 from autopar.ir.program import BlockProgram, Remat
+from autopar.ir.scan import AssociativeScan, Scan
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.rematerialised import mark, rematerialised
 
@@ -117,8 +118,9 @@ class CodeLibrary:
             nodes = function.graph.nodes
             is_drawing = any(map(is_random, nodes))
             # The compiler draws other random numbers, and cannot trace who draws which; a function with a backward of
-            # its own may be anything. Such blocks stay as they are.
-            compiled = self._compile and not is_drawing and not any(isinstance(n.target, FunctionOp) for n in nodes)
+            # its own may be anything, and a scan would be unrolled. Such blocks stay as they are.
+            whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan)) for n in nodes)
+            compiled = self._compile and not is_drawing and not whole
             wrap = partial(rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled)
             if compiled:
                 self._callables[key] = compile_block(function, wrap)

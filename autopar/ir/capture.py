@@ -29,6 +29,7 @@ from autopar.ir.autograd.backward import check_backward
 from autopar.ir.autograd.hooks import refuse_hooks
 from autopar.ir.autograd.interception import intercepted
 from autopar.ir.autograd.recording import Recording
+from autopar.ir.autograd.scans import refuse_open, scans_recorded
 from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
@@ -115,7 +116,7 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
-        with traceable_libraries(), _as_in_export():
+        with traceable_libraries(), scans_recorded(), _as_in_export():
             check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error
@@ -327,6 +328,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     updates = {name: written[name] for name in buffers if name in written and written[name].name != name}
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
     simplify(graph, differentiable=differentiable)
+    refuse_open(graph)
     _copy_given_updates(graph, len(updates), mode)
     graph_module = module_of(graph)
     if has_loss and traced.recording.differentiates:

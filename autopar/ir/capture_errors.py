@@ -47,9 +47,9 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 # File of torch that the error came through -> likewise.
 _FILES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
-        ("_higher_order_ops/scan.py", "_higher_order_ops/while_loop.py", "_higher_order_ops/cond.py"),
-        "it hands a function of its own to torch's scan, while_loop or cond",
-        "associative_scan, a recurrent layer, or a Python loop over the steps",
+        ("_higher_order_ops/while_loop.py", "_higher_order_ops/cond.py"),
+        "it hands a function of its own to torch's while_loop or cond",
+        "scan, a recurrent layer, or a Python loop over the steps",
     ),
 )
 

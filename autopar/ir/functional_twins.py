@@ -10,6 +10,8 @@ instance_norm(x, .., mean, ..)   what torch's functionalisation makes of it
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -73,3 +75,15 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
 
 def _types(schema: torch._C.FunctionSchema) -> list[str]:
     return [str(argument.type) for argument in schema.arguments]
+
+
+def has_writes(graph: fx.Graph, module: torch.nn.Module) -> bool:
+    """Whether any op of a graph writes, those in its regions included."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            region = operator.attrgetter(str(node.target))(module)
+            if isinstance(region, fx.GraphModule) and has_writes(region.graph, region):
+                return True
+        elif node.op == "call_function" and writes(node):
+            return True
+    return False

@@ -13,6 +13,7 @@ gradient flows through a no_grad block. Here
     again((x,), call=3, ..)                   the ops that call 3 repeats, on x (``repetition``)
     function((x,), number=2)                  the autograd function that call 2 of the recording calls
     derivative((y,), (x,), ..)                the ops of the derivative of y by x (``autograd.derivatives``)
+    steps((y,), (slot(x),), ..)               one op, a scan whose body is between x and y (``autograd.scans``)
 
 A tensor that is written is a *base*; a view of it remembers how it was made, and is made again from the
 base's new value when it is next read.
@@ -33,9 +34,10 @@ from torch.utils import _pytree as pytree
 from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
 from autopar.ir.autograd.function_op import is_hook
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
+from autopar.ir.autograd.scans import SLOT, STEPS, scan_op, writes_outside
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.errors import CaptureError
-from autopar.ir.functional_twins import functional_twin, writes, written
+from autopar.ir.functional_twins import functional_twin, has_writes, writes, written
 from autopar.ir.gradient_paths import carries_gradient
 from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.repetition import AGAIN, EDGE, Again
@@ -96,11 +98,13 @@ class Functionaliser:
     _returned: dict[fx.Node, tuple[Any, bool]] = field(default_factory=dict)
     _repeated: dict[int, dict[int, Any]] = field(default_factory=dict)
     _moved: tuple[str, str] | None = None
+    # What a step of a scan is given, and the writes before it.
+    _slots: dict[fx.Node, tuple[fx.Node, dict[fx.Node, int]]] = field(default_factory=dict)
 
     def run(self, source: fx.Graph, arguments: dict[fx.Node, Any]) -> Any:
         """Copy all ops of ``source``; returns the new values of its output."""
         self.values.update(arguments)
-        self.writes = self.writes or _has_writes(source, self.module)
+        self.writes = self.writes or has_writes(source, self.module)
         result: Any = None
         for node in source.nodes:
             if node.op == "output":
@@ -127,6 +131,11 @@ class Functionaliser:
             self._function(node)
         elif node.target is DERIVATIVE:
             self._derivative(node)
+        elif node.target is SLOT:
+            self._emit(node)
+            self._slots[node] = self.values[node], dict(self.versions)
+        elif node.target is STEPS:
+            self._scan(node)
         elif node.target is aten.batch_norm.default and node.args[5]:
             self._batch_norm(node)
         elif node.target is aten.instance_norm.default and node.args[5] and node.args[3] is not None:
@@ -369,6 +378,14 @@ class Functionaliser:
         )
         self.values[node] = derivative.emit(lambda target, args, kwargs: self._call(node, target, args, kwargs))
 
+    def _scan(self, node: fx.Node) -> None:
+        outs, slots, *others = node.args
+        places = [slot for slot in slots if isinstance(slot, fx.Node)]  # type: ignore[union-attr]  # a list of them
+        if writes_outside(places[0], self._slots[places[0]][1], self.versions):
+            raise _refused(node, "scans with a step that writes to a tensor outside of it", "a state of the scan")
+        steps = (self._read(outs), [self._slots[slot][0] for slot in places], *self._read(others))
+        self.values[node] = scan_op(node, steps, lambda target, args: self._call(node, target, args, {}))
+
     def _inline(self, node: fx.Node) -> None:
         name = node.target.name()  # type: ignore[union-attr]
         regions = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
@@ -408,18 +425,6 @@ def _share(x: Any, y: Any) -> bool:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
-
-
-def _has_writes(graph: fx.Graph, module: torch.nn.Module) -> bool:
-    """Whether any op of a graph writes, those in its regions included."""
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            region = operator.attrgetter(str(node.target))(module)
-            if isinstance(region, fx.GraphModule) and _has_writes(region.graph, region):
-                return True
-        elif node.op == "call_function" and writes(node):
-            return True
-    return False
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.scans import is_scan
 from autopar.ir.capacity import limit_experts
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -112,9 +113,9 @@ def _unknown(axis: str, plan: Plan) -> int:
 
 
 def _multiplies(load: Workload, node: fx.Node) -> bool:
-    """Whether an op counts as work: a product, or an op that is only known by what it costs."""
+    """Whether an op counts as work: a product, a scan, or an op that is only known by what it costs."""
     rule = load.rule(node)
-    return bool(rule.flops) and (is_contraction(node, rule) or known_rule(call_of(node)) is None)
+    return bool(rule.flops) and (is_contraction(node, rule) or is_scan(node) or known_rule(call_of(node)) is None)
 
 
 def _wanted(load: Workload, node: fx.Node, role: str) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
@@ -195,19 +195,16 @@ def test_packed_sequences_are_refused_by_name() -> None:
         capture(Packed(), (torch.randn(4, 6, 4), torch.tensor([6, 3, 2, 5])))
 
 
-def test_a_scan_of_a_function_is_refused_by_name() -> None:
-    class Scanning(nn.Module):
+def test_a_loop_that_ends_by_a_value_is_refused_by_name() -> None:
+    class Looping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-                new = torch.tanh(state + row)
-                return new, new.clone()
+            (state,) = while_loop(lambda s: s.sum() < 9, lambda s: (s * 2,), (self.inner(x).exp(),))
+            total: Tensor = state.sum()
+            return total
 
-            states: Tensor = scan(step, x.new_zeros(len(x), 4), self.inner(x), dim=1)[1]
-            return states.sum()
-
-    with pytest.raises(CaptureError, match=r"torch's scan(.|\n)*a recurrent layer"):
-        capture(Scanning(), (torch.randn(4, 6, 4),))
+    with pytest.raises(CaptureError, match=r"torch's while_loop(.|\n)*a recurrent layer"):
+        capture(Looping(), (torch.randn(4, 4),))

@@ -4,6 +4,7 @@
     tensor.register_hook                one op in the tensor's place
     torch.autograd.grad                 the ops of the derivative (``derivatives``)
     vmap, torch.func, flex_attention    the ops that they come down to (``transforms``, ``flex``)
+    scan, associative_scan              one op (``scans``)
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
     saved_tensors_hooks, retain_grad,
@@ -35,6 +36,7 @@ from autopar.ir.autograd.function_op import Hooked
 from autopar.ir.autograd.hooks import ON_MODULES, ON_PARAMETERS
 from autopar.ir.autograd.recording import Recording, recorded
 from autopar.ir.autograd.replacing import replaced
+from autopar.ir.autograd.scans import scans_recorded
 from autopar.ir.autograd.transforms import transforms_made_plain
 from autopar.ir.autograd.trial import is_apart
 from autopar.ir.errors import CaptureError
@@ -49,7 +51,10 @@ _get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[u
 @contextmanager
 def intercepted() -> Iterator[Recording]:
     """Within, what a forward asks of autograd is recorded or refused."""
-    with recorded() as recording, transforms_made_plain(), flex_attention_made_plain(), ExitStack() as stack:
+    with ExitStack() as stack:
+        recording = stack.enter_context(recorded())
+        for plain in (transforms_made_plain, flex_attention_made_plain, scans_recorded):
+            stack.enter_context(plain())
 
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))

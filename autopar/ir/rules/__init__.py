@@ -55,6 +55,7 @@ from autopar.ir.rules import (
     random,
     recurrent,
     reduce,
+    scan,
     views,
 )
 from autopar.ir.rules.call import Call, call_of
@@ -67,7 +68,7 @@ __all__ = ["RULES", "MissingRuleWarning", "repeat_warnings", "rule_for", "rule_o
 RULES: dict[str, Rule] = {}
 for _family in (
     pointwise, reduce, matmul, attention, norm, embedding, indexing, arrange, views, conv, loss, random, creation, moe,
-    recurrent, fourier,
+    recurrent, fourier, scan,
 ):  # fmt: skip
     RULES.update(_family.RULES)
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.graph import has_gradient_dtype, tensor_operands
+from autopar.ir.graph import has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.rules import loss, recurrent
+from autopar.ir.rules import scan as scans
 from autopar.ir.rules.call import Call, Operand, call_of
 from autopar.ir.rules.factors import aten, numel
 
@@ -201,6 +202,19 @@ def _recurrent(call: Call, needs: set[int]) -> Saved:
     return Saved(tuple(o.position for o in call.operands), (0,), extra, (recurrent.BATCH,))
 
 
+def _scan(call: Call, needs: set[int]) -> Saved:
+    """All operands, and of every step what its ops keep of what other ops of the step made."""
+    body, kept = call.target.body, set()
+    for node in op_nodes(body.graph):
+        own = saved_for_backward(node)
+        operands = tensor_operands(node)
+        kept |= {source(operands[position]) for position in own.operands}
+        kept |= {(node, number) for number in own.results}
+    inside = [tensor_results(node)[number] for node, number in kept if node.op == "call_function"]
+    extra = sum(t.numel() * t.dtype.itemsize for t in inside) * scans.work_of_body(call.target, scans.length_of(call))
+    return Saved(tuple(o.position for o in call.operands), (), extra)
+
+
 def _where(call: Call, needs: set[int]) -> Saved:
     return Saved((call.bound()["condition"].position,))
 
@@ -303,6 +317,7 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
         _max_pool,
     ),
     **dict.fromkeys(recurrent.RULES, _recurrent),
+    **dict.fromkeys(scans.RULES, _scan),
     "autopar::embedding_bag": _bag,
     "aten::where": _where,
     "aten::lerp": _lerp,
