@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from autopar.local_cluster import local_cluster
 from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
-from autopar.runtime.agreement import agree, from_first
+from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import ensure_process_group, this_device
 from autopar.runtime.mesh import check_world_size
@@ -72,7 +73,7 @@ def parallelize(
     """
     ensure_process_group()
     request = _Request(model, mesh, loss_fn, plan, constraints, compile)
-    request.check(dist.get_world_size())
+    agree(lambda: request.check(dist.get_world_size()))
     form = format_of(model)
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
@@ -114,7 +115,7 @@ def from_pretrained(
     opened = agree(lambda: open_pretrained(str(path), dtype))
     try:
         request = _Request(opened.model, mesh, loss_fn, plan, constraints, compile, opened.values)
-        request.check(dist.get_world_size())
+        agree(lambda: request.check(dist.get_world_size()))
         return ParallelModule(request.build(example_inputs, example_target), pretrained=opened.form)
     finally:
         opened.files.close()
@@ -219,6 +220,7 @@ class _Request:
             )
         )
         check_same_start(self.model, captured)
+        agree_same(self._said(), "parallelize")
         sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured).to_yaml()}")
         seed, _, text = sent.partition("\n")
         plan = Plan.from_yaml(text)
@@ -244,6 +246,17 @@ class _Request:
             compile_blocks=self.compile,
             values=self.values,
         )
+
+    def _said(self) -> dict[str, object]:
+        """What has to be the same on every rank. Of a plan's file, where it is there: rank 0 reads it."""
+        plan = self.plan
+        if plan is not None and not isinstance(plan, Plan):
+            plan = Path(plan).read_text() if Path(plan).is_file() else None
+        text = plan.to_yaml() if isinstance(plan, Plan) else plan
+        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12]
+        said: dict[str, object] = {name: repr(value) for name, value in sorted(self.constraints.items())}
+        said["constraints"] = ", ".join(said) or "none"
+        return said | {"the plan (digest of its file)": digest, "compile": self.compile}
 
     def _plan(self, captured: CapturedModel) -> Plan:
         """On rank 0: the given plan, or the best one."""

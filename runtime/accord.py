@@ -7,16 +7,22 @@ One all-reduce of a few integers between processes carries it: whether a rank ha
 has to be the same its digest and the negated one, whose maxima are opposite if all ranks agree. Only if something is
 wrong words are exchanged, and every rank raises the same error, before anything else is sent.
 
-A rank that dies breaks its connections. It leaves a note of why in the store of the job, which the others raise.
+A rank that ends breaks its connections. It leaves a note of why in the store of the job, which the others raise. One
+that does not come, because it runs something else, is waited for; after a while those that wait say which it is.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import re
 import sys
+import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
 
@@ -26,7 +32,9 @@ import torch.distributed as dist
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
 
 _SILENT = -(1 << 62)
-_NOTE = "autopar/ended/"
+_NOTE, _WAITS = "autopar/ended/", "autopar/waits/"
+_SETTING = re.compile(r"\w+=(?:\([^)]*\)|[^,;()\s]+)")  # lr=0.1, betas=(0.9, 0.99)
+_PATIENCE = timedelta(seconds=60)
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -35,23 +43,32 @@ _LOST = (
     "Socket closed",
     "connection was",
 )
+# What gloo says where the time is over that the process group allows.
+_LATE = "Timed out waiting"
+
+# The group of all ranks -> that over which they agree.
+_MADE: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 # What a rank says of one subject; None of one that it has nothing to say of.
 Statements = Mapping[str, object]
 
 
+class WaitingWarning(UserWarning):
+    """Some ranks have come to a call that all make together, and others have not."""
+
+
 class Accord:
     """Of the ranks of a job. All of them make one together."""
 
-    def __init__(self, subjects: tuple[str, ...]) -> None:
-        """subjects: what statements are about, the same on every rank."""
-        self._subjects = subjects
+    def __init__(self, subjects: tuple[str, ...], patience: timedelta = _PATIENCE) -> None:
+        """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits."""
+        self._subjects, self._patience = subjects, patience
         self._alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
+        self._number = 0
         if not self._alone:
             _leave_notes()
-            # Over CPUs, so that nothing waits for a device.
-            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            self._group = _between_cpus()
 
     def check(self, statements: Statements, failure: Exception | None = None) -> None:
         """Raise the same error on every rank if one has a ``failure``, or if they disagree in a statement.
@@ -67,12 +84,53 @@ class Accord:
         for digest in digests:
             told += (_SILENT, _SILENT) if digest is None else (digest, -digest)
         seen = torch.tensor(told, dtype=torch.int64)
+        self._number += 1
         with self.watched():
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group)
+            self._wait(dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group, async_op=True), statements)
         failed, *rest = seen.tolist()
         if not failed and all(a == -b or a == _SILENT for a, b in zip(rest[::2], rest[1::2], strict=True)):
             return
         self._raise(statements, failure)
+
+    def _wait(self, work: dist.Work, statements: Statements) -> None:
+        """Wait for all ranks; of those that do not come in a while, say which they are, or raise why they have ended.
+
+        Raises LaunchError where the time is over that the process group allows.
+        """
+        try:
+            work.wait(self._patience)
+            return
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+        what = f"{next(iter(statements.values()), None) or 'a call that all make together'}"
+        store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        store.set(f"{_WAITS}{own}", str(self._number))
+        time.sleep(min(1.0, self._patience.total_seconds()))  # for those that have waited as long
+        if _ended() is None:
+            absent = f"{_named(self._absent(store))} has not come to {what}"
+            warnings.warn(
+                f"rank {own} has waited {self._patience.total_seconds():.0f} s: {absent}.\n  expected: the same calls "
+                "on every rank; one that does something else for a while is waited for",
+                WaitingWarning,
+                stacklevel=4,
+            )
+            try:
+                work.wait()
+                return
+            except RuntimeError as error:
+                if _LATE not in str(error):
+                    raise
+                raise LaunchError(
+                    f"{absent}, for as long as the process group waits.\n  expected: the same calls on every rank"
+                ) from error
+        raise LaunchError(_why())
+
+    def _absent(self, store: Any) -> list[int]:
+        """The ranks that do not wait where this one does."""
+        here = str(self._number).encode()
+        keys = {rank: f"{_WAITS}{rank}" for rank in range(dist.get_world_size())}
+        return [rank for rank, key in keys.items() if not (store.check([key]) and store.get(key) == here)]
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise ``error``, and on every other rank, where it makes its next check, the same with the rank's number."""
@@ -99,8 +157,8 @@ class Accord:
                 rank, odd = next((r, text) for r, text in said.items() if text != usual)
                 like = next(r for r, text in said.items() if text == usual)
                 raise InvalidInput(
-                    f"rank {rank} does not do what the others do; {subject}:\n  on rank {rank}: {odd}\n"
-                    f"  on rank {like}: {usual}\n  expected: the same on every rank"
+                    f"rank {rank} does not do what the others do; {subject}{_difference(odd, usual)}:\n"
+                    f"  on rank {rank}: {odd}\n  on rank {like}: {usual}\n  expected: the same on every rank"
                 )
         raise InvalidInput("ranks disagree, and say the same")
 
@@ -132,19 +190,51 @@ def _chain(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
+def _difference(odd: str, usual: str) -> str:
+    """The settings in which two lists of them differ."""
+    one, other = (_SETTING.findall(text) for text in (odd, usual))
+    first, second = (", ".join(dict.fromkeys(own)) for own in (_without(one, other), _without(other, one)))
+    return f" has {first} in place of {second}" if first and second else ""
+
+
+def _without(settings: list[str], others: list[str]) -> list[str]:
+    return [setting for setting in settings if setting not in others]
+
+
 def _why() -> str:
-    """What ranks that have ended left behind."""
+    return _ended() or "a rank that this one communicates with has ended; its own output says why"
+
+
+def _ended() -> str | None:
+    """What a rank that has ended left behind, if one has."""
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
         for rank in range(dist.get_world_size()):
             if store.check([f"{_NOTE}{rank}"]):
                 return f"rank {rank} has ended: {store.get(f'{_NOTE}{rank}').decode()}"
-    return "a rank that this one communicates with has ended; its own output says why"
+    return None
+
+
+def _named(ranks: list[int]) -> str:
+    first = ", ".join(map(str, ranks[:4]))
+    return f"rank {first}" if len(ranks) == 1 else f"each of ranks {first}" + (", ..." if len(ranks) > 4 else "")
+
+
+def _between_cpus() -> dist.ProcessGroup:
+    """All ranks over gloo, so that nothing waits for a device, and apart from what else they send each other."""
+    world = dist.group.WORLD
+    assert world is not None, "the default group is there"
+    for gone in _MADE.keys() - {world}:
+        del _MADE[gone]
+    if world not in _MADE:
+        device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
+        _MADE[world] = dist.new_group(backend="gloo", timeout=world._get_backend(device).options._timeout)
+    return _MADE[world]
 
 
 @cache
 def _leave_notes() -> None:
-    """From now on an exception that ends this process is told to the other ranks."""
+    """From now on it is told to the other ranks if this process ends, and by which exception."""
     before = sys.excepthook
 
     def told(kind: type[BaseException], value: BaseException, trace: Any) -> None:
@@ -152,11 +242,19 @@ def _leave_notes() -> None:
         before(kind, value, trace)
 
     sys.excepthook = told
+    atexit.register(_note, "its program came to an end")
 
 
 def leave_note(error: BaseException) -> None:
     """Tell the ranks that wait for this one that it ends, and why."""
-    if dist.is_initialized() and not isinstance(error, KeyboardInterrupt):
+    if not isinstance(error, KeyboardInterrupt):
+        _note(_described(error))
+
+
+def _note(text: str) -> None:
+    """The first note that this rank leaves."""
+    if dist.is_initialized():
         with suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{_NOTE}{dist.get_rank()}", _described(error))
+            store, key = dist.distributed_c10d._get_default_store(), f"{_NOTE}{dist.get_rank()}"
+            if not store.check([key]):
+                store.set(key, text)

@@ -21,12 +21,14 @@ def agree(work: Callable[[], T]) -> T:
     if dist.get_backend() == "fake":
         return work()  # the other ranks are not there
     failure: AutoparError | None = None
-    report: AutoparError | str | None = "an unexpected error"
+    report: AutoparError | str | None = None
     try:
         value = work()
-        report = None
     except AutoparError as error:
         failure = report = error
+    except BaseException as error:
+        report = f"{type(error).__name__}: {error}"
+        raise
     finally:
         # Here, so that the others do not wait if an unexpected error is on its way out of this rank.
         reports: list[AutoparError | str | None] = [None] * dist.get_world_size()
@@ -61,9 +63,10 @@ def agree_same(values: Mapping[str, object], what: str) -> None:
     found: list[Mapping[str, object]] = [values] * dist.get_world_size()
     dist.all_gather_object(found, values)
     for rank, other in enumerate(found):
-        for name, value in other.items():
-            if value != found[0][name]:
+        for name in dict.fromkeys((*found[0], *other)):
+            first, own = found[0].get(name), other.get(name)
+            if first != own:
                 raise InvalidInput(
-                    f"{what}: ranks disagree on {name}: {found[0][name]} on rank 0, {value} on rank {rank}.\n"
+                    f"{what}: ranks disagree on {name}: {first} on rank 0, {own} on rank {rank}.\n"
                     "  expected: the same on every rank"
                 )

@@ -41,15 +41,17 @@ class Dataloader:
         drop_last: bool = True,
         pin_memory: bool = False,
         failed: Callable[[Exception], NoReturn] | None = None,
+        agreed: Callable[[str], None] | None = None,
     ) -> None:
         """batch_size: of the global batch. rank, ranks: which of how many runs of its rows this rank gets.
 
-        failed: raises an error of loading, here and on the other ranks.
+        failed: raises an error of loading, here and on the other ranks. agreed: raises an error unless all ranks call
+            it with the same text.
 
         All ranks of the job call together. Raises InvalidInput on all of them.
         """
         self.dataset, self.batch_size, self.seed, self.drop_last = dataset, batch_size, seed, drop_last
-        self._failed = failed
+        self._failed, self._agreed = failed, agreed
         self._rows = batch_size // ranks
         self._first = rank * self._rows
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
@@ -121,6 +123,9 @@ class Dataloader:
             try:
                 batch = next(batches)
             except StopIteration:
+                # Samples without a number may be fewer on one rank.
+                if self._is_stream and self._agreed is not None:
+                    self._agreed(f"the end of the data of a dataloader, after {self._samples} samples")
                 return
             except Exception as error:
                 if self._failed is None:

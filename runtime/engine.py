@@ -238,24 +238,29 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    def agree_to(self, call: str, training: bool, failure: Exception | None = None) -> None:
-        """Before a call: raise the same error on every rank if one has a ``failure``, or does something else.
+    def agree_to(self, call: str, training: bool | None = None, failure: Exception | None = None) -> None:
+        """Before a call that all ranks make together: raise the same error on every rank if one has a ``failure``, or
+        does something else.
 
+        training: the mode of a call that runs the model; ``call`` is not one if None.
         Ranks of one stage have the same parameters, so that their optimisers are set alike; those of others need not.
         """
-        number, mode = self.randomness.calls + 1, "train" if training else "eval"
+        calls = self.randomness.calls
+        when = f"after {calls} calls of the model"
+        if training is not None:
+            when = f"number {calls + 1}, in {'train' if training else 'eval'} mode"
         self.accord.check(
             {
-                _CALL: f"{call}, number {number}, in {mode} mode",
+                _CALL: f"{call}, {when}",
                 _OPTIMIZER: self._settings.made(),
                 _GROUPS.format(self.mesh.pipeline_rank): self._settings.groups(),
             },
             failure,
         )
 
-    def _parameters_here(self) -> list[torch.Tensor]:
+    def _parameters_here(self) -> dict[str, torch.Tensor]:
         self.reshard()
-        return [self.tensor(name) for name in self.layouts]
+        return {name: self.tensor(name) for name in self.layouts}
 
     # Running programs of the stages.
 

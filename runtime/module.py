@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.finite import check_finite_parameters
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
@@ -105,8 +106,15 @@ class ParallelModule(nn.Module):
             inputs = engine.signature.bind(args, kwargs, target, engine.device)
         except InvalidInput as error:
             failure = error
+        has_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if call == "step" and not has_gradients:
+            failure = InvalidInput(
+                "step() is within torch.no_grad() or inference_mode(), where there is no backward.\n"
+                "  try: step() outside of it, or loss()"
+            )
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
-        engine.agree_to(f"{call}({given})", self.training, failure)
+        without = " without gradients" if call == "forward" and not has_gradients else ""
+        engine.agree_to(f"{call}({given}){without}", self.training, failure)
         required = engine.variant("model" if call == "forward" else "loss", self.training).required
         engine.signature.require(required, inputs, args, kwargs, target)
         return inputs
@@ -131,6 +139,7 @@ class ParallelModule(nn.Module):
         Counted over the global batch, a token once for each expert it was sent to. Empty for a model without experts.
         All ranks call together.
         """
+        self.engine.agree_to("expert_load()")
         return self.engine.expert_load()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -139,6 +148,7 @@ class ParallelModule(nn.Module):
         Returns the norm before. All ranks call together.
         """
         engine = self.engine
+        engine.agree_to(f"clip_grad_norm_({float(max_norm)})")
         parameters = [(p, engine.stored[name]) for name, p in self.named_parameters()]
         return clip_grad_norm(parameters, max_norm, engine.mesh)
 
@@ -190,6 +200,7 @@ class ParallelModule(nn.Module):
         collate_fn, num_workers, pin_memory: as ``torch.utils.data.DataLoader`` has them; ``collate_fn`` gets this
         rank's rows. Raises InvalidInput, on every rank, if no batch can be made.
         """
+        self.engine.agree_to("dataloader(...)")
         size = self.plan.batch.global_size
         if batch_size not in (None, size):
             raise InvalidInput(
@@ -209,6 +220,7 @@ class ParallelModule(nn.Module):
             drop_last=drop_last,
             pin_memory=pin_memory,
             failed=self.engine.accord.fail,
+            agreed=self.engine.agree_to,
         )
 
     # State.
@@ -284,6 +296,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict, plain tensors on the CPU of every rank. All ranks call together."""
+        self.engine.agree_to("full_state_dict()")
         lazy = whole_tensors(self.engine)
         read = {id(value): value.read() for value in {id(value): value for value in lazy.values()}.values()}
         return {name: read[id(value)] for name, value in lazy.items()}
@@ -295,7 +308,8 @@ class ParallelModule(nn.Module):
         and their index. Of a model of peft its adapters alone: adapter_config.json and adapter_model.safetensors, in a
         folder of its own for each that is not called default. Rank 0 writes, tensor by tensor as they are gathered; an
         error leaves the folder as it was.
-        Raises InvalidInput if the model is of no such library, CheckpointError if it cannot be written.
+        Raises InvalidInput if the model is of no such library, CheckpointError if it cannot be written, NotFinite if a
+        parameter that trains is infinite or not a number.
         """
         if self._pretrained is None:
             raise InvalidInput(
@@ -304,11 +318,14 @@ class ParallelModule(nn.Module):
                 "    or a peft.PeftModel\n"
                 "  try: autopar.save(pm, optimizer, path), or torch.save(pm.full_state_dict(), file)"
             )
+        self.engine.agree_to(f"save_pretrained({os.fspath(path)!r})")
+        check_finite_parameters(self, path)
         self._pretrained.save(self, path, max_shard_size)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""
         engine = self.engine
+        engine.agree_to("full_gradients()")
         parameters = [p for p in engine.captured.parameters.values() if p.requires_grad]
         full = gather_full(
             parameters, stages_of(engine), self._gradient_here, engine.stored, engine.mesh, engine.device

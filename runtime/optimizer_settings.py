@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ _PLAIN = (bool, int, float, str, type(None))
 class OptimizerSettings:
     """Notes of every optimiser that steps one of some parameters: its kind, its settings, and how often it stepped."""
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """parameters: those that are looked for."""
+    def __init__(self, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """parameters: those that are looked for, by name."""
         self._parameters = parameters
-        self._ids: frozenset[int] = frozenset()
+        self._names: Mapping[int, str] = {}
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._groups: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], tuple[str, ...]]]
+        self._of = weakref.WeakKeyDictionary()  # how many parameters its groups have, and which
         me = weakref.ref(self)
 
         def noted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -41,16 +44,38 @@ class OptimizerSettings:
         return f"{type(own).__name__}({_plain(own.defaults)}) after {steps} steps"
 
     def groups(self) -> str | None:
-        """Settings of their groups of parameters at their last steps, which schedules change."""
-        return "; ".join(self._groups.values()) or None
+        """Settings of their groups of parameters at their last steps, which schedules change, and what has a gradient.
+
+        Gradients that are still there are added to.
+        """
+        if not self._groups:
+            return None
+        tensors = [p for optimizer in self._groups for group in optimizer.param_groups for p in group["params"]]
+        left = "gradients are kept" if any(p.grad is not None for p in tensors) else "no gradients are kept"
+        return "; ".join((*self._groups.values(), left))
 
     def _note(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._steps:
-            self._ids = self._ids or frozenset(map(id, self._parameters()))
-            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
-                return
+        self._names = self._names or {id(p): name for name, p in self._parameters().items()}
+        if optimizer not in self._steps and not any(map(self._held, optimizer.param_groups)):
+            return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._groups[optimizer] = "; ".join(map(_plain, optimizer.param_groups))
+        sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+        known, parameters = self._of.get(optimizer, ((), ()))
+        if known != sizes:
+            parameters = tuple(_counted(self._held(group)) for group in optimizer.param_groups)
+            self._of[optimizer] = sizes, parameters
+        settings = map(_plain, optimizer.param_groups)
+        self._groups[optimizer] = "; ".join(f"{own}, {of}" for own, of in zip(settings, parameters, strict=True))
+
+    def _held(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the parameters in a group."""
+        return tuple(self._names[id(p)] for p in group["params"] if id(p) in self._names)
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    digest = zlib.crc32("/".join(names).encode())
+    which = f" from {names[0]} to {names[-1]}, check sum {digest:08x}" if names else ""
+    return f"{len(names)} parameters{which}"
 
 
 def _plain(settings: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.runtime.agreement import agree_same
+from autopar.runtime.check_sum import check_sum
 
 _SAMPLES = 64  # elements of a tensor that are compared
 
@@ -21,17 +22,20 @@ _SAMPLES = 64  # elements of a tensor that are compared
 def check_same_start(model: nn.Module, captured: CapturedModel) -> None:
     """Raise InvalidInput, on every rank, if ranks start from different models. All ranks call together.
 
-    Of each parameter and buffer some elements are compared, evenly spread; none of tensors on the meta device.
+    Of each parameter and buffer a check sum is compared, and some elements evenly spread; nothing of those on the meta
+    device.
     """
     if dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return
     weights = dict(_digests(model))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     whole = hashlib.sha256(repr(weights).encode()).hexdigest()[:12]
     agree_same(
         {
             "the version of Python": platform.python_version(),
             "the version of torch": torch.__version__,
             "the captured model (fingerprint of its ops and parameters)": captured.fingerprint,
+            "the frozen parameters": f"{len(frozen)} ({hashlib.sha256(repr(frozen).encode()).hexdigest()[:12]})",
         },
         "parallelize",
     )
@@ -58,4 +62,5 @@ def _digests(model: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         flat = tensor.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu").contiguous()
-        yield name, hashlib.sha256(bytes(some.view(torch.uint8).tolist())).hexdigest()[:12]
+        content = bytes(some.view(torch.uint8).tolist()) + str(check_sum(flat)).encode()
+        yield name, hashlib.sha256(content).hexdigest()[:12]

@@ -11,7 +11,8 @@ AutoparError
 ├── InvalidModelFile      the MODEL of the command line does not say what to train
 ├── InvalidInput          a call's arguments do not fit the captured program
 ├── LaunchError           ranks cannot be started, or do not find each other
-└── CheckpointError       a checkpoint is broken, of another model, or cannot be written
+├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
+└── NotFinite             a number of training is infinite or not a number
 
 A message says what, where, expected and got, and what to try.
 """
@@ -63,3 +64,7 @@ class LaunchError(AutoparError):
 
 class CheckpointError(AutoparError):
     """A checkpoint is broken, of another model, or cannot be written."""
+
+
+class NotFinite(AutoparError):
+    """A number of training is infinite or not a number."""

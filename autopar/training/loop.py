@@ -15,7 +15,7 @@ from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.training.batches import Batches, arguments_of, open_batches
 from autopar.training.evaluation import HeldOut
-from autopar.training.finite import check_finite, check_parameters
+from autopar.training.finite import check_finite
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.report import Report, tokens_of
 
@@ -80,7 +80,6 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             report.evaluation(number, held_out.loss(parallel))
         if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
-            check_parameters(parallel, number, job.save)
             data = batches.state(number)
             autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
     # A write may be going on; the process group has to outlive it.

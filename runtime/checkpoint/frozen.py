@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.parameters import local_of
+from autopar.runtime.check_sum import check_sum
 from autopar.runtime.module import ParallelModule
-
-# Integers as wide as an element: sums of them are the same in any order.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changes(pm: ParallelModule) -> set[str]:
@@ -28,10 +26,8 @@ def frozen_sum(pm: ParallelModule) -> int:
     for name, parameter in pm.named_parameters():
         if name in trained or not engine.stored[name].counted_here(engine.mesh):
             continue
-        part = local_of(parameter.detach()).contiguous()
-        words = part.view(_WORDS[part.element_size()]) if part.element_size() in _WORDS else part.view(torch.uint8)
         # Weights that change places change the sum.
-        total += words.sum(dtype=torch.int64).cpu() * (zlib.crc32(name.encode()) | 1)
+        total += torch.tensor(check_sum(local_of(parameter))) * (zlib.crc32(name.encode()) | 1)
     total = total.to(engine.device)
     dist.all_reduce(total)
     return int(total)

@@ -47,6 +47,8 @@ def load(
     under the plan that it was saved under; under another one dropout goes on from the same seed and step.
     Raises CheckpointError, on every rank, before anything has changed if the checkpoint does not fit the model.
     """
+    what = [type(one).__name__ for one in (*as_list(optimizer), *as_list(scheduler), *as_list(scaler))]
+    pm.engine.agree_to(f"load({', '.join(('pm', *what, repr(str(path))))})")
     pm.engine.background.finish()
     schedulers = as_list(scheduler)
     state = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))

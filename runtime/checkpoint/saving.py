@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.agreement import agree, from_first
 from autopar.runtime.checkpoint.background import Saving, write_failed
+from autopar.runtime.checkpoint.finite import check_finite_parameters
 from autopar.runtime.checkpoint.folder import AtomicWriter, new_name, state_bytes
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import ByName, OptimizerState
@@ -53,10 +54,15 @@ def save(
     not write. ``load`` then wants a model whose frozen parameters are the same, and checks that they are.
     asynchronous: return once everything is copied to the CPU, and write it beside training. ``wait()`` for the
     result; the next ``save`` does so too, and the program must before it ends the process group.
-    Raises InvalidInput or CheckpointError, on every rank.
+    Raises InvalidInput or CheckpointError, on every rank, and NotFinite, without writing anything, if a parameter that
+    trains is infinite or not a number.
     """
     background, folder = pm.engine.background, Path(path)
+    what = [type(one).__name__ for one in (*as_list(optimizer), *as_list(scheduler), *as_list(scaler))]
+    options = f"step={step}, asynchronous={asynchronous}, trainable_only={trainable_only}"
+    pm.engine.agree_to(f"save({', '.join(('pm', *what, repr(str(path))))}, {options})")
     background.finish()
+    check_finite_parameters(pm, path, step)
     optimizers = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
     tensors = tensors_of(pm, changes(pm) if trainable_only else None) | flat(optimizers.tensors()) | random_tensors()
     frozen = frozen_sum(pm) if trainable_only else None
