@@ -256,12 +256,13 @@ class ParallelModule(nn.Module):
     ) -> dict[str, Any]:
         """This rank's parts, as DTensors where sharded, in the order of the model's state dict, aliases included."""
         destination = {} if destination is None else destination
-        persistent = {b.name for b in self.engine.captured.buffers.values() if b.persistent}
+        persistent = {b.name: (b.name, *b.aliases) for b in self.engine.captured.buffers.values() if b.persistent}
         found: dict[str, torch.Tensor] = {
             name: value if keep_vars else value.detach()
             for name, value in self.named_parameters(remove_duplicate=False)
         }
-        found.update((name, value) for name, value in self.named_buffers() if name in persistent)
+        for name, value in self.named_buffers():
+            found.update(dict.fromkeys(persistent.get(name, ()), value))
         destination.update({prefix + name: found[name] for name in ordered(self.engine, found)})
         return destination
 
@@ -272,6 +273,7 @@ class ParallelModule(nn.Module):
         """
         engine = self.engine
         aliases = {alias: p.name for p in engine.captured.parameters.values() for alias in p.names}
+        aliases |= {alias: buffer.name for buffer in engine.captured.buffers.values() for alias in buffer.aliases}
         wholes = {name for p in engine.captured.parameters.values() for name in p.whole_names}
         known = {*aliases, *wholes, *(buffer.name for buffer in engine.captured.buffers.values()), *engine.state_order}
         unknown = [name for name in state_dict if name not in known]

@@ -27,7 +27,8 @@ def whole_tensors(engine: Engine) -> dict[str, LazyTensor]:
     for node, buffer in engine.captured.buffers.items():
         if buffer.persistent:
             shape, dtype = tuple(nodes[node].shape), nodes[node].dtype
-            groups[buffer.name] = [Parameter(names=(buffer.name,), shape=shape, dtype=dtype, requires_grad=False)]
+            names = (buffer.name, *buffer.aliases)
+            groups[buffer.name] = [Parameter(names=names, shape=shape, dtype=dtype, requires_grad=False)]
     sources = stages_of(engine)
 
     def gathered(pieces: Sequence[Parameter]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from autopar.ir.autograd.scans import refuse_open, scans_recorded
 from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
-from autopar.ir.captured_state import check_captured, refuse_shared
+from autopar.ir.captured_state import check_captured, refuse_aliases, refuse_shared
 from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
@@ -288,6 +288,9 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
             buffers[node.name] = Buffer(name=alias, persistent=alias in persistent)
             if not tensor.is_meta:
                 node.meta["value"] = tensor
+        elif alias in persistent:
+            known = buffers[first[id(tensor)].name]
+            buffers[first[id(tensor)].name] = replace(known, aliases=(*known.aliases, alias))
         if alias in exported:
             arguments[exported[alias]] = first[id(tensor)]
     constants: dict[str, Tensor] = {}
@@ -296,6 +299,14 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         node = place(_identifier("c", spec.target.removeprefix(f"{WRAPPED}.")), fake_like(tensor, mode))
         constants[node.name] = node.meta["value"] = tensor
         arguments[sources[spec.arg.name]] = node
+    for spec in kinds.get(InputKind.CUSTOM_OBJ.name, ()):
+        held = type(program.constants.get(spec.target)).__name__
+        reader = next(iter(sources[spec.arg.name].users), None)
+        raise CaptureError(
+            f"{title} cannot be captured: forward uses a {held} of its own, which keeps what no plan knows.\n"
+            f"  at {origin_of(reader)[1] if reader is not None else 'an unknown line'}\n"
+            "  try: torch's own random numbers, without generator="
+        )
     batch_size = int(call.tensors[0].shape[0]) if call.tensors[0].dim() else 1
     inputs: dict[str, StepInput] = {}
     for key, tensor, spec in zip(call.tensor_keys(), call.tensors, kinds.get("USER_INPUT", ()), strict=True):
@@ -336,8 +347,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     final = next(iter(reversed(graph.nodes))).args[0]
     assert isinstance(final, tuple) and twin.output.spec is not None
     for buffer, value in zip(updates, final[len(final) - len(updates) :], strict=True):
-        old = buffers[buffer]
-        buffers[buffer] = Buffer(name=old.name, persistent=old.persistent, updated_by=value.name)
+        buffers[buffer] = replace(buffers[buffer], updated_by=value.name)
     captured = CapturedModel(
         graph_module=graph_module,
         parameters=parameters,
@@ -354,6 +364,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     )
     lines = {arguments[n].name: origin_of(op)[1] for n, op in writer.written.items() if n.op == "placeholder"}
     lines = {name: line for name, line in lines.items() if name not in buffers}
+    refuse_aliases(model, captured, lines)
     check_captured(captured, lines, training=twin.model.training)
     return captured
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.ir.errors import CaptureError
@@ -45,6 +45,55 @@ def refuse_shared(model: nn.Module, title: str, replaced: Sequence[str]) -> None
                 f"{title} cannot be captured: forward replaces the buffer {mine[0]}, which is also {others}.\n"
                 "  try: a write in place, as self.buffer.copy_(value), or a buffer of its own for each"
             )
+
+
+def refuse_aliases(model: nn.Module, captured: CapturedModel, writes: Mapping[str, str]) -> None:
+    """Raise CaptureError if a tensor that training changes is memory of another one too, which would not follow.
+
+    writes: as in ``check_captured``.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    moved = [buffer.name for buffer in captured.buffers.values() if buffer.updated_by is not None]
+    changed = {**trained, **{name: model.get_buffer(name) for name in moved}}
+    changed |= {name: captured.constants[name] for name in writes if name in captured.constants}
+    others = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in others.items():
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for name, tensor in changed.items():
+        for other, alias in by_storage[tensor.untyped_storage()._cdata]:
+            if alias is not tensor and _overlap(alias, tensor):
+                _refuse_pair(captured, name, other, writes)
+
+
+def _refuse_pair(captured: CapturedModel, name: str, other: str, writes: Mapping[str, str]) -> None:
+    constant = next((own for own in (other, name) if own in captured.constants), None)
+    if constant is None:
+        raise CaptureError(
+            f"{captured.name} cannot be captured: {name!r} and {other!r} share memory, which training changes.\n"
+            "  try: one tensor under both names, or memory of its own for each"
+        )
+    readers = [user for user in _placeholder(captured, constant).users if user.op == "call_function"]
+    if readers or constant in writes:
+        owner = name if other == constant else other
+        raise CaptureError(
+            f"{captured.name} cannot be captured: {owner!r}, which training changes, shares memory with a tensor that "
+            "forward uses besides, as a global variable or a view that was made before.\n"
+            f"  at {writes.get(constant) or readers[0].meta.get('source') or 'an unknown line'}\n"
+            f"  try: self.{owner} in forward"
+        )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one storage may have elements in common."""
+    (start, end), (from_, to) = (_extent(t) for t in (x, y))
+    return start < to and from_ < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(start), int(start + sum((n - 1) * step for n, step in steps)) + 1
 
 
 def _constants_have_values(captured: CapturedModel) -> None:

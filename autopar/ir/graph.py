@@ -84,10 +84,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A buffer. ``persistent``: it is in the state dict. ``updated_by``: name of the node with its new value."""
+    """A buffer. ``persistent``: it is in the state dict, under ``aliases`` as well.
+
+    ``updated_by``: name of the node with its new value.
+    """
 
     name: str
     persistent: bool
+    aliases: tuple[str, ...] = ()
     updated_by: str | None = None
 
 

@@ -12,129 +12,31 @@ putting them back undoes it.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from autopar.ir.source import is_library
+from autopar.ir.containers import PLAIN, Change, Held, attributes_of, contents, is_array
+from autopar.ir.source import file_of, is_library, is_users
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-# What globals and class attributes may hold for them to be watched.
-_KEPT = (*_PLAIN, Tensor, list, dict, set, deque)
+# What globals and class attributes may hold for them to be watched, besides objects of the user's.
+_KEPT = (*PLAIN, Tensor, list, dict, set, deque)
 # ``Change.slot`` of a generator of random numbers.
 RANDOM = "random"
-_OWN = frozenset(vars(nn.Module())) - {"training", "_buffers", "_parameters"}
+# Dicts of a module that are watched by themselves.
+_PARTS = ("_buffers", "_parameters", "_modules")
+_OWN = frozenset(vars(nn.Module())) - {"training", *_PARTS}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Of a larger container only the entries themselves are compared, not what they hold.
 _LARGE = 4096
 _DEEP = 12
-# An entry that is not there.
-MISSING = object()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One entry, under ``key``, of a container that is not what it was.
-
-    name: as the user would write it. module: path of the module whose attributes, ``_buffers`` or ``_parameters`` these
-    are, as ``slot`` says.
-    now: the entry at any time; what it holds later is compared with ``old`` to find the line that changes it.
-    """
-
-    name: str
-    old: Any
-    new: Any
-    now: Callable[[], Any]
-    module: str | None = None
-    slot: str = ""
-    key: Any = None
-
-    def happened(self) -> bool:
-        return not same(self.old, self.now())
-
-
-def same(old: Any, new: Any) -> bool:
-    """Whether two entries are equal, if they are plain values, or one object."""
-    if old is new:
-        return True
-    if isinstance(old, _PLAIN) and isinstance(new, _PLAIN):
-        return type(old) is type(new) and (old == new or (old != old and new != new))
-    return isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and all(map(same, old, new))
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A container, as it was. name: how its entries are called; module and slot: of a module's own dicts."""
-
-    container: Any
-    copy: Any
-    name: Callable[[Any], str]
-    module: str | None = None
-    slot: str = ""
-    only: frozenset[str] | None = None
-
-    def entries(self, of: Any) -> dict[Any, Any]:
-        if isinstance(of, dict):
-            # Not through methods of a subclass, which may make what is asked for.
-            entries = dict(dict.items(of))
-            if self.only is not None:
-                return {key: value for key, value in entries.items() if key in self.only}
-            return {key: value for key, value in entries.items() if self.slot != "attributes" or key not in _OWN}
-        if isinstance(of, (set, frozenset)):
-            return dict.fromkeys(of, True)
-        if isinstance(of, types.CellType):
-            return {0: _contents(of)}
-        if isinstance(of, type):
-            return {key: value for key, value in vars(of).items() if self.only is not None and key in self.only}
-        return dict(enumerate(of))
-
-    def changes(self) -> Iterator[Change]:
-        before, after = self.entries(self.copy), self.entries(self.container)
-        for key in [*before, *(key for key in after if key not in before)]:
-            old, new = before.get(key, MISSING), after.get(key, MISSING)
-            if not same(old, new):
-                yield Change(
-                    name=self.name(key),
-                    old=old,
-                    new=new,
-                    now=lambda key=key: self.entries(self.container).get(key, MISSING),  # type: ignore[misc]
-                    module=self.module,
-                    slot=self.slot,
-                    key=key,
-                )
-
-    def restore(self) -> None:
-        before, after = self.entries(self.copy), self.entries(self.container)
-        changed = [key for key, value in before.items() if not same(value, after.get(key, MISSING))]
-        added = [key for key in after if key not in before]
-        if not changed and not added:
-            return
-        if isinstance(self.container, dict):
-            kind = OrderedDict if isinstance(self.container, OrderedDict) else dict
-            for key in added:
-                kind.__delitem__(self.container, key)  # type: ignore[arg-type]
-            for key in changed:
-                kind.__setitem__(self.container, key, before[key])  # type: ignore[arg-type]
-        elif isinstance(self.container, type):
-            for key in changed:
-                setattr(self.container, key, before[key])
-        elif isinstance(self.container, types.CellType):
-            if before[0] is MISSING:
-                del self.container.cell_contents
-            else:
-                self.container.cell_contents = before[0]
-        elif isinstance(self.container, set):
-            self.container.clear()
-            self.container.update(self.copy)
-        elif isinstance(self.container, (list, deque)):
-            self.container.clear()
-            self.container.extend(self.copy)
 
 
 @dataclass(slots=True)
@@ -172,7 +74,7 @@ def _numpy_own(name: str, generator: Any) -> _Generator:
 class Snapshot:
     """The Python state that a call of ``model``, and of a loss function, may change."""
 
-    held: list[_Held] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
     """Names of what cannot be looked into: each use of it may give something else."""
     _generators: list[_Generator] = field(default_factory=list)
@@ -218,7 +120,7 @@ class Snapshot:
 
     def tensors(self) -> list[Tensor]:
         """Those that the containers held."""
-        found = (value for held in self.held for value in held.entries(held.copy).values())
+        found = (value for held in self.held for value in held.entries.values())
         return [value for value in found if isinstance(value, Tensor)]
 
     # The containers.
@@ -226,95 +128,112 @@ class Snapshot:
     def _module(self, name: str, path: str | None, module: nn.Module) -> None:
         """path: in the model; None of a module that is no part of it."""
         self._seen[id(module)] = module
-        for slot, own in (("_buffers", module._buffers), ("_parameters", module._parameters)):
-            self.held.append(_Held(own, dict(own), lambda key: f"{name}.{key}", path, slot))
-        own = vars(module)
-        self.held.append(_Held(own, dict(own), lambda key: f"{name}.{key}", path, "attributes"))
-        for key, value in own.items():
-            if key not in _OWN and key not in ("_buffers", "_parameters"):
+        for slot in _PARTS:
+            self.held.append(Held(getattr(module, slot), lambda key: f"{name}.{key}", module=path, slot=slot))
+        self.held.append(
+            Held(
+                vars(module),
+                lambda key: f"{name}.{key}",
+                module=path,
+                slot="attributes",
+                only=lambda k, _: k not in _OWN,
+            )
+        )
+        for key, value in vars(module).items():
+            if key not in _OWN and key not in _PARTS:
                 self._value(f"{name}.{key}", value)
+        for kind in _HOOKS:
+            for hook in getattr(module, kind).values():
+                self._value(f"a hook of {name}", hook)
 
     def _value(self, name: str, value: Any) -> None:
         """A container, or an object with attributes, and what it holds."""
-        if isinstance(value, (*_PLAIN, Tensor, type, types.ModuleType)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, Tensor, type, types.ModuleType)) or id(value) in self._seen:
             return
         if name.count(".") + name.count("[") > _DEEP:
             return
         if isinstance(value, nn.Module):
             self._module(name, None, value)
-            return
-        if isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType):
             self._code(value)
-            return
-        if isinstance(value, random.Random):
+        elif isinstance(value, types.MethodType):
+            self._code(value.__func__)
+            self._value(f"{name}.__self__", value.__self__)
+        elif isinstance(value, functools.partial):
+            self._inside(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
+        elif isinstance(value, random.Random):
             self._generators.append(_Generator(name, value.getstate, value.setstate))
-            return
-        if hasattr(value, "bit_generator"):
+        elif hasattr(value, "bit_generator"):
             self._generators.append(_numpy_own(name, value))
-            return
-        if hasattr(value, "__next__"):
+        elif hasattr(value, "__next__"):
             self.iterators.append(name)
-            return
-        if isinstance(value, dict):
-            entries = dict(dict.items(value))
-            items = entries.items()
-            self.held.append(_Held(value, entries, lambda key: f"{name}[{key!r}]"))
-        elif isinstance(value, (list, deque, set)):
-            kept = set(value) if isinstance(value, set) else list(value)
-            self.held.append(_Held(value, kept, lambda key: f"{name}[{key!r}]"))
-            items = dict(enumerate(value)).items()
-        elif isinstance(value, (tuple, frozenset)):
-            items = dict(enumerate(value)).items()
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            own = vars(value)
-            self.held.append(_Held(own, dict(own), lambda key: f"{name}.{key}"))
+        elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             self._seen[id(value)] = value
-            for key, item in list(own.items()):
-                self._value(f"{name}.{key}", item)
-            return
-        else:
-            return
-        self._seen[id(value)] = value
-        if len(items) <= _LARGE:
-            for key, item in list(items):
-                self._value(f"{name}[{key!r}]", item)
+            held = Held(value, lambda key: f"{name}[{key!r}]")
+            self.held.append(held)
+            if len(held.entries) <= _LARGE:
+                for key, item in held.entries.items():
+                    self._value(f"{name}[{key!r}]", item)
+        elif is_array(value):
+            self.held.append(Held(value, lambda _: name))
+        elif (attributes := attributes_of(value)) is not None:
+            self._seen[id(value)] = value
+            own = getattr(value, "__dict__", None)
+            containers = [own] if isinstance(own, dict) else []
+            containers += [value] if len(attributes) > len(own or ()) else []
+            self.held += [Held(container, lambda key: f"{name}.{key}") for container in containers]
+            self._inside(name, attributes)
+
+    def _inside(self, name: str, attributes: Mapping[str, Any]) -> None:
+        for key, value in list(attributes.items()):
+            self._value(f"{name}.{key}", value)
 
     def _code(self, code: Any) -> None:
-        """What a class or function of the user's may write to: its globals, closures and class attributes."""
+        """What a class or function of the user's may write to: globals, closures, defaults, attributes of its own."""
         code = getattr(code, "__func__", code)
+        if id(code) in self._seen:
+            return
         if isinstance(code, type):
-            if is_library(getattr(sys.modules.get(code.__module__), "__file__", None) or "<"):
+            if is_library(file_of(code)):
                 return
-            own = {k: v for k, v in vars(code).items() if isinstance(v, _KEPT) and not k.startswith("__")}
-            self.held.append(_Held(code, own, lambda key: f"{code.__name__}.{key}", only=frozenset(own)))
-            for key, value in own.items():
-                self._value(f"{code.__name__}.{key}", value)
-            functions = [getattr(v, "__func__", v) for v in vars(code).values()]
-            for function in functions:
+            self._seen[id(code)] = code
+            self._namespace(code, lambda key: f"{code.__name__}.{key}")
+            for value in vars(code).values():
+                function = getattr(value, "fget", getattr(value, "__func__", value))
                 if isinstance(function, types.FunctionType):
                     self._code(function)
-        elif isinstance(code, types.FunctionType) and id(code) not in self._seen:
-            if is_library(code.__code__.co_filename):
+        elif isinstance(code, types.FunctionType):
+            if is_library(file_of(code)):
                 return
             self._seen[id(code)] = code
             for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
                 if name != "__class__":
-                    self.held.append(_Held(cell, (_contents(cell),), lambda _, name=name: name))  # type: ignore[misc]
-                    self._value(name, _contents(cell))
+                    self.held.append(Held(cell, lambda _, name=name: name))  # type: ignore[misc]
+                    self._value(name, contents(cell))
+            self.held.append(Held(vars(code), lambda key: f"{code.__name__}.{key}"))
+            self._inside(code.__name__, vars(code))
+            self._value(f"{code.__name__}.__defaults__", (code.__defaults__, code.__kwdefaults__))
             self._globals(code.__globals__)
 
     def _globals(self, namespace: dict[str, Any]) -> None:
+        """Those of a file, and of what of the user's it names."""
         if id(namespace) in self._seen:
             return
         self._seen[id(namespace)] = namespace
-        watched = frozenset(k for k, v in namespace.items() if isinstance(v, _KEPT) and not k.startswith("__"))
-        self.held.append(_Held(namespace, {k: namespace[k] for k in watched}, str, only=watched))
-        for key in watched:
-            self._value(key, namespace[key])
+        self._namespace(namespace, str)
+        for value in list(namespace.values()):
+            if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
+                self._globals(vars(value))
+            elif isinstance(value, (types.FunctionType, type)) and is_users(file_of(value)):
+                self._code(value)
+
+    def _namespace(self, namespace: Any, name: Callable[[str], str]) -> None:
+        """The data among the names of a class or a file."""
+        held = Held(namespace, name, only=lambda key, value: not key.startswith("__") and _is_data(value))
+        self.held.append(held)
+        for key, value in held.entries.items():
+            self._value(name(key), value)
 
 
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+def _is_data(value: Any) -> bool:
+    return isinstance(value, _KEPT) or is_array(value) or is_users(file_of(type(value)))

@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ir.containers import MISSING, Change, attributes_of, same
 from autopar.ir.errors import CaptureError
 from autopar.ir.first_change import first_change
-from autopar.ir.python_state import MISSING, RANDOM, Change, Snapshot, same
+from autopar.ir.python_state import RANDOM, Snapshot
 from autopar.ir.source import line_here
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -99,7 +100,7 @@ def check_second_call(
             run()
         changes = [change for change in initial.changes() if not is_update(change)]
         initial.restore_buffers()
-        culprit = next((change for change in changes if change.slot in ("_buffers", "_parameters")), None)
+        culprit = next((change for change in changes if change.slot in ("_buffers", "_parameters", "_modules")), None)
         if culprit is None:
             middle = Snapshot.take(model, loss_fn)
             original = {id(tensor) for tensor in known}
@@ -152,7 +153,8 @@ def _alike(old: Any, new: Any, depth: int = 0) -> bool:
         return len(old) == len(new) and all(_alike(a, b, depth + 1) for a, b in zip(old, new, strict=True))
     if isinstance(old, dict):
         return old.keys() == new.keys() and all(_alike(old[key], new[key], depth + 1) for key in old)
-    return hasattr(old, "__dict__") and _alike(vars(old), vars(new), depth + 1)
+    own = attributes_of(old)
+    return own is not None and _alike(own, attributes_of(new), depth + 1)
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -165,8 +167,8 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             inside = value.values()
         elif isinstance(value, _SEQUENCES):
             inside = value
-        elif hasattr(value, "__dict__"):
-            inside = vars(value).values()
+        elif (own := attributes_of(value)) is not None:
+            inside = own.values()
         for item in inside:
             yield from _tensors(item, depth + 1)
 
@@ -189,6 +191,9 @@ def _message(title: str, change: Change, line: str) -> str:
     elif change.slot == "_parameters":
         what = f"forward replaces the parameter {change.name}"
         remedy = "the replacement outside of forward, before the model is made parallel"
+    elif change.slot == "_modules":
+        what = f"forward changes the module {change.name}{_from_to(change)}"
+        remedy = "modules that are made in __init__ and stay where they are"
     elif change.slot == "_buffers":
         what = f"forward changes the buffer {change.name}{_from_to(change)}"
         remedy = "a buffer that is registered with the shape and dtype that it keeps"

@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +33,18 @@ def is_library(file: str) -> bool:
     if file.startswith(_STANDARD):
         return _INSTALLED not in file
     return file.startswith((*_LIBRARIES, "<"))
+
+
+def is_users(file: str | None) -> bool:
+    """Whether a file of code is the user's own: no library, nor an installed package."""
+    return file is not None and not is_library(file) and _INSTALLED not in file
+
+
+def file_of(code: type | FunctionType) -> str:
+    """The file in which a class or a function is defined, as far as that is known."""
+    if isinstance(code, FunctionType):
+        return code.__code__.co_filename
+    return getattr(sys.modules.get(code.__module__), "__file__", None) or "<unknown>"
 
 
 def origin_of(node: fx.Node) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.ir.closures import rebind
 from autopar.ir.errors import CaptureError
 
 
@@ -72,4 +73,5 @@ def _copied(
             f"{type(model).__name__} cannot be copied for capture: {error}\n"
             "  try: keep locks, files, process groups and non-leaf tensors out of the module's attributes"
         ) from error
+    rebind(twin, memo)
     return twin

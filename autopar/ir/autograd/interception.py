@@ -8,9 +8,10 @@
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
     saved_tensors_hooks, retain_grad,
-    hooks on several tensors,           refused
-    backward, hooks of parameters,
-    requires_grad of parameters
+    hooks on several tensors,
+    backward, hooks of parameters,      refused
+    requires_grad of parameters,
+    seeds of random numbers
 
 torch's own entry points are replaced while the trace runs, at the place that all ways to them go through, so that
 ``reverse = Reverse.apply`` of an import long ago is seen as well.
@@ -174,6 +175,8 @@ def _refusing(original: Callable[..., Any], what: str, remedy: str) -> Callable[
     return refuse
 
 
+_SEEDED = "drawing what is to be the same in every step in __init__, into a buffer"
+
 _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
     (Tensor, "backward", "runs a backward", "torch.autograd.grad with create_graph=True, or returning the loss"),
     (torch.autograd, "backward", "runs a backward", "torch.autograd.grad, or returning the loss"),
@@ -195,6 +198,10 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
         "registers a hook on several tensors, or asks for a node of autograd",
         "tensor.register_hook, which runs exactly",
     ),
+    (torch, "manual_seed", "seeds torch's random numbers", _SEEDED),
+    (torch.random, "manual_seed", "seeds torch's random numbers", _SEEDED),
+    (torch, "set_rng_state", "sets the state of torch's random numbers", _SEEDED),
+    (torch.random, "set_rng_state", "sets the state of torch's random numbers", _SEEDED),
     (nn.Module, "register_full_backward_hook", "registers a backward hook on a module", ON_MODULES),
     (nn.Module, "register_full_backward_pre_hook", "registers a backward hook on a module", ON_MODULES),
     (nn.Module, "register_backward_hook", "registers a backward hook on a module", ON_MODULES),
