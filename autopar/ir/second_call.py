@@ -94,6 +94,7 @@ def check_second_call(
     known = list({id(t): t for t in (*model.parameters(), *model.buffers(), *initial.tensors())}.values())
     culprit: Change | None = None
     before = initial
+    settles = False  # calls after the second do what the second did
     try:
         first = _Recorder(known)
         with mode, first:
@@ -119,6 +120,7 @@ def check_second_call(
                     where = next((b.line for a, b in zip(first.ops, second.ops) if a != b), "")
                     raise CaptureError(_iterated(title, initial.iterators, where))
                 culprit = min(changes, key=lambda change: isinstance(change.new, Tensor))
+                settles = not second.reads_left
         if culprit is None:
             _say(title, [change.name for change in changes if any(True for _ in _tensors(change.new))])
             return
@@ -127,7 +129,7 @@ def check_second_call(
             line = first_change(run, culprit.happened)
     finally:
         initial.restore()
-    raise CaptureError(_message(title, culprit, line))
+    raise CaptureError(_message(title, culprit, line, settles))
 
 
 def is_update(change: Change) -> bool:
@@ -183,8 +185,8 @@ def _say(title: str, names: list[str]) -> None:
         )
 
 
-def _message(title: str, change: Change, line: str) -> str:
-    """What changes, where, and what to do about it."""
+def _message(title: str, change: Change, line: str, settles: bool) -> str:
+    """What changes, where, and what to do about it; ``settles``: it changes in the first call alone."""
     if change.slot == RANDOM:
         what = f"forward draws from {change.name}, and one captured graph would repeat what it drew"
         remedy = "torch's random numbers, as in torch.rand or dropout, and torch.where in place of `if`"
@@ -200,6 +202,8 @@ def _message(title: str, change: Change, line: str) -> str:
     else:
         what = f"forward changes {change.name}{_from_to(change)}, and the next call would not run what was captured"
         remedy = f"a buffer that is changed by tensor ops: {_buffer_for(change)}"
+        if settles:
+            remedy = "a call of the model on one batch before this, since later calls leave the attribute as it then is"
     return f"{title} cannot be captured: {what}.\n  at {line or 'an unknown line'}\n  try: {remedy}"
 
 

@@ -205,3 +205,13 @@ def test_what_every_call_sets_anew_is_no_state() -> None:
     with pytest.warns(UnkeptStateWarning, match=r"sets self.hidden"):
         capture(model, torch.randn(4, 8))
     assert not hasattr(model, "hidden")
+
+
+def test_what_the_first_call_alone_changes_can_be_changed_before() -> None:
+    model = InitialisesOnce()
+    with pytest.raises(CaptureError, match="try: a call of the model on one batch before this"):
+        capture(model, torch.randn(4, 8))
+    model(torch.randn(4, 8))
+    capture(model, torch.randn(4, 8))
+    with pytest.raises(CaptureError, match="try: a buffer that is changed by tensor ops"):
+        capture(CountsInAnAttribute(), torch.randn(4, 8))
