@@ -1,12 +1,13 @@
-"""The programs of a model in train and in eval mode, under one plan.
+"""The programs of a model in train and in eval mode, with all of its arguments or fewer, under one plan.
 
-The plan is made for the model in train mode, whose capture is there from the start. Eval mode is captured the first
-time that it is needed, of a copy of the module tree without parameters, since the model itself may be gone by then.
+The plan is made for the model in train mode, whose capture is there from the start. Eval mode, and calls without some
+of the arguments (labels), are captured the first time that they are needed, of a copy of the module tree without
+parameters, since the model itself may be gone by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.ir.capture import capture
+from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
@@ -23,17 +25,22 @@ from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.runtime.variants import Results
 
+_WHOLE = True, frozenset[str]()
+
 
 @dataclass(slots=True)
 class Modes:
-    """model: its module tree. example_inputs, example_target: on the meta device. captured: by mode, True for train."""
+    """model: its module tree. example_inputs, example_target: on the meta device.
+
+    captured: by mode, True for train, and the keys of the step inputs that are absent.
+    """
 
     model: nn.Module
     example_inputs: Any
     loss_fn: Callable[..., Any] | None
     example_target: Any
     plan: Plan
-    captured: dict[bool, CapturedModel] = field(default_factory=dict)
+    captured: dict[tuple[bool, frozenset[str]], CapturedModel] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -47,23 +54,46 @@ class Modes:
     ) -> Modes:
         """captured: the model in train mode. The other arguments are those of ``capture``."""
         inputs, target = pytree.tree_map_only(torch.Tensor, _on_meta, (example_inputs, example_target))
-        return cls(without_parameters(model), inputs, loss_fn, target, plan, {True: captured})
+        return cls(without_parameters(model), inputs, loss_fn, target, plan, {_WHOLE: captured})
 
-    def programs(self, results: Results, training: bool) -> tuple[CapturedModel, tuple[StageProgram, ...]]:
-        """The capture in a mode, and its programs of all stages. Raises CaptureError or PlanMismatch."""
-        if training not in self.captured:
+    def programs(
+        self, results: Results, training: bool, absent: frozenset[str] = frozenset()
+    ) -> tuple[CapturedModel, tuple[StageProgram, ...]]:
+        """The capture in a mode, and its programs of all stages. absent: keys of step inputs that are not given.
+
+        Raises CaptureError, PlanMismatch, or InvalidInput where arguments cannot be left out.
+        """
+        trained = self.captured[_WHOLE]
+        if (training, absent) not in self.captured:
             found = capture(
                 self.model,
-                self.example_inputs,
+                _without(self.example_inputs, absent),
                 loss_fn=self.loss_fn,
                 example_target=self.example_target,
-                name=self.captured[True].name,
+                name=trained.name,
                 training=training,
             )
-            self.captured[training] = normalise(found, check=False)
-        captured = self.captured[training]
-        like = None if training else self.captured[True]
+            self.captured[training, absent] = normalise(found, check=False)
+        captured = self.captured[training, absent]
+        like = None if captured is trained else trained
         return captured, partition(captured, self.plan, outputs=results, like=like)
+
+
+def _without(inputs: Any, absent: frozenset[str]) -> Any:
+    """Example inputs without the arguments at the keys ``absent``: of positional ones, the last."""
+    left = inputs
+    if isinstance(inputs, Mapping):
+        left = {name: value for name, value in inputs.items() if f"kwargs[{name!r}]" not in absent}
+    elif isinstance(inputs, (tuple, list)):
+        count = next((n for n in range(len(inputs)) if f"args[{n}]" in absent), len(inputs))
+        left = inputs[:count]
+    size = 1 if isinstance(left, torch.Tensor) else len(left)
+    if (1 if isinstance(inputs, torch.Tensor) else len(inputs)) - size != len(absent) or not size:
+        raise InvalidInput(
+            f"{', '.join(sorted(absent))}: not given, and only whole arguments can be left out, of positional ones the "
+            "last, and never all.\n  try: example inputs by name, as parallelize(..., example_inputs={...}) takes them"
+        )
+    return left
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -264,8 +264,8 @@ class Engine:
 
     # Running programs of the stages.
 
-    def variant(self, results: Results, training: bool) -> Variant:
-        """The program for a loss or for the model's outputs, in train or eval mode.
+    def variant(self, results: Results, training: bool, absent: frozenset[str] = frozenset()) -> Variant:
+        """The program for a loss or for the model's outputs, in train or eval mode, without the step inputs ``absent``.
 
         All ranks call together. Raises CaptureError or PlanMismatch, on every rank, if there is none.
         """
@@ -274,7 +274,7 @@ class Engine:
                 f"{self.captured.name} has no loss, so there is no training step.\n"
                 "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
             )
-        return self._variants.get(results, training)
+        return self._variants.get(results, training, absent)
 
     def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
@@ -366,7 +366,7 @@ class Engine:
 
     def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> Any:
         """The model's output for this rank's rows, as the model would return it; differentiable without a pipeline."""
-        variant = self.variant("model", training)
+        variant = self.variant("model", training, self.signature.absent(inputs))
         outputs = variant.outputs
         assert outputs is not None, "of a plain forward"
         if self.program.num_stages > 1 and torch.is_grad_enabled():

@@ -19,7 +19,10 @@ from autopar.ir.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class _Input:
+    """given_as: the key of the captured call; key: the same by the name of the argument, if it has one."""
+
     key: str
+    given_as: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
@@ -57,7 +60,7 @@ class Signature:
             if dim is not None:
                 shape[dim] //= degree
             key = _by_name(step_input.key, positional)
-            inputs[name] = _Input(key, tuple(shape), values[name].dtype, dim)
+            inputs[name] = _Input(key, step_input.key, tuple(shape), values[name].dtype, dim)
         return cls(inputs, plan.batch.global_size, degree, positional)
 
     def bind(
@@ -85,6 +88,11 @@ class Signature:
         if given:
             raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
         return bound
+
+    def absent(self, bound: Container[str]) -> frozenset[str]:
+        """Keys, in the captured call, of the arguments of the model that are not in ``bound``, those of a call."""
+        missing = (given for name, given in self.inputs.items() if name not in bound)
+        return frozenset(given.given_as for given in missing if not given.key.startswith("target"))
 
     def require(
         self, names: Iterable[str], bound: Container[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any

@@ -78,10 +78,11 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, in train or eval mode; gradients flow through it.
 
-        The batch is as large as that of a step. An output without rows, as a loss that the model computes, is that of
-        the global batch. A loss that is a mean over this rank's rows gives the parameters the gradient of the mean over
-        all ranks, summed during backward, as with DistributedDataParallel. Under a pipeline every rank gets the output
-        of the last stage, within ``torch.no_grad()`` only. All ranks call together.
+        The batch is as large as that of a step; arguments that the model can do without, as labels, may be left out.
+        An output without rows, as a loss that the model computes, is that of the global batch. A loss that is a mean
+        over this rank's rows gives the parameters the gradient of the mean over all ranks, summed during backward, as
+        with DistributedDataParallel. Under a pipeline every rank gets the output of the last stage, within
+        ``torch.no_grad()`` only. All ranks call together.
         """
         inputs = self._agreed("forward", args, kwargs, None)
         with self.engine.accord.watched():
@@ -115,7 +116,9 @@ class ParallelModule(nn.Module):
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
         without = " without gradients" if call == "forward" and not has_gradients else ""
         engine.agree_to(f"{call}({given}){without}", self.training, failure)
-        required = engine.variant("model" if call == "forward" else "loss", self.training).required
+        plain = call == "forward"
+        absent = engine.signature.absent(inputs) if plain else frozenset()
+        required = engine.variant("model" if plain else "loss", self.training, absent).required
         engine.signature.require(required, inputs, args, kwargs, target)
         return inputs
 

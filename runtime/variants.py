@@ -1,4 +1,5 @@
-"""The programs that one rank can run over its parameters: training step or plain forward, in train or eval mode.
+"""The programs that one rank can run over its parameters: training step or plain forward, in train or eval mode, with
+all arguments or without some.
 
 Parameters live in the modules of the rank's stages, once. A variant is the code that runs over them; the training step
 is there from the start, every other is captured, partitioned and added when it is first needed, by all ranks together.
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 Results = Literal["loss", "model"]
 
-# The capture and the programs of every stage for what is wanted of the model, in train mode or not.
-Programs = Callable[[Results, bool], tuple[CapturedModel, Sequence[StageProgram]]]
+# The capture and the programs of every stage for what is wanted of the model, in train mode or not, and without some
+# step inputs, of which the keys are given.
+Programs = Callable[[Results, bool, frozenset[str]], tuple[CapturedModel, Sequence[StageProgram]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,29 +79,37 @@ class Variants:
         """captured: that of training. programs: makes those of variants that are not there yet."""
         self._captured, self._plan, self._mesh, self._local = captured, plan, mesh, tuple(local)
         self._device, self._random, self._programs = device, randomness, programs
-        self._made: dict[tuple[Results, bool], Variant] = {}
+        self._made: dict[tuple[Results, bool, frozenset[str]], Variant] = {}
         self._holders: Sequence[StageProgram] = ()
 
-    def get(self, results: Results, training: bool) -> Variant:
+    def get(self, results: Results, training: bool, absent: frozenset[str] = frozenset()) -> Variant:
         """The variant for a loss or for the model's outputs. All ranks call together where it is not made yet.
 
-        Raises CaptureError or PlanMismatch, on every rank, if there is none.
+        absent: keys of the step inputs that are not given.
+        Raises CaptureError, PlanMismatch or InvalidInput, on every rank, if there is none.
         """
-        if (results, training) not in self._made:
+        if (results, training, absent) not in self._made:
             make = self._programs
             if make is None:
                 raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
             # The random numbers of the caller go on as if nothing had been captured.
             with torch.random.fork_rng(devices=[]):
-                captured, programs = agree(lambda: self._checked(*make(results, training), training))
+                captured, programs = agree(lambda: self._checked(*make(results, training, absent), training))
             self._mesh.make_groups(programs, self._holders)
-            self.add(results, training, captured, programs)
-        return self._made[results, training]
+            self.add(results, training, captured, programs, absent)
+        return self._made[results, training, absent]
 
-    def add(self, results: Results, training: bool, captured: CapturedModel, programs: Sequence[StageProgram]) -> None:
+    def add(
+        self,
+        results: Results,
+        training: bool,
+        captured: CapturedModel,
+        programs: Sequence[StageProgram],
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
         """Add a variant; the first one is what the stages were made for. programs: of every stage."""
         self._holders = self._holders or programs
-        name = f"{_mode(training)} {results}"
+        name = " ".join((_mode(training), results, *(f"without {key}" for key in sorted(absent))))
         own = tuple(programs[stage.program.stage] for stage in self._local)
         totals: list[tuple[StageModule, str, tuple[str, ...]]] = []
         for stage, program in zip(self._local, own, strict=True):
@@ -113,7 +123,7 @@ class Variants:
                 stage.module.add_variant(f"{name} total {number}", alone, block.outputs, self._device)
                 totals.append((stage.module, f"{name} total {number}", block.outputs))
         managed = {name for stage in self._local if stage.zero is not None for name in stage.zero.managed}
-        self._made[results, training] = Variant(
+        self._made[results, training, absent] = Variant(
             name=name,
             programs=own,
             required=tuple(dict.fromkeys(given for program in programs for given in program.inputs)),

@@ -78,7 +78,11 @@ class ZeroEngine:
         return self.modules[-1][0]
 
     def reshard(self) -> None:
+        """Put the sharded parameters in place; what was gathered ahead for a block that did not run is forgotten."""
         for module, _ in self.modules:
+            for group in _groups(module):
+                if group._all_gather_result is not None:
+                    group.wait_for_unshard()
             module.reshard()
 
     def hold(self, modules: Iterable[FSDPModule]) -> None:

@@ -47,18 +47,25 @@ class Normed(nn.Module):
         return x + self.net(x)
 
 
+class Shallow(Layer):
+    """Of such blocks evaluation runs the first two alone."""
+
+
 class Net(nn.Module):
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
+        self.num_evaluated = 2 if block is Shallow else 4
         self.embed = nn.Linear(8, WIDTH)
         self.layers = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 5)
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         x = self.embed(x)
-        for layer in self.layers:
+        for layer in self.layers if self.training else list(self.layers)[: self.num_evaluated]:
             x = layer(x)
         scores = self.head(x)
+        if labels is None:
+            return {"scores": scores, "mode": "no labels"}
         loss = F.cross_entropy(scores, labels, ignore_index=-1)
         return {"loss": loss, "scores": scores, "classes": scores.argmax(1), "mode": self.training}
 
@@ -105,6 +112,10 @@ def evaluate(plain: nn.Module, pm: autopar.ParallelModule, given: dict[str, Tens
     rows = pm.shard_batch({name: wanted[name] for name in ("scores", "classes")})
     assert torch.equal(got["classes"], rows["classes"]) and torch.equal(got["scores"], again["scores"])
     error = float((got["scores"] - rows["scores"]).abs().max())
+    with torch.no_grad():
+        without = pm(x=own["x"])
+    assert list(without) == ["scores", "mode"] and without["mode"] == "no labels"
+    error = max(error, float((without["scores"] - rows["scores"]).abs().max()))
     for loss in (got["loss"], pm.loss(**own)):
         error = max(error, abs(float(loss) - float(wanted["loss"])))
     torch.testing.assert_close(pm.full_state_dict(), before, rtol=0, atol=0)
@@ -123,6 +134,8 @@ CASES: dict[int, list[tuple[type[nn.Module], dict[str, Any]]]] = {
         (Normed, {"tp": 2}),
         (Normed, {"pp": 2}),
         (Layer, {"dp": 2, "zero": 1, "num_microbatches": 2}),
+        (Shallow, {"dp": 2, "zero": 1}),
+        (Shallow, {"dp": 2, "zero": 3}),
         (Layer, {"pp": 2, "schedule": "1f1b", "num_microbatches": 4}),
         (Layer, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 2}),
     ],

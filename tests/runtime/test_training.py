@@ -191,7 +191,7 @@ def _forward(zero: int) -> Any:
             captured,
             plan,
             data_parallel_programs(captured, plan),
-            more=lambda results, training: (captured, data_parallel_programs(captured, plan, outputs=results)),
+            more=lambda results, training, absent: (captured, data_parallel_programs(captured, plan, outputs=results)),
         )
     )
     found = []
