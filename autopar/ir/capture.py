@@ -41,6 +41,7 @@ from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module
 from autopar.ir.library_switches import switch, traceable_libraries
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
+from autopar.ir.rolling import roll_loops
 from autopar.ir.rules import repeat_warnings
 from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
@@ -340,6 +341,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     graph.output((*flat[:has_loss], *outputs, *updates.values()))
     simplify(graph, differentiable=differentiable)
     refuse_open(graph)
+    roll_loops(graph, mode, fed={n for n in graph.nodes if n.name in inputs}, trained=set(differentiable))
     _copy_given_updates(graph, len(updates), mode)
     graph_module = module_of(graph)
     if has_loss and traced.recording.differentiates:
