@@ -64,6 +64,19 @@ def test_an_axis_that_divides_all_says_nothing() -> None:
         divided_flops(captured, plan, "ep")
 
 
+def test_groups_of_convolutions_are_divided_after_a_norm_over_all_channels() -> None:
+    model = nn.Sequential(
+        nn.LayerNorm((WIDTH, S)),
+        nn.Conv1d(WIDTH, 4 * WIDTH, 1, groups=4),
+        nn.GELU(),
+        nn.Conv1d(4 * WIDTH, WIDTH, 1, groups=4),
+    )
+    x = torch.randn(B, WIDTH, S)
+    captured = normalise(capture(model, (x,), loss_fn=F.mse_loss, example_target=x))
+    plan = estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(tp=2, precision="fp32")).plan
+    assert divided_flops(captured, plan, "tp").share == 1.0
+
+
 class Stacked(nn.Module):
     """Every token through every expert, whose matrices are a stack."""
 

@@ -1,11 +1,13 @@
 """Convolutions.
 
 conv2d            b c y0 y1, o c k0 k1, o -> b o y2 y3     c is summed (lowered with a bias), space is blocked
-conv2d, groups    b (g c) .., (g o) c .., (g o) -> b (g o) ..
+conv2d, groups    b (g c) .., (g o) c .., (g o) -> b (g o) ..     divided by groups alone
 patches           b c (y k) (x l), o c k l, o -> b o y x   a kernel as large as its stride keeps space shardable
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
@@ -39,7 +41,7 @@ def convolution(call: Call) -> FactorRule | None:
     work = numel(out) * (x.shape[1] // groups) * numel(weight.shape[2:])
     if transposed:
         work = numel(x.shape) * (out[1] // groups) * numel(weight.shape[2:])
-    return factors.rule(
+    rule = factors.rule(
         operand_factors(call, known, factors),
         [(b, channels_out, *space_out)],
         summed=("c",),
@@ -47,6 +49,8 @@ def convolution(call: Call) -> FactorRule | None:
         linear=sums(call, [x.position], [weight.position]) if bias is None else (),
         flops=2 * work,
     )
+    # A product for each group, which is worth dividing where the operand comes whole. One channel each is none.
+    return replace(rule, leads=bool(g) and bool(c or o))
 
 
 def _space(
