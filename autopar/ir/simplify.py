@@ -81,7 +81,13 @@ _IDENTITY_SCALARS: dict[Any, float] = {
     aten.sub.Scalar: 0,
     aten.pow.Tensor_Scalar: 1,
 }
-_DROPOUTS = {aten.dropout.default: 2, aten.feature_dropout.default: 2, aten.native_dropout.default: 2}
+_DROPOUTS = {
+    aten.dropout.default: 2,
+    aten.alpha_dropout.default: 2,
+    aten.feature_dropout.default: 2,
+    aten.feature_alpha_dropout.default: 2,
+    aten.native_dropout.default: 2,
+}
 _FOLDABLE_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
 
 

@@ -72,13 +72,17 @@ def shared_randomness(*seed: int, devices: Sequence[torch.device] = ()) -> Itera
 @contextmanager
 def shard_randomness(operands: Any, groups: Groups) -> Iterator[None]:
     """Within, random ops on the device of ``operands`` draw the numbers of this rank's shard over ``groups``."""
-    tensors = [leaf for leaf in pytree.tree_leaves(operands) if isinstance(leaf, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "meta" or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    leaves = [leaf for leaf in pytree.tree_leaves(operands) if isinstance(leaf, (Tensor, torch.device))]
+    devices = [leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    device = devices[0] if devices else torch.device("cpu")
+    if device.type == "meta" or any(isinstance(leaf, FakeTensor) for leaf in leaves):
         yield  # shapes only
         return
-    base = int(torch.randint(2**62, ()).item())
-    with _seeded(derive_seed(base, shard_index(groups)), device):
+    base = torch.randint(2**62, ())
+    if isinstance(base, FakeTensor):
+        yield  # an op without operands, for its shape
+        return
+    with _seeded(derive_seed(int(base), shard_index(groups)), device):
         yield
 
 

@@ -20,6 +20,11 @@ def dropout(call: Call) -> FactorRule | None:
     return _random(call, active=active)
 
 
+def leaky(call: Call) -> FactorRule | None:
+    """A slope that is drawn for each element in training, and is fixed otherwise."""
+    return _random(call, active=bool(call.bound()["training"]))
+
+
 def draw(call: Call) -> FactorRule | None:
     return _random(call, active=True)
 
@@ -57,7 +62,10 @@ RULES: dict[str, Rule] = {
     "autopar::dropout": dropout,
     "aten::dropout": dropout,
     "aten::native_dropout": dropout,
+    "aten::alpha_dropout": dropout,
     "aten::feature_dropout": channel_dropout,
+    "aten::feature_alpha_dropout": channel_dropout,
+    "aten::rrelu": leaky,
 }
 RULES.update(
     table(
