@@ -105,6 +105,7 @@ def capture(
         except _FAILURES as error:
             raise explain(title, error) from error
     refuse_unknown_sizes(title, traced.program.graph)
+    traced.recording.refuse_reading(traced.twin.output.changed)
     if traced.twin.output.changed:
         _check_second_call(title, model, call, loss_fn, training)
     return _assemble(model, title, call, traced)

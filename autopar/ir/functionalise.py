@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
-from autopar.ir.autograd.function_op import is_hook
+from autopar.ir.autograd.function_op import below_hooks, is_hook
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.autograd.scans import SLOT, STEPS, scan_op, writes_outside
 from autopar.ir.building import add_call, fake_call
@@ -358,8 +358,7 @@ class Functionaliser:
             self.values[node] = [self._call(node, operator.getitem, (made, place), {}) for place in range(count)]
 
     def _hook(self, node: fx.Node, called: Recorded, tensor: fx.Node) -> None:
-        while is_hook(tensor.target):
-            tensor = tensor.args[0]  # type: ignore[assignment]  # the earlier of two hooks gets the gradient first
+        tensor = below_hooks(tensor)  # the earlier of two hooks gets the gradient first
         with self.graph.inserting_after(tensor):
             hooked = self._call(node, called.op, called.filled((tensor,)), {})
         tensor.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)
@@ -371,7 +370,7 @@ class Functionaliser:
         outputs, inputs, grads, create = self._read(node.args)
         derivative = Derivative(
             outputs=outputs,
-            inputs=inputs,
+            inputs=[below_hooks(tensor) for tensor in inputs],  # what autograd gives has been through its hooks
             grads=grads,
             create=create,
             refuse=lambda what, remedy: _refused(node, what, remedy),

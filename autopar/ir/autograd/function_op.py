@@ -8,14 +8,16 @@ that two calls are calls of one op exactly if class, structure and objects are t
 
 from __future__ import annotations
 
+import inspect
 import logging
+import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -110,6 +112,26 @@ class FunctionOp:
 def is_hook(target: Any) -> bool:
     """Whether an op is a hook on a tensor."""
     return isinstance(target, FunctionOp) and target.function is Hooked
+
+
+def names_in(function: type[torch.autograd.Function]) -> frozenset[str]:
+    """The names of globals, attributes and outer variables that the code of a function reads or writes."""
+    methods = [inspect.unwrap(getattr(method, "__func__", method)) for method in vars(function).values()]
+    codes: list[Any] = [getattr(method, "__code__", None) for method in methods]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, types.CodeType):
+            found.update(code.co_names, code.co_freevars)
+            codes += code.co_consts
+    return frozenset(found)
+
+
+def below_hooks(node: fx.Node) -> fx.Node:
+    """The tensor on which the hooks are that ``node`` ends, or ``node`` itself."""
+    while is_hook(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def is_own(target: Any) -> bool:

@@ -11,6 +11,7 @@
     hooks on several tensors,
     backward, hooks of parameters,      refused
     requires_grad of parameters,
+    forward-mode differentiation,
     seeds of random numbers
 
 torch's own entry points are replaced while the trace runs, at the place that all ways to them go through, so that
@@ -19,6 +20,7 @@ torch's own entry points are replaced while the trace runs, at the place that al
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
@@ -41,7 +44,7 @@ from autopar.ir.autograd.scans import scans_recorded
 from autopar.ir.autograd.transforms import transforms_made_plain
 from autopar.ir.autograd.trial import is_apart
 from autopar.ir.errors import CaptureError
-from autopar.ir.source import user_line
+from autopar.ir.source import is_library, user_line
 
 _register_hook: Callable[..., Any] = Tensor.register_hook
 _get_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -71,6 +74,8 @@ def intercepted() -> Iterator[Recording]:
         replace(torch.autograd.graph.saved_tensors_hooks, "__exit__", _exit_saved_tensors_hooks)
         for owner, name, what, remedy in _REFUSED:
             replace(owner, name, _refusing(getattr(owner, name), what, remedy))
+        for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state")):
+            replace(owner, name, _seeding(getattr(owner, name)))
         yield recording
 
 
@@ -175,7 +180,17 @@ def _refusing(original: Callable[..., Any], what: str, remedy: str) -> Callable[
     return refuse
 
 
-_SEEDED = "drawing what is to be the same in every step in __init__, into a buffer"
+def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        if is_library(sys._getframe(1).f_code.co_filename):  # which puts back what it found
+            return original(*args, **kwargs)
+        raise _refused(
+            "sets the state of torch's random numbers",
+            "drawing what is to be the same in every step in __init__, into a buffer",
+        )
+
+    return seed
+
 
 _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
     (Tensor, "backward", "runs a backward", "torch.autograd.grad with create_graph=True, or returning the loss"),
@@ -198,10 +213,8 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
         "registers a hook on several tensors, or asks for a node of autograd",
         "tensor.register_hook, which runs exactly",
     ),
-    (torch, "manual_seed", "seeds torch's random numbers", _SEEDED),
-    (torch.random, "manual_seed", "seeds torch's random numbers", _SEEDED),
-    (torch, "set_rng_state", "sets the state of torch's random numbers", _SEEDED),
-    (torch.random, "set_rng_state", "sets the state of torch's random numbers", _SEEDED),
+    (forward_ad.dual_level, "__enter__", "uses forward-mode differentiation", "torch.func.jvp"),
+    (torch.func, "linearize", "linearises a function", "torch.func.jvp"),
     (nn.Module, "register_full_backward_hook", "registers a backward hook on a module", ON_MODULES),
     (nn.Module, "register_full_backward_pre_hook", "registers a backward hook on a module", ON_MODULES),
     (nn.Module, "register_backward_hook", "registers a backward hook on a module", ON_MODULES),

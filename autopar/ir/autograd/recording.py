@@ -17,8 +17,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.ir.alike import plain, shape_key
-from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.autograd.function_op import FunctionOp, names_in
 from autopar.ir.autograd.trial import Trial, try_function
+from autopar.ir.errors import CaptureError
+from autopar.ir.source import line_of_code
 
 
 @torch.library.custom_op("autopar::function", mutates_args=())
@@ -73,6 +75,17 @@ class Recording:
     calls: list[Recorded] = field(default_factory=list)
     differentiates: bool = False
     _trials: dict[Hashable, tuple[int, Trial]] = field(default_factory=dict)
+
+    def refuse_reading(self, changed: Sequence[str]) -> None:
+        """Raise CaptureError if a function reads a global or an attribute of a class that forward changes."""
+        for name in (name for name in changed if not name.startswith("self")):
+            for function in dict.fromkeys(recorded.op.function for recorded in self.calls):
+                if name.rpartition(".")[2] in names_in(function):
+                    raise CaptureError(
+                        f"the model cannot be captured: the autograd function {function.__name__} reads {name}, which "
+                        f"forward changes.\n  forward: {line_of_code(function.forward)}\n"
+                        "  try: passing it to apply as an argument"
+                    )
 
     def call(self, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
         """In place of ``function.apply(*args)``, one of whose tensors requires a gradient."""

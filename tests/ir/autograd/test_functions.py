@@ -202,6 +202,28 @@ def test_what_cannot_be_one_op_is_refused_with_its_line(function: Any, text: str
     assert "h = self.apply_function(h, 0.5)" in str(caught.value)
 
 
+def test_a_function_that_reads_what_forward_changes_is_refused() -> None:
+    class Quantised(Scaled):
+        levels = 4.0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+            ctx.scale = scale
+            return torch.round(x * Quantised.levels) / Quantised.levels
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            Quantised.levels = 2.0
+            return Quantised.apply(self.linear(x), 1.0).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"reads Quantised\.levels, which forward changes"):
+        capture(Changing(), torch.randn(4, 8))
+
+
 def test_a_parameter_behind_its_back_is_refused() -> None:
     class Behind(nn.Module):
         def __init__(self) -> None:
