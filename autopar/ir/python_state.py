@@ -148,13 +148,13 @@ class Snapshot:
 
     def _value(self, name: str, value: Any) -> None:
         """A container, or an object with attributes, and what it holds."""
-        if isinstance(value, (*PLAIN, Tensor, type, types.ModuleType)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, Tensor, types.ModuleType)) or id(value) in self._seen:
             return
         if name.count(".") + name.count("[") > _DEEP:
             return
         if isinstance(value, nn.Module):
             self._module(name, None, value)
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) or (isinstance(value, type) and is_users(file_of(value))):
             self._code(value)
         elif isinstance(value, types.MethodType):
             self._code(value.__func__)
