@@ -17,7 +17,7 @@ from autopar.passes.normalise import normalise
 from autopar.report.units import plural, seconds
 from autopar.search.api import estimate_captured, search_captured
 from autopar.search.constraints import Constraints
-from autopar.search.divided import DividedFlops, degenerate
+from autopar.search.divided import DividedFlops, divided_by_axes
 from autopar.search.outer import Progress
 from autopar.search.result import SearchResult
 
@@ -40,9 +40,9 @@ class Planned:
     def plan(self) -> Plan:
         return self.result.plan
 
-    def degenerate(self) -> list[DividedFlops]:
-        """The axes for tensors or experts that leave much of their work whole on every rank."""
-        return degenerate(self.captured, self.plan, workload=self.result.workload)
+    def divided(self) -> list[DividedFlops]:
+        """What each axis for tensors or experts divides of its work."""
+        return divided_by_axes(self.captured, self.plan, workload=self.result.workload)
 
 
 def find_plan(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.planning import Planned
+from autopar.report.divided import divided_data
 from autopar.report.words import microbatch_size, remat_level
 
 # Every key, in order; all but ``feasible`` are null where no plan fits.
 KEYS = (
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
     "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
-    "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s",
+    "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided",
 )  # fmt: skip
 
 
@@ -39,6 +40,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "search_time_s": planned.result.search_time_s,
         "optimality_gap": planned.result.optimality_gap,
         "breakdown_s": dict(prediction.breakdown_s),
+        "divided": divided_data(planned.divided()),
     }
     return {key: values[key] for key in KEYS}
 

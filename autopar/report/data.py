@@ -14,12 +14,14 @@ from autopar.ir.plan import Plan, StagePlan
 from autopar.planning import Planned
 from autopar.report.axes import axes, cluster_picture
 from autopar.report.candidates import candidates
+from autopar.report.divided import divided_data
 from autopar.report.listing import Row, listings, plain_listing
 from autopar.report.sensitivity import Variation
 from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, steps_of_streams
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
 from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
+from autopar.search.divided import divided_by_axes
 
 Json = Any
 """What ``json.dumps`` takes."""
@@ -51,6 +53,9 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "prediction": None if prediction is None else prediction.model_dump(),
         "capacity_bytes": _capacity_bytes(plan) if study is None else study.capacity_bytes,
         "axes": axes(plan),
+        "divided": {}
+        if study is None
+        else divided_data(divided_by_axes(study.load.captured, plan, workload=study.load)),
         "picture": cluster_picture(plan),
         "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],

@@ -13,10 +13,12 @@ from autopar.cost_model.cluster import Cluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.report.comparison import comparison, in_words
+from autopar.report.divided import divided_data
 from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, seconds
 from autopar.search.api import priced_plan
 from autopar.search.communications import Communication, communications
+from autopar.search.divided import divided_by_axes
 from autopar.search.explanation import Alternative, Explanation
 
 # Of the communications of a plan, those that together are so much of its time are printed.
@@ -41,6 +43,7 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
     return {
         "step_time_s": None if plan.prediction is None else plan.prediction.step_time_s,
         "breakdown_s": {} if plan.prediction is None else plan.prediction.breakdown_s,
+        "divided": divided_data(divided_by_axes(captured, plan, workload=pricing.workload)),
         "communications": found,
     }
 
@@ -54,6 +57,8 @@ def print_overview(found: Mapping[str, Any], *, console: Console | None = None) 
             f"{part.replace('_', ' ')} {seconds(s)} ({s / total:.0%})" for part, s in found["breakdown_s"].items() if s
         )
         console.print(Text(f"{seconds(total)} a step: " + ", ".join(spent)), soft_wrap=True)
+    for axis in found["divided"].values():
+        console.print(axis["words"], soft_wrap=True)
     if not found["communications"]:
         console.print("no op communicates with another rank")
         return

@@ -9,20 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
+from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
-from autopar.report.units import gib, of_flop, percent, plural, seconds, significant
+from autopar.report.units import gib, percent, plural, seconds, significant
 from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
-from autopar.search.constraints import role_of_axis
 
 if TYPE_CHECKING:
     from autopar.planning import Planned
-    from autopar.search.divided import DividedFlops
     from autopar.search.result import Baseline
 
-# What of a plan is printed so that it fits a screen: stages, ops of a block, and ops that an axis leaves whole.
-_SCREEN_STAGES, _SCREEN_OPS, _SCREEN_WHOLE = 8, 12, 3
+# What of a plan is printed so that it fits a screen: stages, and ops of a block.
+_SCREEN_STAGES, _SCREEN_OPS = 8, 12
 
 _AXIS_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -39,8 +38,9 @@ def print_plan(
     console.print(_heading(plan, styles))
     console.print(_prediction(plan, planned))
     if planned is not None:
-        for found in planned.degenerate():
-            console.print(Text(degenerate_words(found), "yellow"), soft_wrap=True)
+        for found in planned.divided():
+            if found.is_degenerate:
+                console.print(Text(divided_words(found), "yellow"), soft_wrap=True)
     if whole and plan.num_ranks > 1:
         console.print(drawn_mesh(plan, styles))
     console.print(_stages(plan, len(plan.stages) if whole else _SCREEN_STAGES))
@@ -117,17 +117,6 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
                 Text("without a search: " + "; ".join(_baseline(b, step) for b in planned.result.baselines), "dim")
             )
     return Group(*parts)
-
-
-def degenerate_words(found: DividedFlops) -> str:
-    """``tp 2 divides 12 of 38 GFLOP; whole on every rank: ...``: how much of its work an axis divides, and what not."""
-    of_experts = " of its experts" if role_of_axis(found.axis) == "ep" else ""
-    more = len(found.whole) - _SCREEN_WHOLE
-    return (
-        f"{found.axis} {found.size} divides {of_flop(found.divided, found.total)}{of_experts}; whole on every rank: "
-        + ", ".join(map(str, found.whole[:_SCREEN_WHOLE]))
-        + (f" and {more} more" if more > 0 else "")
-    )
 
 
 def _baseline(baseline: Baseline, step_time_s: float) -> str:

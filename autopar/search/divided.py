@@ -70,6 +70,11 @@ class DividedFlops:
         """Between 0 and 1; 1 for a model without products."""
         return self.divided / self.total if self.total else 1.0
 
+    @property
+    def is_degenerate(self) -> bool:
+        """Whether the axis divides less than ``ENOUGH`` of its work."""
+        return self.share < ENOUGH
+
 
 def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: Workload | None = None) -> DividedFlops:
     """What ``axis`` of ``plan`` divides of the work of ``captured``.
@@ -100,12 +105,11 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     return DividedFlops(axis=axis, size=plan.mesh[axis], divided=divided, total=total, whole=tuple(whole))
 
 
-def degenerate(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
-    """The axes of ``plan`` for tensors or experts that divide less than ``ENOUGH`` of their work."""
+def divided_by_axes(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
+    """``divided_flops`` of every axis of ``plan`` for tensors or experts that has several ranks."""
     load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
     axes = [name for name, size in plan.mesh.items() if size > 1 and role_of_axis(name) in ("tp", "ep")]
-    found = [divided_flops(captured, plan, axis, workload=load) for axis in axes]
-    return [one for one in found if one.share < ENOUGH]
+    return [divided_flops(captured, plan, axis, workload=load) for axis in axes]
 
 
 def _unknown(axis: str, plan: Plan) -> int:

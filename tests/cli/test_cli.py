@@ -62,7 +62,7 @@ def example_inputs(batch_size=16, seq_len=8):
 JSON_KEYS = {
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
     "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat", "capture_time_s",
-    "search_time_s", "optimality_gap", "breakdown_s",
+    "search_time_s", "optimality_gap", "breakdown_s", "divided",
 }  # fmt: skip
 
 
@@ -115,7 +115,16 @@ def test_an_axis_that_divides_little_is_told(
     path.write_text(ODD)
     assert autopar(monkeypatch, "estimate", str(path), "--gpus", "2", "--gpu", "cpu", "--tp", "2") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "tp 2 divides 0 of 756,000 FLOP; whole on every rank: up/linear (k 63, n 125 not divisible by 2)" in shown
+    words = "tp 2 divides 0 of 756,000 FLOP; whole on every rank: up/linear (k 63, n 125 not divisible by 2)"
+    assert words in shown
+    plan, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    arguments = ("--gpus", "2", "--gpu", "cpu", "--tp", "2", "--json", "-o", str(plan), "--report", str(page))
+    assert autopar(monkeypatch, "estimate", str(path), *arguments) == 0
+    divided = json.loads(capsys.readouterr().out)["divided"]["tp"]
+    assert (divided["share"], divided["total_flops"], divided["words"]) == (0.0, 756_000, words)
+    assert words in page.read_text()
+    assert autopar(monkeypatch, "explain", str(plan)) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_estimate_of_a_schedule(

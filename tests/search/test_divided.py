@@ -14,10 +14,10 @@ from autopar.ir.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
-from autopar.report.terminal import degenerate_words
+from autopar.report.divided import divided_data, divided_words
 from autopar.search.api import estimate_captured
 from autopar.search.constraints import Constraints
-from autopar.search.divided import degenerate, divided_flops
+from autopar.search.divided import divided_by_axes, divided_flops
 
 B, S, WIDTH, ODD = 4, 6, 16, 7
 
@@ -46,8 +46,9 @@ def test_what_does_not_divide_is_named_with_its_reason() -> None:
     large, small = WIDTH * 4 * WIDTH + 4 * WIDTH * ODD, 2 * ODD * 3 * ODD
     assert found.divided == 3 * 2 * B * large
     assert found.total == 3 * 2 * B * (large + small)
-    (own,) = degenerate(captured, plan)
-    assert degenerate_words(own) == (
+    (own,) = divided_by_axes(captured, plan)
+    assert own.is_degenerate
+    assert divided_words(own) == (
         "tp 2 divides 35,328 of 42,384 FLOP; whole on every rank: first/linear (k 7, n 21 not divisible by 2), "
         "second/linear (k 21, n 7 not divisible by 2)"
     )
@@ -59,7 +60,10 @@ def test_an_axis_that_divides_all_says_nothing() -> None:
     captured = normalise(capture(model, (x,), loss_fn=F.mse_loss, example_target=x))
     plan = estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(tp=2, precision="fp32")).plan
     assert divided_flops(captured, plan, "tp").share == 1.0
-    assert degenerate(captured, plan) == []
+    (own,) = divided_by_axes(captured, plan)
+    assert not own.is_degenerate
+    assert divided_words(own) == "tp 2 divides 49,920 of 49,920 FLOP"
+    assert divided_data([own])["tp"]["whole"] == []
     with pytest.raises(KeyError, match="no mesh axis 'ep'"):
         divided_flops(captured, plan, "ep")
 
