@@ -142,7 +142,7 @@ def scatter(call: Call) -> FactorRule | None:
         return tuple(factors.dim(f"d{d}", s) if shared[d] else factors.fresh(s) for d, s in enumerate(operand.shape))
 
     known = {operand.position: dims(operand) for operand in call.operands}
-    adds = call.name == "aten::scatter_add" and isinstance(source, Operand)
+    adds = call.name == "aten::scatter_add" or bound.get("reduce") in ("sum", "mean")
     return factors.rule(
         operand_factors(call, known, factors),
         [known[x.position]],
@@ -192,6 +192,7 @@ RULES: dict[str, Rule] = {
     "aten::_unsafe_index_put": index_put,
     "aten::scatter": scatter,
     "aten::scatter_add": scatter,
+    "aten::scatter_reduce": scatter,
     "aten::index_add": index_add,
     "aten::index_copy": index_add,
     "aten::bucketize": bucketize,

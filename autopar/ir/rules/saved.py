@@ -226,6 +226,10 @@ def _max_pool(call: Call, needs: set[int]) -> Saved:
     return Saved((0,), (), numel(call.results[0].shape) * torch.int64.itemsize)
 
 
+def _all(call: Call, needs: set[int]) -> Saved:
+    return Saved(tuple(operand.position for operand in call.operands), (0,))
+
+
 def _lerp(call: Call, needs: set[int]) -> Saved:
     weight = call.bound()["weight"]
     if not isinstance(weight, Operand):
@@ -321,4 +325,5 @@ _SPECIAL: dict[str, Callable[[Call, set[int]], Saved]] = {
     "autopar::embedding_bag": _bag,
     "aten::where": _where,
     "aten::lerp": _lerp,
+    "aten::scatter_reduce": _all,
 }

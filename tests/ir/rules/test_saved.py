@@ -89,6 +89,8 @@ CASES: list[tuple[Any, ...]] = [
     (aten.where.self, torch.ones(4, 6) > 0, r(4, 6), r(4, 6)),
     (aten.masked_fill.Scalar, r(4, 6), torch.ones(4, 6) > 0, 0.0),
     (aten.embedding.default, r(8, 6), torch.arange(4)),
+    (aten.scatter_reduce.two, r(4, 6), 1, torch.zeros(4, 2, dtype=torch.int64), r(4, 2), "sum"),
+    (aten.scatter_reduce.two, r(4, 6), 1, torch.zeros(4, 2, dtype=torch.int64), r(4, 2), "amax"),
     (aten.gather.default, r(4, 6), 1, torch.zeros(4, 2, dtype=torch.long)),
     (aten.index.Tensor, r(4, 6), [torch.arange(3)]),
     (aten.layer_norm.default, r(4, 6), [6], r(6), r(6)),
