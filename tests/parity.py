@@ -55,6 +55,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "dp2-tp2": (4, {"dp": 2, "tp": 2}),
 }
+# Likewise, for cases with experts alone.
+EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"ep": 2}),
+    "ep2-dp2-zero3": (4, {"ep": 2, "dp": 2, "zero": 3}),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}),
+}
+_EVERY = PLANS | EXPERT_PLANS
 
 # exact: equal to one process. refused: CaptureError. impossible: the model cannot have the plan, and an error says so.
 # failed: any other exception, or a rank that died or hung.
@@ -95,8 +102,8 @@ def run_cells(cases: Sequence[str], plans: Sequence[str]) -> Iterator[Cell]:
 
     A rank that dies, hangs or is left by the others ends its group; the cell failed, and another group runs the rest.
     """
-    for num_ranks in sorted({PLANS[plan][0] for plan in plans}):
-        left = [(case, plan) for case in cases for plan in plans if PLANS[plan][0] == num_ranks]
+    for num_ranks in sorted({_EVERY[plan][0] for plan in plans}):
+        left = [(case, plan) for case in cases for plan in plans if _EVERY[plan][0] == num_ranks]
         while left:
             with tempfile.TemporaryDirectory(prefix="autopar-cells-") as folder:
                 record = Path(folder) / "cells.jsonl"
@@ -118,7 +125,7 @@ def _run_all(cells: Sequence[tuple[str, str]], record: str) -> None:
     for name, plan in cells:
         start = time.perf_counter()
         try:
-            verdict, text = _run_cell(case_of(name), PLANS[plan][0], PLANS[plan][1])
+            verdict, text = _run_cell(case_of(name), *_EVERY[plan])
         except CaptureError as error:
             verdict, text = "refused", str(error)
         except AutoparError as error:

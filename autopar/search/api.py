@@ -8,15 +8,13 @@ from dataclasses import replace
 from math import gcd, inf
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.ops import is_contraction
 from autopar.ir.capacity import limit_experts
 from autopar.ir.clusters import BATCH, first_instances
 from autopar.ir.errors import InfeasiblePlan
-from autopar.ir.graph import CapturedModel, tensor_operands
+from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.annotations import check_annotations
-from autopar.search.communications import name_of
 from autopar.search.configuration import Configuration, Inner
 from autopar.search.constraints import Constraints, NoOption
 from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
@@ -223,35 +221,14 @@ def _check_experts(load: Workload, constraints: Constraints) -> None:
     degree = constraints.degree("ep") or 1
     if degree == 1:
         return
-    counts = load.experts
+    counts = {load.rule(node).sizes[factor] for node, own in load.expert_factors.items() for factor in own}
     if not counts:
-        raise InfeasiblePlan(
-            f"ep={degree}: {load.captured.name} has no experts to divide.{_stacked(load)}\n  try: --ep 1"
-        )
+        raise InfeasiblePlan(f"ep={degree}: {load.captured.name} has no experts to divide.\n  try: --ep 1")
     if all(count % degree for count in counts):
         raise InfeasiblePlan(
             f"ep={degree} does not divide the {' or '.join(map(str, sorted(counts)))} experts of a layer of "
             f"{load.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
         )
-
-
-def _stacked(load: Workload) -> str:
-    """The products with a stack of matrices, which may be experts that no rule recognises as such."""
-    stacked = [
-        node
-        for node in load.repeats
-        if is_contraction(node, load.rule(node))
-        and any(o.name in load.captured.parameters and len(o.meta["val"].shape) == 3 for o in tensor_operands(node))
-    ]
-    names = list(dict.fromkeys(name_of(load, node) for node in stacked))
-    if not names:
-        return ""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    where = stacked[0].meta.get("source", "an unknown line")
-    return (
-        f"\n  {', '.join(names[:2])}{more} multiply with stacks of matrices, at {where}: not as experts that take some "
-        "tokens each; --tp divides them"
-    )
 
 
 def _check_expert_load(load: Workload, constraints: Constraints) -> None:

@@ -19,7 +19,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules import known_rule
 from autopar.ir.rules.call import call_of
-from autopar.ir.rules.moe import EXPERTS
 from autopar.search.api import leaders_of
 from autopar.search.communications import name_of
 from autopar.search.constraints import role_of_axis
@@ -92,7 +91,7 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     divided = total = 0.0
     whole: list[WholeOp] = []
     for node, assignment in spread(load, leaders_of(load, plan)).items():
-        if not _multiplies(load, node) or (role == "ep" and EXPERTS not in load.rule(node).sizes):
+        if not _multiplies(load, node) or (role == "ep" and node not in load.expert_factors):
             continue
         flops, wanted = _PASSES * load.rule(node).flops * load.repeats[node], _wanted(load, node, role)
         total += flops
@@ -125,7 +124,7 @@ def _multiplies(load: Workload, node: fx.Node) -> bool:
 def _wanted(load: Workload, node: fx.Node, role: str) -> frozenset[str]:
     """The factors of an op that an axis of a role is there to divide."""
     if role == "ep":
-        return frozenset({EXPERTS})
+        return load.expert_factors[node]
     return (load.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(load.rule(node).sizes)
 
 

@@ -80,7 +80,7 @@ class Choices:
             self.known[key] = _Choice(
                 role=role_of(self.load, group.leader, choice),
                 others=frozenset(others),
-                experts=EXPERTS in factors,
+                experts=not self.load.expert_factors.get(group.leader, frozenset()).isdisjoint(factors),
                 stores=self._stores(group, choice),
             )
         return self.known[key]
@@ -191,22 +191,27 @@ class Rules:
         heavy = flops >= HEAVY * self.load.forward_flops
         between = named == "tp" and not heavy and self.constraints.sequence_parallel
         wanted = named if heavy or between else ""
-        if wanted == "ep" and EXPERTS not in self.load.rule(group.leader).sizes:
+        if wanted == "ep" and group.leader not in self.load.expert_factors:
             wanted = "dp" if divides_experts_axes(self.load.captured.batch_size, self.mesh, self.constraints) else ""
         roles = {wanted}
         if between:
             roles = {"tp", "cp"}
         elif wanted == named == "cp" and is_attention(group.leader):
             roles = {"cp", "tp"}
-        used = [c for c in allowed if wanted and self.choices.of(group, c).role in roles]
+        used = [c for c in allowed if wanted and self._plays(group, axis, c) in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
         return dividing or allowed
 
+    def _plays(self, group: Cluster, axis: int, choice: Choice) -> str:
+        """The role of a choice on an axis: matrices of a stack are experts on one for experts, else of a tensor."""
+        known = self.choices.of(group, choice)
+        return "ep" if known.experts and role_of_axis(self.mesh.names[axis]) == "ep" else known.role
+
     def _may(self, group: Cluster, axis: int, choice: Choice) -> bool:
         assert group.leader is not None
         known = self.choices.of(group, choice)
-        role, name = known.role, self.mesh.names[axis]
+        role, name = self._plays(group, axis, choice), self.mesh.names[axis]
         if role == "ep" and self.constraints.may(name, role):
             return role_of_axis(name) == "ep" or all(self.constraints.may(name, r) for r in known.others)
         if not role or self.constraints.may(name, role):

@@ -137,7 +137,7 @@ class Space:
         given = self.constraints
         if given.axes is not None or given.microbatch_size is not None:
             return
-        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.load.experts)
+        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.load.expert_factors)
         for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
             if num_stages > self.solver.load.num_blocks:
                 continue

@@ -28,7 +28,7 @@ from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source
 from autopar.ir.plan import Precision
 from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import Assignment, FactorRule
-from autopar.ir.rules.moe import EXPERTS
+from autopar.ir.rules.moe import EXPERTS, expert_factors
 
 PRELUDE = -1
 
@@ -148,6 +148,12 @@ class Workload:
     def experts(self) -> frozenset[int]:
         """Numbers of experts of the model's mixtures."""
         return frozenset(self.rule(n).sizes[EXPERTS] for n in self.repeats if EXPERTS in self.rule(n).sizes)
+
+    @cached_property
+    def expert_factors(self) -> Mapping[fx.Node, frozenset[str]]:
+        """The factors of ops that are experts: of a mixture, and of a stack of matrices, each times rows of its own."""
+        found = {node: expert_factors(node, self.rule(node), self.captured.parameters) for node in self.repeats}
+        return {node: factors for node, factors in found.items() if factors}
 
     @cached_property
     def folded(self) -> FoldedSequence:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import PLANS, Cell, expected, run_cells
+from tests.parity import EXPERT_PLANS, PLANS, Cell, expected, run_cells
 
 # One or two of each kind; the further instances take longer and are marked slow.
 FIRST = (
@@ -49,3 +49,11 @@ def test_first_case_of_a_kind(case: str, plan: str) -> None:
 @pytest.mark.parametrize("case", FURTHER)
 def test_further_case_of_a_kind(case: str, plan: str) -> None:
     _check(_cell(FURTHER, case, plan))
+
+
+@pytest.mark.slow
+def test_stacks_of_matrices_on_an_axis_for_experts() -> None:
+    cells = list(run_cells(["stacked_experts"], list(EXPERT_PLANS)))
+    assert len(cells) == len(EXPERT_PLANS)
+    for cell in cells:
+        _check(cell)

@@ -92,7 +92,20 @@ class Stacked(nn.Module):
         return torch.bmm(x.expand(4, B, WIDTH), self.experts).sum(0).square().mean()
 
 
-def test_stacks_of_matrices_that_are_no_mixture_are_named() -> None:
+def test_stacks_of_matrices_are_experts() -> None:
     captured = _captured(Stacked(), torch.randn(B, WIDTH))
-    with pytest.raises(InfeasiblePlan, match=r"bmm multiply with stacks of matrices, at test_divided\.py:\d+"):
+    plan = estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(ep=2, precision="fp32")).plan
+    (own,) = divided_by_axes(captured, plan)
+    assert (own.axis, own.divided, own.total) == ("ep", 3 * 2 * 4 * B * WIDTH * WIDTH, 3 * 2 * 4 * B * WIDTH * WIDTH)
+
+
+def test_a_number_of_matrices_that_does_not_divide_is_told() -> None:
+    captured = _captured(Stacked(), torch.randn(B, WIDTH))
+    with pytest.raises(InfeasiblePlan, match=r"ep=3 does not divide the 4 experts(.|\n)*--ep 1"):
+        estimate_captured(captured, make_cluster("cpu", 3, 3), Constraints(ep=3, precision="fp32"))
+
+
+def test_a_model_without_experts_says_so() -> None:
+    captured = _captured(Odd(), torch.randn(B, WIDTH))
+    with pytest.raises(InfeasiblePlan, match="ep=2: Odd has no experts to divide"):
         estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(ep=2, precision="fp32"))

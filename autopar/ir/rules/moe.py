@@ -14,7 +14,12 @@ lowered, to count over its pieces.
 
 from __future__ import annotations
 
-from autopar.ir.rule import FactorRule
+from collections.abc import Container, Iterable
+
+from torch import fx
+
+from autopar.ir.graph import tensor_operands
+from autopar.ir.rule import FactorRule, TensorFactors
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_factors
 
@@ -68,6 +73,31 @@ def moe(call: Call) -> FactorRule | None:
         joint=exchanges,
         flops=2 * rows * x.shape[-1] * (up.shape[1] + inner),
     )
+
+
+def expert_factors(node: fx.Node, rule: FactorRule, parameters: Container[str]) -> frozenset[str]:
+    """Factors of an op that are experts.
+
+    Those of a mixture, or the first one of a stack of matrices that are each multiplied with rows of their own:
+    ``experts t k, experts k n -> experts t n``.
+    """
+    if EXPERTS in rule.sizes:
+        return frozenset({EXPERTS})
+    found: set[str] = set()
+    results = _factors(rule.results)
+    for position, operand in enumerate(tensor_operands(node)):
+        own = rule.operands[position]
+        if operand.name not in parameters or len(own) != 3 or len(own[0]) != 1:
+            continue
+        others = _factors((*rule.operands[:position], *rule.operands[position + 1 :]))
+        matrix = _factors((own[1:],))
+        if own[0][0] in others & results and matrix & others - results and matrix & results - others:
+            found.add(own[0][0])
+    return frozenset(found)
+
+
+def _factors(tensors: Iterable[TensorFactors]) -> set[str]:
+    return {f for tensor in tensors for dim in tensor for f in dim}
 
 
 RULES: dict[str, Rule] = {"autopar::moe": moe}
