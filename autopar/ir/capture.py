@@ -217,12 +217,16 @@ class _Flat(nn.Module):
         state = Snapshot.take(self.model, self._loss_fn[0])
         try:
             outputs = self.outputs(*tensors)
-            changes = state.changes()
+            changes, filled = state.changes(), state.filled()
         finally:
             state.restore()
         updates = {f"{c.module}.{c.key}".removeprefix("."): c.new for c in changes if is_update(c)}
         self.output.updates[:] = updates
-        self.output.changed[:] = [*(change.name for change in changes if not is_update(change)), *state.iterators]
+        self.output.changed[:] = [
+            *(change.name for change in changes if not is_update(change)),
+            *state.iterators,
+            *filled,
+        ]
         return [*outputs, *updates.values()]
 
     def outputs(self, *tensors: Tensor) -> list[Tensor]:

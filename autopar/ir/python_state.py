@@ -78,6 +78,8 @@ class Snapshot:
     iterators: list[str] = field(default_factory=list)
     """Names of what cannot be looked into: each use of it may give something else."""
     _generators: list[_Generator] = field(default_factory=list)
+    # Functions under ``functools.lru_cache``, by name, and how often each was run.
+    _remembering: list[tuple[str, Any, int]] = field(default_factory=list)
     _seen: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -110,10 +112,24 @@ class Snapshot:
             if held.slot == "_buffers":
                 held.restore()
 
+    def filled(self) -> list[str]:
+        """The names of functions that remember results and have remembered more."""
+        return [name for name, function, misses in self._remembering if function.cache_info().misses != misses]
+
+    def replace(self, container: Any, other: Any) -> bool:
+        """Put ``other`` in the place of a container, wherever one holds it; whether there is such a place."""
+        places = [(held, key) for held in self.held for key, value in held.read().items() if value is container]
+        for held, key in places if other is not None else ():
+            held.put(key, other)
+        return bool(places) and other is not None
+
     def restore(self) -> None:
         """Put everything back."""
         for held in self.held:
             held.restore()
+        for _, function, misses in self._remembering:
+            if function.cache_info().misses != misses:
+                function.cache_clear()  # what it remembers may be tensors of a trace
         for own in self._generators:
             if any(True for _ in own.changes()):
                 own.set(own.state)
@@ -154,8 +170,15 @@ class Snapshot:
             return
         if isinstance(value, nn.Module):
             self._module(name, None, value)
-        elif isinstance(value, types.FunctionType) or (isinstance(value, type) and is_users(file_of(value))):
+        elif isinstance(value, types.FunctionType):
             self._code(value)
+        elif isinstance(value, type):
+            if is_users(file_of(value)):
+                self._code(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._seen[id(value)] = value
+            self._remembering.append((name, value, value.cache_info().misses))
+            self._value(name, value.__wrapped__)
         elif isinstance(value, types.MethodType):
             self._code(value.__func__)
             self._value(f"{name}.__self__", value.__self__)
@@ -200,8 +223,8 @@ class Snapshot:
             self._namespace(code, lambda key: f"{code.__name__}.{key}")
             for value in vars(code).values():
                 function = getattr(value, "fget", getattr(value, "__func__", value))
-                if isinstance(function, types.FunctionType):
-                    self._code(function)
+                if isinstance(function, (types.FunctionType, functools._lru_cache_wrapper)):
+                    self._value(f"{code.__name__}.{function.__name__}", function)
         elif isinstance(code, types.FunctionType):
             if is_library(file_of(code)):
                 return
@@ -221,8 +244,10 @@ class Snapshot:
             return
         self._seen[id(namespace)] = namespace
         self._namespace(namespace, str)
-        for value in list(namespace.values()):
-            if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
+        for key, value in list(namespace.items()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._value(key, value)
+            elif isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
                 self._globals(vars(value))
             elif isinstance(value, (types.FunctionType, type)) and is_users(file_of(value)):
                 self._code(value)

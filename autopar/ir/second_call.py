@@ -12,71 +12,23 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ir.containers import MISSING, Change, attributes_of, same
+from autopar.ir.containers import MISSING, Change, attributes_of, is_array, same
 from autopar.ir.errors import CaptureError
 from autopar.ir.first_change import first_change
 from autopar.ir.python_state import RANDOM, Snapshot
-from autopar.ir.source import line_here
+from autopar.ir.recorded_ops import Comparison, Op, Recorder, storage_of
+from autopar.ir.write_only import write_only
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
 class UnkeptStateWarning(UserWarning):
     """Forward leaves tensors in attributes, which a parallel module does not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Op:
-    """One op of a call, compared without ``line``, where the user's code calls it."""
-
-    name: str
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-    line: str = field(compare=False)
-
-
-class _Recorder(TorchDispatchMode):
-    """The ops of one call, with tensors numbered in the order in which they are met.
-
-    known: tensors that have the same number in every call. left: those of which ``reads_left`` says if any is read.
-    """
-
-    def __init__(self, known: Sequence[Tensor], left: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[_Op] = []
-        self.reads_left = False
-        self._left = {id(tensor) for tensor in left}
-        # Tensors stay alive with it: an id stands for one of them.
-        self._alive: list[Any] = [*known, *left]
-        self._numbers = {id(tensor): number for number, tensor in enumerate(known)}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # what a fake tensor asks itself, and remembers
-            return func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs))
-        self.reads_left |= any(isinstance(leaf, Tensor) and id(leaf) in self._left for leaf in leaves)
-        described = tuple(self._of(leaf) for leaf in leaves)
-        result = func(*args, **(kwargs or {}))
-        results = tuple(self._of(leaf) for leaf in pytree.tree_leaves(result))
-        self.ops.append(_Op(str(func), described, results, line_here()))
-        return result
-
-    def _of(self, leaf: Any) -> Any:
-        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return type(leaf)  # by another name in each call
-        if not isinstance(leaf, Tensor):
-            return str(leaf)
-        self._alive.append(leaf)
-        return self._numbers.setdefault(id(leaf), len(self._numbers)), tuple(leaf.shape), leaf.dtype
 
 
 def check_second_call(
@@ -91,38 +43,38 @@ def check_second_call(
     run: a call of ``model``, a stand-in, and of the loss function, on tensors of ``mode``.
     """
     initial = Snapshot.take(model, loss_fn)
-    known = list({id(t): t for t in (*model.parameters(), *model.buffers(), *initial.tensors())}.values())
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    others = {id(t): t for t in (*model.buffers(), *initial.tensors()) if id(t) not in parameters}
     culprit: Change | None = None
     before = initial
     settles = False  # calls after the second do what the second did
     try:
-        first = _Recorder(known)
-        with mode, first:
-            run()
-        changes = [change for change in initial.changes() if not is_update(change)]
+        first = _recorded(run, mode)
+        moved, changes = _split(initial.changes())
         initial.restore_buffers()
         culprit = next((change for change in changes if change.slot in ("_buffers", "_parameters", "_modules")), None)
         if culprit is None:
             middle = Snapshot.take(model, loss_fn)
-            original = {id(tensor) for tensor in known}
-            left = [tensor for change in changes for tensor in _tensors(change.new) if id(tensor) not in original]
-            second = _Recorder(known, left)
-            with mode, second:
-                run()
-            growing = [
-                change for change in middle.changes() if not (is_update(change) or _alike(change.old, change.new))
-            ]
-            if growing:
+            second = _recorded(run, mode)
+            growing = [change for change in _split(middle.changes())[1] if not _alike(change.old, change.new)]
+            written = first.written() | second.written()
+            replaced = {id(change.old) for change in moved}
+            fixed = [t for t in others.values() if id(t) not in replaced and storage_of(t) not in written]
+            comparison = Comparison([*parameters.values(), *others.values()], fixed)
+            ops = [comparison.ops(call) for call in (first, second)]
+            if growing and not _only_written(growing, middle, run, mode, comparison, ops[-1]):
                 same_name = [change for change in changes if change.name == growing[0].name]
                 culprit, before = (same_name[0], initial) if same_name else (growing[0], middle)
-            elif second.reads_left or first.ops != second.ops:
+            elif comparison.reads_left or ops[0] != ops[1]:
+                opaque = [*initial.iterators, *initial.filled()]
                 if not changes:
-                    where = next((b.line for a, b in zip(first.ops, second.ops) if a != b), "")
-                    raise CaptureError(_iterated(title, initial.iterators, where))
+                    where = next((a.line for a, b in zip(*ops) if a != b), "")
+                    raise CaptureError(_iterated(title, opaque, where))
                 culprit = min(changes, key=lambda change: isinstance(change.new, Tensor))
-                settles = not second.reads_left
+                settles = not comparison.reads_left
         if culprit is None:
-            _say(title, [change.name for change in changes if any(True for _ in _tensors(change.new))])
+            kept = [change.name for change in changes if any(True for _ in _tensors(change.new))]
+            _say(title, list(dict.fromkeys((*kept, *(change.name for change in growing)))))
             return
         before.restore()
         with mode:
@@ -130,6 +82,43 @@ def check_second_call(
     finally:
         initial.restore()
     raise CaptureError(_message(title, culprit, line, settles))
+
+
+def _recorded(run: Callable[[], Any], mode: FakeTensorMode) -> Recorder:
+    recorder = Recorder()
+    with mode, recorder:
+        run()
+    return recorder
+
+
+def _split(changes: Iterable[Change]) -> tuple[list[Change], list[Change]]:
+    """The changes that are updates of buffers, and the others."""
+    found = list(changes)
+    return [change for change in found if is_update(change)], [change for change in found if not is_update(change)]
+
+
+def _only_written(
+    growing: Sequence[Change],
+    middle: Snapshot,
+    run: Callable[[], Any],
+    mode: FakeTensorMode,
+    comparison: Comparison,
+    wanted: list[Op],
+) -> bool:
+    """Whether a call does the same where all that grows from call to call may only be written."""
+    for change in growing:
+        if change.held is None:
+            return False
+        stand_in = write_only(change.old)
+        if stand_in is not None and not is_array(change.held.container):
+            change.held.put(change.key, stand_in)
+        elif not middle.replace(change.held.container, write_only(change.held.container)):
+            return False
+    try:
+        third = _recorded(run, mode)
+    except Exception:  # whatever becomes of a stand-in that is read
+        return False
+    return comparison.ops(third) == wanted and not comparison.reads_left
 
 
 def is_update(change: Change) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import ClassVar
@@ -47,7 +48,7 @@ class CountsInItsClass(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         CountsInItsClass.calls += 1  # changed
-        return self.linear(x).square().mean()
+        return self.linear(x).square().mean() * (2 if CountsInItsClass.calls > 1000 else 1)
 
 
 def counts_in_a_closure() -> nn.Module:
@@ -57,7 +58,7 @@ def counts_in_a_closure() -> nn.Module:
         def forward(self, x: Tensor) -> Tensor:
             nonlocal calls
             calls += 1  # changed
-            return self.linear(x).square().mean()
+            return self.linear(x).square().mean() * [1, 2][calls // 1000]
 
     return Counting()
 
@@ -125,13 +126,13 @@ class Appends(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
         self.history.append(h.detach())  # changed
-        return h.square().mean()
+        return h.square().mean() + self.history[0].mean()
 
 
 class AppendsToAGlobal(Base):
     def forward(self, x: Tensor) -> Tensor:
         LOG.append(1)  # changed
-        return self.linear(x).square().mean()
+        return self.linear(x).square().mean() * min(len(LOG), 1)
 
 
 class GrowsABuffer(Base):
@@ -190,6 +191,73 @@ def test_what_the_next_call_would_see_is_refused_with_its_line(make: type[nn.Mod
     assert name in str(caught.value)
     assert "# changed" in str(caught.value)
     assert (CALLS, LOG, CountsInItsClass.calls) == (0, [], 0), "capture leaves no trace in the user's state"
+
+
+class RemembersANumber(Base):
+    @functools.lru_cache  # noqa: B019  # the model is the test's
+    def noise(self) -> Tensor:
+        return torch.rand(8)  # changed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.noise()).square().mean()
+
+
+def test_what_a_cache_keeps_of_chance_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match="# changed"):
+        capture(RemembersANumber(), torch.randn(4, 8))
+
+
+class Counts(Base):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        loss = self.linear(x).square().mean()
+        self.log.append(loss.detach())
+        LOG.append(len(x))
+        return loss
+
+
+def test_what_is_only_counted_or_logged_is_left_out() -> None:
+    with pytest.warns(UnkeptStateWarning, match=r"self.calls, self.log\[1\], LOG\[1\]"):
+        capture(Counts(), torch.randn(4, 8))
+    assert not LOG
+
+
+class MakesTables(Base):
+    positions: Tensor | None = None
+
+    @functools.lru_cache  # noqa: B019  # the model is the test's
+    def scales(self, count: int) -> Tensor:
+        return torch.arange(count) * torch.tensor([0.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None:
+            positions = torch.zeros(8)
+            positions[::2] = torch.arange(4).cos()
+            self.positions = positions * (self.average + 1)
+        return (self.linear(x) * self.positions * self.scales(8)).square().mean()
+
+
+class MakesTablesOfWhatMoves(MakesTables):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().forward(x)
+        self.average.add_(1.0)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+def test_tables_that_the_first_call_makes_are_made_in_every_call() -> None:
+    model = MakesTables()
+    capture(model, torch.randn(4, 8))
+    assert model.positions is None
+    model(torch.randn(4, 8))  # no tensor of the trace is left in a cache
+    with pytest.raises(CaptureError, match=r"self.positions"):
+        capture(MakesTablesOfWhatMoves(), torch.randn(4, 8))
 
 
 class Stashes(Base):
