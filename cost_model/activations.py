@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.backward import BackwardOp, BlockBackward, is_read_outside
-from autopar.cost_model.ops import compute_itemsize, is_contraction, is_view
+from autopar.cost_model.flops import is_contraction, is_view
 from autopar.cost_model.storages import Saved, Storage, local_sizes, storage_of
+from autopar.cost_model.traffic import compute_itemsize
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.products import every_second, is_product

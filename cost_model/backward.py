@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.ops import is_view, op_name
+from autopar.cost_model.flops import is_view, op_name
 from autopar.cost_model.storages import Saved, Storage, local_sizes
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh

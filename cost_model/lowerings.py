@@ -24,9 +24,9 @@ from torch import fx
 
 from autopar.cost_model.collectives import Fabric
 from autopar.cost_model.experts import Loads, share_of_busiest
-from autopar.cost_model.ops import compute_itemsize
 from autopar.cost_model.ring import in_blocks, ring_time
 from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.traffic import compute_itemsize
 from autopar.ir.graph import tensor_operands
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice

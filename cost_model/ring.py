@@ -22,8 +22,8 @@ from math import prod
 from torch import fx
 
 from autopar.cost_model.collectives import Fabric, point_to_point_time
-from autopar.cost_model.ops import compute_itemsize
 from autopar.cost_model.seconds import OpTime
+from autopar.cost_model.traffic import compute_itemsize
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.lowered import lowering_of
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of

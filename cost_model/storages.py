@@ -12,7 +12,7 @@ from math import inf
 
 from torch import fx
 
-from autopar.cost_model.ops import is_view
+from autopar.cost_model.flops import is_view
 from autopar.ir.graph import source, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, TensorFactors, factors_of_choice

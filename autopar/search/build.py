@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 from torch import fx
 
-from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.flops import is_contraction
 from autopar.cost_model.seconds import OpTime
 from autopar.cost_model.storages import Saved
 from autopar.ir.clusters import Cluster

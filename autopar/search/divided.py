@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.flops import is_contraction
 from autopar.cost_model.scans import is_scan
 from autopar.ir.capacity import limit_experts
 from autopar.ir.graph import CapturedModel

@@ -10,8 +10,8 @@ from torch import fx
 
 from autopar.cost_model.backward import BackwardPeak
 from autopar.cost_model.collectives import point_to_point_time
+from autopar.cost_model.flops import is_contraction
 from autopar.cost_model.memory import FRAGMENTATION, MemoryParts
-from autopar.cost_model.ops import is_contraction
 from autopar.cost_model.seconds import ZERO, OpTime
 from autopar.cost_model.step import SyncTime, branch_s, exposed_time, rematerialised_s
 from autopar.ir.derived import Passing, left_to_sum

@@ -21,7 +21,8 @@ from math import inf
 import numpy as np
 from torch import fx
 
-from autopar.cost_model.ops import OpCost, is_contraction
+from autopar.cost_model.flops import is_contraction
+from autopar.cost_model.ops import OpCost
 from autopar.cost_model.storages import Saved
 from autopar.search.instance import Floats, Ints
 from autopar.search.known_prices import OpPrices

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.cost_model.ops import is_contraction
+from autopar.cost_model.flops import is_contraction
 from autopar.ir.clusters import BATCH, first_instances
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
-from autopar.cost_model.ops import is_attention
+from autopar.cost_model.flops import is_attention
 from autopar.ir.clusters import BATCH, Cluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.attention import QUERIES

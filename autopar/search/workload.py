@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from autopar.cost_model.activations import BlockActivations
-from autopar.cost_model.ops import compute_itemsize, training_flops
+from autopar.cost_model.flops import training_flops
 from autopar.cost_model.storages import Saved
+from autopar.cost_model.traffic import compute_itemsize
 from autopar.ir.blocks import Folding, fold
 from autopar.ir.clusters import Cluster, Clusters, cluster, first_instances
 from autopar.ir.derived import DerivedUses, Passing, find_derived, passing_axes

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.activations import BlockActivations
-from autopar.cost_model.ops import op_name
+from autopar.cost_model.flops import op_name
 from autopar.cost_model.storages import storage_of
 from autopar.ir.capture import capture
 from autopar.ir.gradient_flow import gradient_flow

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.experts import share_of_busiest
-from autopar.cost_model.ops import OpCost, is_contraction, is_view, op_name, op_time
+from autopar.cost_model.flops import is_contraction, is_view, op_name
+from autopar.cost_model.ops import OpCost, op_time
 from autopar.cost_model.seconds import OpTime
 from autopar.ir import ops
 from autopar.ir.errors import UnsupportedOp

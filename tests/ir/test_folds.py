@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopar.cost_model.ops import op_name
+from autopar.cost_model.flops import op_name
 from autopar.ir.blocks import fold
 from autopar.ir.capture import capture
 from autopar.ir.folds import FoldedSequence, find_folds, fold_sequence, unfold_sequence

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
-from autopar.cost_model.ops import training_flops
+from autopar.cost_model.flops import training_flops
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel, call_nodes, tensor_operands

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.ops import op_name
+from autopar.cost_model.flops import op_name
 from autopar.ir.capture import capture
 from autopar.ir.collective_counter import CollectiveCounter
 from autopar.ir.graph import op_nodes
