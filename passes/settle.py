@@ -25,13 +25,16 @@ def settle(graph: fx.Graph, mesh: Mesh, compute: torch.dtype | None) -> None:
     blocks (step inputs, positions, masks) is cast where it meets a tensor of that dtype.
     """
     memo: dict[Any, Any] = {}
+    outside: set[fx.Node] = set()
     mode = fake_mode_of(graph)
     with unbound_groups(mesh):
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            if compute is not None and node.meta["block"] != PRELUDE:
-                _cast_operands(graph, node, compute)
+            if node.meta["block"] == PRELUDE or (node.all_input_nodes and outside.issuperset(node.all_input_nodes)):
+                outside.add(node)  # parts of what comes from outside do too
+            elif compute is not None:
+                _cast_operands(graph, node, compute, outside)
             signature = (node.target, signature_of(node.args), signature_of(node.kwargs))
             if signature not in memo:
                 memo[signature] = fake_call(node.target, node.args, node.kwargs, mode)
@@ -47,15 +50,14 @@ def _shape(leaf: object) -> object:
     return leaf[0] if isinstance(leaf, tuple) else None
 
 
-def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype) -> None:
-    """Cast wide operands that come from outside the blocks, if another operand has the dtype of compute."""
+def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside: set[fx.Node]) -> None:
+    """Cast wide operands that come from ``outside`` the blocks, if another operand has the dtype of compute."""
     values = {operand: operand.meta.get("val") for operand in node.all_input_nodes}
     if not any(isinstance(v, torch.Tensor) and v.dtype == compute for v in values.values()):
         return
     for operand, value in values.items():
-        outside = operand.op == "placeholder" or operand.meta["block"] == PRELUDE
         if (
-            outside
+            (operand.op == "placeholder" or operand in outside)
             and not operand.meta.get("wide")
             and isinstance(value, torch.Tensor)
             and value.dtype == torch.float32
