@@ -54,7 +54,8 @@ class Modes:
     ) -> Modes:
         """captured: the model in train mode. The other arguments are those of ``capture``."""
         inputs, target = pytree.tree_map_only(torch.Tensor, _on_meta, (example_inputs, example_target))
-        return cls(without_parameters(model), inputs, loss_fn, target, plan, {_WHOLE: captured})
+        own_model, own_loss_fn = without_parameters(model, loss_fn)
+        return cls(own_model, inputs, own_loss_fn, target, plan, {_WHOLE: captured})
 
     def programs(
         self, results: Results, training: bool, absent: frozenset[str] = frozenset()

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import _register_stack_trace_anchor
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.backward import check_backward
@@ -46,13 +48,10 @@ from autopar.ir.rules import repeat_warnings
 from autopar.ir.second_call import check_second_call, is_update
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
-from autopar.ir.standins import fake_like, fake_model
+from autopar.ir.standins import LossFunction, fake_like, fake_model
 from autopar.ir.value_checks import drop_value_checks
 
 aten = torch.ops.aten
-
-# ``loss_fn(output, target)``.
-LossFunction = Callable[..., Any]
 
 # What torch.export says of lists of parameters.
 _RELISTED = r"The tensor attributes? (self\.[\w.]+\._flat_weights\[\d+\](, )?)+ (was|were) assigned during export"
@@ -95,6 +94,7 @@ def capture(
     title = name or type(model).__name__
     repeat_warnings()
     refuse_hooks(model, title)
+    _refuse_lazy(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
     try:
         traced = _trace(model, call, loss_fn, training, Repetition())
@@ -111,15 +111,25 @@ def capture(
     return _assemble(model, title, call, traced)
 
 
+def _refuse_lazy(model: nn.Module, title: str) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{title} cannot be captured: {name!r} has no shape until the first call of a lazy module.\n"
+                "  try: a call of the model on one batch before this"
+            )
+
+
 def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> None:
     """Raise CaptureError if a second call would run another program than the one captured."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    twin = _Flat(fake_model(model, mode, training), call, loss_fn)
+    own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
+    twin = _Flat(own_model, call, own_loss_fn)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
         with traceable_libraries(), scans_recorded(), _as_in_export():
-            check_second_call(title, twin.model, loss_fn, lambda: twin.outputs(*fakes), mode)
+            check_second_call(title, twin.model, own_loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error
 
@@ -157,7 +167,10 @@ def _trace(
 ) -> _Trace:
     """Modules that are alike are traced a few times if ``repetition`` is given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = _Flat(fake_model(model, mode, training), call, loss_fn)
+    own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
+    twin = _Flat(own_model, call, own_loss_fn)
+    if own_loss_fn is not None:
+        _register_stack_trace_anchor(own_loss_fn)  # a trace keeps lines of functions called forward, and of those
     switch(twin.model)
     if repetition is not None:
         repetition.watch(twin.model)

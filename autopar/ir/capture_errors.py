@@ -38,6 +38,11 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "masks in place of nonzero() or boolean indexing",
     ),
     (
+        (".numpy()",),
+        "it leaves torch for numpy, whose operations are not seen",
+        "torch ops in place of numpy, or a torch.autograd.Function around what numpy does",
+    ),
+    (
         ("torch.autocast", "autocast"),
         "forward switches autocast on",
         "dropping autocast; the plan's precision takes its place",
@@ -60,13 +65,19 @@ def refuse_unknown_sizes(title: str, graph: fx.Graph) -> None:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             numbers = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
             if any(isinstance(number, _SYMBOLS) for number in numbers):
-                cause, change = _CAUSES[0][1:]
+                cause, change = _cause_of(str(node.target) if isinstance(leaf, torch.Tensor) else "item")
                 where = origin_of(node)[1]
                 change = hint(where) or change
                 raise CaptureError(
                     f"{title} cannot be captured: {cause}.\n  at {where}\n  {node.target} has no value "
                     f"before the step runs\n  try: {change}"
                 )
+
+
+def _cause_of(target: str) -> tuple[str, str]:
+    """Why a number or a shape is unknown that the op ``target`` gives, and what to try."""
+    place = 0 if "pack" in target else 1 if "item" in target else 3
+    return _CAUSES[place][1:]
 
 
 def explain(title: str, error: BaseException) -> CaptureError:

@@ -20,11 +20,15 @@ from torch import nn
 from autopar.ir.containers import contents
 
 
-def rebind(twin: nn.Module, copies: dict[int, Any]) -> None:
-    """Have the functions that ``twin`` holds close over ``copies``: id of what was copied -> its copy."""
+def rebind(twin: nn.Module, copies: dict[int, Any], function: Any = None) -> Any:
+    """Have the functions that ``twin`` holds close over ``copies``: id of what was copied -> its copy.
+
+    Returns ``function``, or one in its place that closes over the copies.
+    """
     rebinding = _Rebinding(copies)
     for module in twin.modules():
         rebinding.of(vars(module), owned=True)
+    return rebinding.of(function)
 
 
 class _Rebinding:

@@ -2,6 +2,7 @@
 
     torch.distributions   validate_args   off: the checks look at values
     torch.nn              .to(dtype)      nothing, where forward converts a module to the dtype that it has
+                          SyncBatchNorm   BatchNorm, whose statistics are those of the global batch under every plan
     transformers          experts         grouped products, where there is a loop over the experts that were chosen
                           attention       scaled_dot_product_attention, where there is a flash kernel, which it may call
 
@@ -44,10 +45,13 @@ def traceable_libraries() -> Iterator[None]:
 
     Distribution.set_default_validate_args(False)
     nn.Module._apply = convert  # type: ignore[method-assign, assignment]
+    synchronised = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module._apply = apply  # type: ignore[method-assign]
+        nn.SyncBatchNorm.forward = synchronised  # type: ignore[method-assign]
         Distribution.set_default_validate_args(before)
 
 

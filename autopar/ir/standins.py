@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.ir.closures import rebind
 from autopar.ir.errors import CaptureError
 
+# ``loss_fn(output, target)``.
+LossFunction = Callable[..., Any]
+
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake CPU tensor of the same shape, strides and dtype."""
@@ -25,32 +28,41 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.fake_tensor_converter.from_meta_and_device(mode, shapes, torch.device("cpu"))
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode, training: bool = True) -> nn.Module:
-    """A copy of the module tree with fake parameters and buffers, in train or eval mode.
+def fake_model(
+    model: nn.Module, loss_fn: LossFunction | None, mode: FakeTensorMode, training: bool = True
+) -> tuple[nn.Module, LossFunction | None]:
+    """A copy of the module tree with fake parameters and buffers, in train or eval mode, and the loss function of it.
 
     In the mode that ``model`` is in, every submodule keeps the mode that it is in, as one that is frozen; in the other,
-    all are in it, as ``model.train(training)`` would have them.
+    all are in it, as ``model.train(training)`` would have them. A loss function that closes over the model is rebuilt.
     Raises CaptureError if the module tree cannot be copied, or has plain tensor attributes without storage.
     """
-    twin = _copied(model, lambda parameter: fake_like(parameter, mode), lambda buffer: fake_like(buffer, mode))
-    return twin if twin.training == training else twin.train(training)
+
+    def fake(tensor: Tensor) -> Tensor:
+        return fake_like(tensor, mode)
+
+    twin, own_loss_fn = _copied(model, loss_fn, fake, fake)
+    return twin if twin.training == training else twin.train(training), own_loss_fn
 
 
-def without_parameters(model: nn.Module) -> nn.Module:
+def without_parameters(model: nn.Module, loss_fn: LossFunction | None) -> tuple[nn.Module, LossFunction | None]:
     """A copy of the module tree with parameters on the meta device, to be captured when ``model`` may be gone.
 
-    Buffers are those of ``model``. Raises CaptureError as ``fake_model`` does.
+    Buffers are those of ``model``. The loss function is as of ``fake_model``, whose errors are raised.
     """
 
     def on_meta(parameter: Tensor) -> Tensor:
         return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
 
-    return _copied(model, on_meta, lambda buffer: buffer)
+    return _copied(model, loss_fn, on_meta, lambda buffer: buffer)
 
 
 def _copied(
-    model: nn.Module, of_parameter: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
-) -> nn.Module:
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    of_parameter: Callable[[Tensor], Tensor],
+    of_buffer: Callable[[Tensor], Tensor],
+) -> tuple[nn.Module, LossFunction | None]:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
@@ -73,5 +85,4 @@ def _copied(
             f"{type(model).__name__} cannot be copied for capture: {error}\n"
             "  try: keep locks, files, process groups and non-leaf tensors out of the module's attributes"
         ) from error
-    rebind(twin, memo)
-    return twin
+    return twin, rebind(twin, memo, loss_fn)

@@ -188,3 +188,33 @@ def test_dropout_is_kept_in_train_mode_and_never_merged() -> None:
             return F.dropout(x, 0.5, self.training) - F.dropout(x, 0.5, self.training)
 
     assert targets(capture(Model().eval(), torch.randn(4))).count(aten.dropout.default) == 2
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+    def penalised(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target) + self.linear.weight.square().sum()
+
+
+def test_a_loss_function_of_the_model_reads_its_parameters() -> None:
+    model = Penalised()
+    for loss_fn in (model.penalised, lambda output, target: model.penalised(output, target)):
+        captured = capture(model, torch.randn(4, 8), loss_fn=loss_fn, example_target=torch.zeros(4, dtype=torch.long))
+        assert not captured.constants
+        (square,) = (node for node in captured.graph.nodes if node.target is torch.ops.aten.square.default)
+        assert square.args[0].name == "p_linear_weight" and "in penalised" in square.meta["source"]
+
+
+def test_batch_norm_that_is_synchronised_is_batch_norm() -> None:
+    graphs = [
+        capture(nn.Sequential(nn.Linear(8, 4), norm(4)), torch.randn(4, 8)).graph
+        for norm in (nn.BatchNorm1d, nn.SyncBatchNorm)
+    ]
+    one, other = ([node.target for node in graph.nodes if node.op == "call_function"] for graph in graphs)
+    assert one == other

@@ -30,6 +30,16 @@ class Selecting(nn.Module):
         return torch.nonzero(x)[: int(x[0])]
 
 
+class Masking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class LeavingTorch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy())
+
+
 class Mistaken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +55,8 @@ class Mistaken(nn.Module):
         (Branching, "if x.sum() > 0:", "torch.where"),
         (Counting, "return x * x.max().item()", ".item()"),
         (Selecting, "return torch.nonzero(x)[: int(x[0])]", "try:"),
+        (Masking, "return x[x > 0]", "masks in place of"),
+        (LeavingTorch, "torch.from_numpy(x.numpy())", "torch ops in place of numpy"),
         (Mistaken, "return self.up(x)", "running forward"),
     ],
 )
@@ -208,3 +220,8 @@ def test_a_loop_that_ends_by_a_value_is_refused_by_name() -> None:
 
     with pytest.raises(CaptureError, match=r"torch's while_loop(.|\n)*a recurrent layer"):
         capture(Looping(), (torch.randn(4, 4),))
+
+
+def test_lazy_modules_are_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"'weight' has no shape(.|\n)*a call of the model on one batch"):
+        capture(nn.LazyLinear(4), torch.randn(4, 8))
