@@ -40,7 +40,9 @@ from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
+from autopar.ir.known_values import ConstantsAreKnown
 from autopar.ir.library_switches import switch, traceable_libraries
+from autopar.ir.passing_checks import checks_pass
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.rolling import roll_loops
@@ -176,7 +178,7 @@ def _trace(
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True), _quietly(), traceable_libraries(), intercepted() as recording:
+    with _use_lazy_graph_module(True), _quietly(), traceable_libraries(), checks_pass(), intercepted() as recording:
         program = torch.export.export(twin, fakes, strict=False)
     drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
@@ -244,7 +246,7 @@ class _Flat(nn.Module):
 
     def outputs(self, *tensors: Tensor) -> list[Tensor]:
         """The loss, if there is one, and the tensors that the model returns."""
-        with DataIsDetached():
+        with DataIsDetached(), ConstantsAreKnown():
             return self._outputs(*tensors)
 
     def _outputs(self, *tensors: Tensor) -> list[Tensor]:

@@ -42,6 +42,7 @@ from autopar.ir.gradient_paths import carries_gradient
 from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.repetition import AGAIN, EDGE, Again
 from autopar.ir.source import origin_of
+from autopar.ir.strided_views import strided_view
 from autopar.ir.view_writes import piece, written_base
 
 aten = torch.ops.aten
@@ -174,6 +175,8 @@ class Functionaliser:
             self.values[node] = self._call(node, node.target, args, kwargs, node.meta.get("val"))
 
     def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Any:
+        if target is aten.as_strided.default:
+            return strided_view(like, args[0], lambda op, operands: self._call(like, op, operands, {}))
         if "path" not in like.meta:
             like.meta["path"], like.meta["source"] = origin_of(like)
         made = add_call(self.graph, self.mode, target, args, dict(kwargs), like=like, value=value)

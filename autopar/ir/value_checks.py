@@ -17,6 +17,9 @@ _CHECKS = frozenset(
         aten._assert_async.msg,
         aten.sym_constrain_range.default,
         aten.sym_constrain_range_for_size.default,
+        # Of what was known when it was read.
+        aten.item.default,
+        aten._local_scalar_dense.default,
     }
 )
 

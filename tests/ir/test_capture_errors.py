@@ -161,7 +161,7 @@ def test_checks_of_values_are_no_part_of_the_program(make: Callable[[], nn.Modul
 
 class Asserting(Mistaken):
     def forward(self, x: Tensor) -> Tensor:
-        assert not torch.isnan(x).any()
+        assert [1, 2][int(torch.isnan(x).any())]
         return self.up(x).square().mean()  # type: ignore[no-any-return]
 
 
