@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import sys
 import types
@@ -23,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.ir.alike import is_plain
 from autopar.ir.containers import PLAIN, Change, Held, attributes_of, contents, is_array
 from autopar.ir.source import file_of, is_library, is_users
 
@@ -113,8 +115,12 @@ class Snapshot:
                 held.restore()
 
     def filled(self) -> list[str]:
-        """The names of functions that remember results and have remembered more."""
-        return [name for name, function, misses in self._remembering if function.cache_info().misses != misses]
+        """The names of functions that remember results and have remembered more, unless all of it is plain data."""
+        return [
+            name
+            for name, function, misses in self._remembering
+            if function.cache_info().misses != misses and not _remembers_data(function)
+        ]
 
     def replace(self, container: Any, other: Any) -> bool:
         """Put ``other`` in the place of a container, wherever one holds it; whether there is such a place."""
@@ -262,3 +268,20 @@ class Snapshot:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, _KEPT) or is_array(value) or is_users(file_of(type(value)))
+
+
+def _remembers_data(function: Any) -> bool:
+    """Whether all arguments and results that a function under ``functools.lru_cache`` remembers are plain data."""
+    known = (vars(function), function.__wrapped__)
+    found = [value for value in gc.get_referents(function) if not any(value is own for own in known)]
+    tables = [value for value in found if isinstance(value, dict)]
+    others = [value for value in found if not isinstance(value, (dict, type)) and type(value) is not object]
+    remembered = [leaf for table in tables for leaf in table.items()]
+    return all(map(_is_plain_data, others)) and all(
+        _is_plain_data(key) and (_is_plain_data(value) or type(value).__name__ == "_lru_list_elem")
+        for key, value in remembered
+    )
+
+
+def _is_plain_data(value: Any) -> bool:
+    return all(map(_is_plain_data, value)) if isinstance(value, tuple) else is_plain(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
 from typing import ClassVar
@@ -205,6 +206,41 @@ class RemembersANumber(Base):
 def test_what_a_cache_keeps_of_chance_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match="# changed"):
         capture(RemembersANumber(), torch.randn(4, 8))
+
+
+@functools.lru_cache
+def _is_available(name: str = "", number: int = 0) -> bool:
+    return name != ""
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033  # the form that keeps all
+def _table(size: int) -> Tensor:
+    return torch.zeros(size)
+
+
+class AsksOnce(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_available() and not _is_available("", 1):
+            return self.linear(x).square().mean()
+        return x.sum()
+
+
+class MakesOnce(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + _table(8)).square().mean()
+
+
+@pytest.mark.parametrize(("make", "remembers"), [(AsksOnce, False), (MakesOnce, True)])
+def test_plain_data_that_is_remembered_needs_no_second_call(
+    make: type[nn.Module], remembers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    module = importlib.import_module("autopar.ir.capture")
+    monkeypatch.setattr(module, "check_second_call", lambda title, *others: called.append(title))
+    for function in (_is_available, _table):
+        function.cache_clear()
+    capture(make(), torch.randn(4, 8))
+    assert bool(called) == remembers
 
 
 class Counts(Base):
