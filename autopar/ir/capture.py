@@ -13,7 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from autopar.ir.errors import CaptureError
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
 from autopar.ir.known_values import ConstantsAreKnown
-from autopar.ir.library_switches import switch, traceable_libraries
+from autopar.ir.library_switches import Plainly, switch, traceable_libraries
 from autopar.ir.passing_checks import checks_pass
 from autopar.ir.python_state import Snapshot
 from autopar.ir.repetition import Again, NotAlike, Repetition
@@ -101,11 +101,7 @@ def capture(
     try:
         traced = _trace(model, call, loss_fn, training, Repetition())
     except (*_FAILURES, NotAlike):
-        # What it is comes up again, or is not there, when all modules are traced.
-        try:
-            traced = _trace(model, call, loss_fn, training, None)
-        except _FAILURES as error:
-            raise explain(title, error) from error
+        traced = _traced_whole(title, model, call, loss_fn, training)
     refuse_unknown_sizes(title, traced.program.graph)
     traced.recording.refuse_reading(traced.twin.output.changed)
     if traced.twin.output.changed:
@@ -120,6 +116,19 @@ def _refuse_lazy(model: nn.Module, title: str) -> None:
                 f"{title} cannot be captured: {name!r} has no shape until the first call of a lazy module.\n"
                 "  try: a call of the model on one batch before this"
             )
+
+
+def _traced_whole(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace:
+    """The trace of all modules after that of a few has failed: what the failure is comes up again, or is not there."""
+    told = Plainly(denied=False)
+    try:
+        with told.asked():
+            return _trace(model, call, loss_fn, training, None)
+    except _FAILURES as error:
+        if told.was_asked:
+            with suppress(*_FAILURES), Plainly(denied=True).asked():
+                return _trace(model, call, loss_fn, training, None)
+        raise explain(title, error) from error
 
 
 def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> None:

@@ -159,5 +159,7 @@ def _(input_tensor: Tensor, group_name: str) -> Tensor:
 
 def _exchange(pieces: Tensor, group: str) -> Tensor:
     """(N, *piece), one for each rank, to (N, *piece), one from each rank."""
+    if pieces.is_complex():  # pairs of numbers, which are all that gloo and NCCL know
+        return torch.view_as_complex(_exchange(torch.view_as_real(pieces), group))
     counts = [1] * pieces.shape[0]
     return cast(Tensor, _ops.wait_tensor(_ops.all_to_all_single(pieces, counts, counts, group)))

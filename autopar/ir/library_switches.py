@@ -11,17 +11,26 @@ The graph that is captured is what runs, so a model computes by the chosen varia
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+
+from autopar.ir.autograd.replacing import replaced
 
 # What a user is told where a line of a model has this in it, and the trace ends there.
 _HINTS = (
     ("layerdrop", "layerdrop=0.0 in the model's config: a layer that is left out by chance is another program"),
-    ("expert", "another experts_implementation, if the library has one: 'grouped_mm' or 'batched_mm' in transformers"),
+    (
+        "expert",
+        "products of all experts at once (bmm, torch.nn.functional.grouped_mm) in place of a loop over those that were "
+        "chosen; where transformers has them for a model, as an experts_implementation, they are used already",
+    ),
     ("flex_attention", "attn_implementation='sdpa' in transformers"),
     ("flash_attn", "attn_implementation='sdpa' in transformers"),
     ("distributions", "validate_args=False, where a distribution is made with validate_args=True"),
@@ -53,6 +62,34 @@ def traceable_libraries() -> Iterator[None]:
         nn.Module._apply = apply  # type: ignore[method-assign]
         nn.SyncBatchNorm.forward = synchronised  # type: ignore[method-assign]
         Distribution.set_default_validate_args(before)
+
+
+@dataclass(slots=True)
+class Plainly:
+    """Within ``asked``, code that is not torch's and asks whether it is traced is answered no if ``denied``.
+
+    Some models make no mask where they are traced, and then need one.
+    """
+
+    denied: bool
+    was_asked: bool = False
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
+                stack.enter_context(replaced(torch.compiler, name, self._answer(getattr(torch.compiler, name))))
+            yield
+
+    def _answer(self, question: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            truth = question()
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+                return truth
+            self.was_asked |= truth
+            return truth and not self.denied
+
+        return answer
 
 
 def switch(twin: nn.Module) -> None:
