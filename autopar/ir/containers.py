@@ -3,13 +3,15 @@
     dict, list, deque, set        their entries
     vars(object), __slots__       its attributes
     a class, a file's globals     those of their names that hold data
-    a closure's cell, an array    their contents, as entry 0
+    a closure's cell, an array,   their contents, as entry 0
+    a context variable
 
 A ``Held`` keeps a shallow copy. Comparing it with what the container holds later says what changed.
 """
 
 from __future__ import annotations
 
+import contextvars
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -150,6 +152,8 @@ def _read(container: Any) -> Mapping[Any, Any]:
         return dict(enumerate(container))
     if isinstance(container, types.CellType):
         return {0: contents(container)}
+    if isinstance(container, contextvars.ContextVar):
+        return {0: container.get(MISSING)}
     if is_array(container):
         return {0: container.item() if container.size == 1 else container.tobytes()}
     if isinstance(container, type):
@@ -177,6 +181,9 @@ def _write(container: Any, entries: Entries, whole: Entries) -> None:
             del container.cell_contents
         else:
             container.cell_contents = entries[0]
+    elif isinstance(container, contextvars.ContextVar):
+        if entries[0] is not MISSING:  # which nobody can put back
+            container.set(entries[0])
     elif is_array(container):
         kept = entries[0]
         container[...] = kept if container.size == 1 else _array(kept, container)

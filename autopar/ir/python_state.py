@@ -11,11 +11,14 @@ putting them back undoes it.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import gc
+import io
 import random
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +32,7 @@ from autopar.ir.containers import PLAIN, Change, Held, attributes_of, contents, 
 from autopar.ir.source import file_of, is_library, is_users
 
 # What globals and class attributes may hold for them to be watched, besides objects of the user's.
-_KEPT = (*PLAIN, Tensor, list, dict, set, deque)
+_KEPT = (*PLAIN, Tensor, list, dict, set, deque, random.Random, threading.local, contextvars.ContextVar)
 # ``Change.slot`` of a generator of random numbers.
 RANDOM = "random"
 # Dicts of a module that are watched by themselves.
@@ -203,7 +206,8 @@ class Snapshot:
             if len(held.entries) <= _LARGE:
                 for key, item in held.entries.items():
                     self._value(f"{name}[{key!r}]", item)
-        elif is_array(value):
+        elif is_array(value) or isinstance(value, contextvars.ContextVar):
+            self._seen[id(value)] = value
             self.held.append(Held(value, lambda _: name))
         elif (attributes := attributes_of(value)) is not None:
             self._seen[id(value)] = value
@@ -267,7 +271,10 @@ class Snapshot:
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, _KEPT) or is_array(value) or is_users(file_of(type(value)))
+    if isinstance(value, _KEPT) or is_array(value) or hasattr(value, "bit_generator"):
+        return True
+    iterates = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+    return iterates or is_users(file_of(type(value)))
 
 
 def _remembers_data(function: Any) -> bool:

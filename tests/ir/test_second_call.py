@@ -6,6 +6,7 @@ import functools
 import importlib
 import itertools
 import random
+from contextvars import ContextVar
 from typing import ClassVar
 
 import pytest
@@ -17,6 +18,8 @@ from autopar.ir.errors import CaptureError
 from autopar.ir.second_call import UnkeptStateWarning
 
 CALLS = 0
+DEPTH: ContextVar[int] = ContextVar("depth", default=0)
+CHANCE = random.Random(0)
 LOG: list[int] = []
 
 
@@ -87,6 +90,17 @@ class DrawsFromItsOwn(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).square().mean() * self.chance.random()  # changed
+
+
+class DrawsFromAGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * CHANCE.random()  # changed
+
+
+class CountsInAContext(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        DEPTH.set(DEPTH.get() + 1)  # changed
+        return self.linear(x).square().mean() * DEPTH.get()
 
 
 class InitialisesOnce(Base):
@@ -175,6 +189,8 @@ class SwapsTensors(Base):
         (Iterates, "self.numbers"),
         (Draws, "random"),
         (DrawsFromItsOwn, "self.chance"),
+        (DrawsFromAGlobal, "CHANCE"),
+        (CountsInAContext, "DEPTH"),
         (InitialisesOnce, "self.done to True"),
         (StartsWithNone, "self.mean"),
         (KeepsADict, "self.kept['mean']"),
