@@ -29,6 +29,7 @@ from autopar.ir.errors import InexpressiblePlan
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
+from autopar.search.constraints import role_of_axis
 
 Role = Literal["data", "tensor", "context", "idle"]
 Attention = Literal["", "ring", "gathered", "heads"]
@@ -37,6 +38,9 @@ _LINEAR = frozenset({"linear", "columns_linear", "addmm", "mm"})
 _ATTENTION = frozenset({"attention", "scaled_dot_product_attention"})
 _WIDTHS = frozenset({"n", "k", "o", "c", "g", "f", "v"})
 _LEAD = re.compile(r"d\d+|b|m")
+# Products of many pairs of matrices, and the factor that counts the pairs.
+_STACKED = frozenset({"bmm", "baddbmm", "matmul"})
+_STACK = re.compile(r"b\d+")
 _REPEATED_KEY = re.compile(r":\d+$")
 
 
@@ -266,6 +270,8 @@ def _axis_use(plan: Plan, name: str) -> AxisUse:
         if kind_of(op) == "attention" and choice is not None:
             attention[_attention(choice)] += block.repeats
     role = _winner(votes, divides_inputs=name in plan.inputs)
+    if not experts and role_of_axis(name) == "ep" and _divides_stacks(plan, name):
+        experts = "exchanged" if role == "data" else "copied"
     return AxisUse(
         name=name,
         size=plan.mesh[name],
@@ -273,6 +279,15 @@ def _axis_use(plan: Plan, name: str) -> AxisUse:
         experts=experts if plan.mesh[name] > 1 else "",
         attention=attention.most_common(1)[0][0] if role == "context" and attention else "",  # type: ignore[arg-type]
         expert_width=width and plan.mesh[name] > 1,
+    )
+
+
+def _divides_stacks(plan: Plan, axis: str) -> bool:
+    """Whether an axis divides stacks of matrices, which are experts on an axis for experts."""
+    return any(
+        op_of(key) in _STACKED and _STACK.fullmatch(axes.get(axis) or "")
+        for block in plan.blocks
+        for key, axes in block.ops.items()
     )
 
 

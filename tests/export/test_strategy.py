@@ -60,3 +60,12 @@ def test_ops_that_do_otherwise_are_named() -> None:
 def test_zero_groups(zero: int, shard: int | None, expected: tuple[int, int]) -> None:
     found = Strategy(decoder_plan(dp=8, zero=zero, shard=shard))
     assert (found.sharded, found.replicated) == expected
+
+
+def test_stacks_of_matrices_on_an_axis_for_experts_are_experts() -> None:
+    plan = decoder_plan(dp=2, ep=2)
+    for block in plan.blocks:
+        if "mlp.up/linear" in block.ops:
+            block.ops["mlp.experts/bmm"] = {"ep": "b0"}
+    found = Strategy(plan)
+    assert (found.data, found.experts) == (4, 2)

@@ -173,7 +173,7 @@ def second_order(module: Looping, x: Tensor) -> Tensor:
     return torch.stack(seen, 1)
 
 
-@pytest.mark.parametrize("run", [layers, experts, drawing])
+@pytest.mark.parametrize("run", [layers, experts, drawing, second_order])
 def test_what_is_no_loop_over_steps_stays_as_it_is(run: Callable[[Looping, Tensor], Tensor]) -> None:
     graph = captured(run)[2]
     assert not [node for node in call_nodes(graph.graph) if node.name.startswith("scan")]
