@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import _register_stack_trace_anchor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.backward import check_backward
 from autopar.ir.autograd.hooks import refuse_hooks
@@ -36,18 +35,17 @@ from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.captured_state import check_captured, refuse_aliases, refuse_shared
-from autopar.ir.detached_data import DataIsDetached
 from autopar.ir.errors import CaptureError
+from autopar.ir.flat_model import FlatModel
 from autopar.ir.functionalise import Functionaliser
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
-from autopar.ir.known_values import ConstantsAreKnown
 from autopar.ir.library_switches import Plainly, switch, traceable_libraries
 from autopar.ir.passing_checks import checks_pass
-from autopar.ir.python_state import Snapshot
+from autopar.ir.recorded_ops import storage_of
 from autopar.ir.repetition import Again, NotAlike, Repetition
 from autopar.ir.rolling import roll_loops
 from autopar.ir.rules import repeat_warnings
-from autopar.ir.second_call import check_second_call, is_update
+from autopar.ir.second_call import check_second_call
 from autopar.ir.simplify import simplify
 from autopar.ir.source import WRAPPED, origin_of
 from autopar.ir.standins import LossFunction, fake_like, fake_model
@@ -135,7 +133,7 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     """Raise CaptureError if a second call would run another program than the one captured."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
-    twin = _Flat(own_model, call, own_loss_fn)
+    twin = FlatModel(own_model, call, own_loss_fn)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
@@ -166,7 +164,7 @@ class _Trace:
     repeats: what stands for calls that were not followed. recording: the calls of autograd functions.
     """
 
-    twin: _Flat
+    twin: FlatModel
     mode: FakeTensorMode
     program: torch.export.ExportedProgram
     repeats: Mapping[int, Again]
@@ -179,7 +177,7 @@ def _trace(
     """Modules that are alike are traced a few times if ``repetition`` is given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
-    twin = _Flat(own_model, call, own_loss_fn)
+    twin = FlatModel(own_model, call, own_loss_fn)
     if own_loss_fn is not None:
         _register_stack_trace_anchor(own_loss_fn)  # a trace keeps lines of functions called forward, and of those
     switch(twin.model)
@@ -209,82 +207,6 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
     # What the model itself had to say.
     sys.stderr.write(said.getvalue())
-
-
-@dataclass(slots=True)
-class _Output:
-    """What the model returned while it was traced: leaves that are tensors are marked by None.
-
-    updates: buffers that were replaced by other tensors, in the order in which these are returned last. changed: other
-    attributes, globals and containers that are not what they were.
-    """
-
-    spec: pytree.TreeSpec | None = None
-    constants: list[Any] = field(default_factory=list)
-    is_tensor: list[bool] = field(default_factory=list)
-    has_loss: bool = False
-    updates: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-
-class _Flat(nn.Module):
-    """The model from a flat list of tensors to a flat list of tensors, the loss first if there is one."""
-
-    def __init__(self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-        self._loss_fn = [loss_fn]  # in a list: a module here would become part of the model
-        self.output = _Output()
-
-    def forward(self, *tensors: Tensor) -> list[Tensor]:
-        state = Snapshot.take(self.model, self._loss_fn[0])
-        try:
-            outputs = self.outputs(*tensors)
-            changes, filled = state.changes(), state.filled()
-        finally:
-            state.restore()
-        updates = {f"{c.module}.{c.key}".removeprefix("."): c.new for c in changes if is_update(c)}
-        self.output.updates[:] = updates
-        self.output.changed[:] = [
-            *(change.name for change in changes if not is_update(change)),
-            *state.iterators,
-            *filled,
-        ]
-        return [*outputs, *updates.values()]
-
-    def outputs(self, *tensors: Tensor) -> list[Tensor]:
-        """The loss, if there is one, and the tensors that the model returns."""
-        with DataIsDetached(), ConstantsAreKnown():
-            return self._outputs(*tensors)
-
-    def _outputs(self, *tensors: Tensor) -> list[Tensor]:
-        args, kwargs, target = self._call.rebuilt(tensors)
-        result = self.model(*args, **kwargs)
-        loss_fn = self._loss_fn[0]
-        loss = loss_fn(result, target) if loss_fn is not None else _loss_in(result)
-        if loss_fn is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
-            raise CaptureError(f"loss_fn returned {_described(loss)}; a scalar tensor is needed")
-        leaves, spec = pytree.tree_flatten(result)
-        output = self.output  # filled in place: torch.export puts attributes back after the trace
-        output.spec, output.has_loss = spec, loss is not None
-        output.constants[:] = [leaf if isinstance(leaf, (int, float, bool, str)) else None for leaf in leaves]
-        output.is_tensor[:] = [isinstance(leaf, Tensor) for leaf in leaves]
-        tensors_out = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return ([loss] if loss is not None else []) + tensors_out
-
-
-def _loss_in(result: Any) -> Tensor | None:
-    if isinstance(result, Tensor):
-        return result if result.dim() == 0 else None
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> CapturedModel:
@@ -323,9 +245,16 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
             buffers[first[id(tensor)].name] = replace(known, aliases=(*known.aliases, alias))
         if alias in exported:
             arguments[exported[alias]] = first[id(tensor)]
+    # A parameter or buffer of the stand-in that a list, a dict or an object holds is still that.
+    nodes = {name: node for node in graph.nodes for name in _names_of(node.name, parameters, buffers)}
+    named = (*twin.model.named_parameters(), *twin.model.named_buffers())
+    own = {_memory_of(tensor): nodes[name] for name, tensor in named}
     constants: dict[str, Tensor] = {}
     for spec in kinds.get(InputKind.CONSTANT_TENSOR.name, ()):
         tensor = program.constants[spec.target]
+        if (held := own.get(_memory_of(tensor))) is not None:
+            arguments[sources[spec.arg.name]] = held
+            continue
         node = place(_identifier("c", spec.target.removeprefix(f"{WRAPPED}.")), fake_like(tensor, mode))
         constants[node.name] = node.meta["value"] = tensor
         arguments[sources[spec.arg.name]] = node
@@ -398,6 +327,14 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     refuse_aliases(model, captured, lines)
     check_captured(captured, lines, training=twin.model.training)
     return captured
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    return storage_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def _names_of(place: str, parameters: Mapping[str, Parameter], buffers: Mapping[str, Buffer]) -> tuple[str, ...]:
+    return parameters[place].names if place in parameters else (buffers[place].name,)
 
 
 def _copy_given_updates(graph: fx.Graph, num_updates: int, mode: FakeTensorMode) -> None:

@@ -258,11 +258,12 @@ def _plain_dict(values: Mapping[str, Any]) -> Hashable:
 
 
 def _foreign(function: type[torch.autograd.Function], tensor: Tensor) -> CaptureError:
-    return _refused(
-        function,
-        f"reads a tensor of the model of shape {tuple(tensor.shape)} that is not among its arguments",
-        "passing it to apply, so that its gradient is summed with those of the other ranks",
-    )
+    if function is Hooked:
+        what, remedy = "besides the gradient", "a torch.autograd.Function that is given it as an argument"
+    else:
+        what = "that is not among its arguments"
+        remedy = "passing it to apply, so that its gradient is summed with those of the other ranks"
+    return _refused(function, f"reads a tensor of the model of shape {tuple(tensor.shape)} {what}", remedy)
 
 
 def _refused(function: type[torch.autograd.Function], what: str, remedy: str) -> CaptureError:
