@@ -20,6 +20,7 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.expert_load import sum_loads
+from autopar.runtime.frozen_parameters import FrozenParameters
 from autopar.runtime.fused_steps import register_fused_steps
 from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
@@ -110,6 +111,7 @@ class Engine:
         self.randomness = Randomness(seed, self.device)
         ranks = range(self.mesh.num_pipeline_ranks)
         self.accord = Accord((_CALL, _OPTIMIZER, *(_GROUPS.format(rank) for rank in ranks)))
+        self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
         self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
         self._variants.add("loss" if captured.has_loss else "model", True, captured, programs)
@@ -239,16 +241,13 @@ class Engine:
         return [gradient for gradient in found if gradient is not None]
 
     def agree_to(self, call: str, training: bool | None = None, failure: Exception | None = None) -> None:
-        """Before a call that all ranks make together: raise the same error on every rank if one has a ``failure``, or
-        does something else.
+        """Before a call that all ranks make together: raise the same error on all if one has a ``failure`` or differs.
 
-        training: the mode of a call that runs the model; ``call`` is not one if None.
+        training: the mode, of a call that runs the model.
         Ranks of one stage have the same parameters, so that their optimisers are set alike; those of others need not.
         """
-        calls = self.randomness.calls
-        when = f"after {calls} calls of the model"
-        if training is not None:
-            when = f"number {calls + 1}, in {'train' if training else 'eval'} mode"
+        calls, mode = self.randomness.calls, "train" if training else "eval"
+        when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
         self.accord.check(
             {
                 _CALL: f"{call}, {when}",

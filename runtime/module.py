@@ -101,7 +101,8 @@ class ParallelModule(nn.Module):
     def _agreed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
         """The inputs of a call that all ranks make, or the same error on every rank."""
         args, kwargs, target = self._first_call(args, kwargs, target)
-        engine, failure = self.engine, None
+        engine = self.engine
+        failure = engine.frozen.failure()
         inputs: dict[str, torch.Tensor] = {}
         try:
             inputs = engine.signature.bind(args, kwargs, target, engine.device)

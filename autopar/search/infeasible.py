@@ -11,6 +11,7 @@ from autopar.search.configuration import Configuration, Inner
 from autopar.search.constraints import Constraints
 from autopar.search.leaf import Solver
 from autopar.search.stage import Stage, stage_memory
+from autopar.search.workload import Workload
 
 GIB = float(1 << 30)
 
@@ -21,7 +22,7 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     if not tried:
         return InfeasiblePlan(
             f"no configuration of {cluster.num_gpus} GPUs satisfies the constraints: {_stated(constraints)}.\n"
-            f"  the model has {load.num_blocks} blocks, which bounds pp, and a global batch of "
+            f"  the model has {_blocks(load)}, which bounds pp, and a global batch of "
             f"{load.captured.batch_size}, which dp times the number of microbatches has to divide.\n"
             "  try: fewer constraints"
         )
@@ -44,6 +45,13 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     lines += _largest(configuration, inner, range(stages[number].first, stages[number].last + 1))
     lines.append(f"  try: {_advice(solver, constraints, need)}")
     return InfeasiblePlan("\n".join(lines))
+
+
+def _blocks(load: Workload) -> str:
+    """How many blocks a model has, and which parts of it they are."""
+    kinds = [f"{kind.repeats} x {kind.name}" if kind.repeats > 1 else kind.name for kind in load.folding.kinds]
+    which = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
+    return f"{load.num_blocks} block{'s' if load.num_blocks != 1 else ''} ({which})"
 
 
 def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:

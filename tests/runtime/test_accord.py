@@ -82,6 +82,13 @@ def troubles(constraints: dict[str, Any], folder: str) -> dict[str, str]:
     net = Net()
     net.second.bias.requires_grad_(not other)
     found["frozen"] = said(lambda: autopar.parallelize(net, 2, example_inputs=batch, **constraints))
+    torch.manual_seed(0)
+    net = Net()
+    net.first.bias.requires_grad_(False)
+    partly = autopar.parallelize(net, 2, example_inputs=batch, **constraints)
+    dict(partly.named_parameters())["first.bias"].requires_grad_(other)
+    found["unfrozen"] = said(lambda: partly.step(*partly.shard_batch(batch)))
+    torch.manual_seed(0)
     net = Net()
     if other:
         net.first.weight.data[2, 3] += 1
@@ -145,7 +152,12 @@ def test_a_trouble_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, words in expected.items():
         assert zero[name] == one[name] and "rank 1" in zero[name] and words in zero[name], (name, zero[name])
-    for name, words in {"ranks": "the mesh has 3 ranks", "gradients": "step() is within torch.no_grad()"}.items():
+    on_both = {
+        "ranks": "the mesh has 3 ranks",
+        "gradients": "step() is within torch.no_grad()",
+        "unfrozen": "first.bias was frozen when the model was captured",
+    }
+    for name, words in on_both.items():
         assert words in zero[name] and "on rank 1: " in zero[name] and words in one[name]
     assert zero["nothing"] == one["nothing"] == "no error"
 

@@ -1,6 +1,7 @@
 """Reading and writing at indices.
 
 gather        d0 _1, d0 i -> d0 i              the dimension read from is blocked
+take_along    d0 _1, d0 i -> d0 i              gather of operands that broadcast
 index         _0 d1, i0 i1 -> i0 i1 d1         x[idx]: indexed dimensions are blocked
 scatter_add   d0 _1, d0 _2, d0 _2 -> d0 _1
 """
@@ -38,6 +39,24 @@ def gather(call: Call) -> FactorRule | None:
     return factors.rule(
         [tuple(read), tuple(out)], [tuple(out)], linear=sums(call, [x.position]), flops=numel(index.shape)
     )
+
+
+def take_along(call: Call) -> FactorRule | None:
+    """Like gather, but that the operands broadcast in the dimensions that are not read along."""
+    bound = call.bound()
+    x, index, shape = bound["self"], bound["indices"], call.results[0].shape
+    rank = len(shape)
+    if bound["dim"] is None or len(x.shape) != rank or len(index.shape) != rank:
+        return None
+    dim = dim_of(bound["dim"], rank)
+    factors = Factors()
+    out = tuple(factors.dim("i" if d == dim else f"d{d}", size) for d, size in enumerate(shape))
+    read = aligned(out, shape, (*x.shape[:dim], shape[dim], *x.shape[dim + 1 :]))
+    at = aligned(out, shape, index.shape)
+    if read is None or at is None:
+        return None
+    read = (*read[:dim], factors.fresh(x.shape[dim]), *read[dim + 1 :])
+    return factors.rule([read, at], [out], linear=sums(call, [x.position]), flops=numel(shape))
 
 
 def index_select(call: Call) -> FactorRule | None:
@@ -185,6 +204,7 @@ def bucketize(call: Call) -> FactorRule | None:
 
 RULES: dict[str, Rule] = {
     "aten::gather": gather,
+    "aten::take_along_dim": take_along,
     "aten::index_select": index_select,
     "aten::index": index,
     "aten::_unsafe_index": index,
