@@ -35,13 +35,14 @@ class Body:
     """What one step runs: placeholders are its operands, the output is a flat tuple of tensors.
 
     lines: dimensions that are divided together, numbered; those that have no number are never divided. sizes: what
-    ranks have to divide, by number of the line. flops: of one step.
+    ranks have to divide, by number of the line. flops: of one step. nonlinear: the backward of some op is not linear.
     """
 
     graph: fx.Graph
     lines: Mapping[Dim, int]
     sizes: tuple[int, ...]
     flops: float
+    nonlinear: bool = False
     _local: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from autopar.cost_model.flops import training_flops
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel, call_nodes, tensor_operands
-from autopar.ir.rules import rule_for
+from autopar.ir.rules import MissingRuleWarning, rule_for
 from autopar.ir.rules.proof import check, runner
 from autopar.ir.rules.saved import saved_for_backward
 from autopar.ir.scan import num_combinations
@@ -129,6 +130,31 @@ def test_layers_that_scan_alike_call_one_op() -> None:
 
     targets = {node.target for node in call_nodes(captured(Both(), 6, 5, 4).graph) if node.name.startswith("scan")}
     assert len(targets) == 1
+
+
+class Limited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (0.1 / grad.norm()).clamp(max=1.0)
+
+
+def limiting(module: Scanning) -> Step:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        new = Limited.apply(state * module.rate) + x
+        return new, new.clone()
+
+    return step
+
+
+def test_a_backward_that_is_not_linear_makes_that_of_the_scan_so() -> None:
+    with pytest.warns(MissingRuleWarning, match="Limited.* every rank repeats it"):
+        rule = rule_for(the_scan(captured(Scanning(limiting), 6, 5, 4)))
+    assert rule.nonlinear
+    assert not rule.shardable()
 
 
 def drawing(module: Scanning) -> Step:

@@ -14,7 +14,7 @@ that its gradients on the ranks are summands: those of operands are as the rule 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from torch import fx
@@ -33,13 +33,13 @@ RuleOf = Callable[[fx.Node], FactorRule]
 def compose(graph: fx.Graph, rule_of: RuleOf, same: Iterable[tuple[fx.Node, fx.Node]]) -> Body:
     """The body of a graph. same: pairs of tensors that are divided alike, as a state before and after a step."""
     lines = _Lines()
-    flops = 0.0
+    flops, nonlinear = 0.0, False
     for a, b in same:
         for dim in range(a.meta["val"].ndim):
             lines.join([(*source(a), dim), (*source(b), dim)])
     for node in op_nodes(graph):
         rule = rule_of(node)
-        flops += rule.flops
+        flops, nonlinear = flops + rule.flops, nonlinear or rule.nonlinear
         able = frozenset() if rule.nonlinear or "*" in rule.lowered else set(rule.shardable())
         able -= {*rule.lowered, *rule.summed}
         tensors = [source(operand) for operand in tensor_operands(node)]
@@ -55,7 +55,7 @@ def compose(graph: fx.Graph, rule_of: RuleOf, same: Iterable[tuple[fx.Node, fx.N
                 lines.sizes += [(dim, rule.sizes[factor]) for dim in own]
             else:
                 lines.broken.append(own[0])
-    return lines.body(graph, flops)
+    return replace(lines.body(graph, flops), nonlinear=nonlinear)
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ def scan(call: Call) -> FactorRule | None:
     writer = _Writer(op.body, factors_of(op.body))
     steps = length_of(call)
     outs = zip(op.body.outputs[op.num_states :], op.out_dims, strict=True)
-    return writer.factors.rule(
+    rule = writer.factors.rule(
         [
             *map(writer.dims, states),
             *(writer.dims(x, along=dim, steps=steps) for x, dim in zip(sequences, op.sequence_dims, strict=True)),
@@ -143,6 +143,7 @@ def scan(call: Call) -> FactorRule | None:
         ],
         flops=work_of_body(op, steps) * op.body.flops,
     )
+    return replace(rule, nonlinear=op.body.nonlinear)
 
 
 def associative_scan(call: Call) -> FactorRule | None:
@@ -152,11 +153,12 @@ def associative_scan(call: Call) -> FactorRule | None:
     lines = [line for line in factors_of(op.body) if op.body.lines.get((places[0], 0, 0)) != line]
     writer = _Writer(op.body, lines)
     leaves = [writer.dims(x, steps=steps, along=0, inside=True) for x in places[: op.num_sequences]]
-    return writer.factors.rule(
+    rule = writer.factors.rule(
         [*leaves, *map(writer.dims, places[2 * op.num_sequences :])],
         leaves,
         flops=work_of_body(op, steps) * op.body.flops,
     )
+    return replace(rule, nonlinear=op.body.nonlinear)
 
 
 @dataclass(slots=True)
