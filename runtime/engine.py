@@ -243,19 +243,13 @@ class Engine:
     def agree_to(self, call: str, training: bool | None = None, failure: Exception | None = None) -> None:
         """Before a call that all ranks make together: raise the same error on all if one has a ``failure`` or differs.
 
-        training: the mode, of a call that runs the model.
-        Ranks of one stage have the same parameters, so that their optimisers are set alike; those of others need not.
+        training: the mode, of a call that runs the model. Optimisers are set alike on ranks of one stage, not of all.
         """
         calls, mode = self.randomness.calls, "train" if training else "eval"
         when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
-        self.accord.check(
-            {
-                _CALL: f"{call}, {when}",
-                _OPTIMIZER: self._settings.made(),
-                _GROUPS.format(self.mesh.pipeline_rank): self._settings.groups(),
-            },
-            failure,
-        )
+        groups = _GROUPS.format(self.mesh.pipeline_rank)
+        said = {_CALL: f"{call}, {when}", _OPTIMIZER: self._settings.made(), groups: self._settings.groups()}
+        self.accord.check(said, failure)
 
     def _parameters_here(self) -> dict[str, torch.Tensor]:
         self.reshard()
