@@ -81,20 +81,22 @@ def state_memory(
     num_microbatches: int | None = None,
     reshard: bool = True,
     offload: bool = False,
+    itemsize: int = _MASTER,
 ) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
     ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether level 3 gives
-    parameters back after forward. offload: count only what stays on the device. Excludes what level 3 gathers; see
+    parameters back after forward. offload: count only what stays on the device. itemsize: of a parameter as it is
+    stored, which is narrower than a master if it is frozen and of a narrow model. Excludes what level 3 gathers; see
     ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
-    copy = compute if compute < _MASTER else 0
+    copy = compute if compute < itemsize else 0
     if zero == 0 or data_size == 1:
-        return MemoryParts(parameters=(_MASTER + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
+        return MemoryParts(parameters=(itemsize + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
     shard = 0.0 if offload else numel / data_size
     return MemoryParts(
-        parameters=_MASTER * shard + (compute * numel if zero < 3 or not reshard else 0.0),
+        parameters=itemsize * shard + (min(compute, itemsize) * numel if zero < 3 or not reshard else 0.0),
         gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
         optimizer=_ADAM * shard,
     )

@@ -418,7 +418,7 @@ def _parameters(
                 kind = pricing.workload.folding.blocks[block].kind
                 alone = None if pricing.levels is None or (shared_once and len(users) > 1) else kind
                 if alone not in made:
-                    made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone)
+                    made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
                 held.setdefault(block, []).append(made[alone])
                 prices[name], layouts[name] = made[alone], uses[0][0]
     return prices, layouts, {block: tuple(own) for block, own in held.items()}

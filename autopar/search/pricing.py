@@ -45,7 +45,7 @@ class ParameterPrice:
     gradient. sync_axes: gradients are summed over these, once a step; zero_axes: those that ZeRO works over, of a
     frozen parameter at level 3 alone, which gathers it. micro: added to every microbatch (casts,
     redistributions of later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back
-    after forward.
+    after forward. itemsize: bytes of an element as it is stored, of a frozen parameter.
     """
 
     numel: float
@@ -57,6 +57,7 @@ class ParameterPrice:
     zero: int
     reshard: bool
     shards: int
+    itemsize: int = MASTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +139,16 @@ class Pricing:
         return count
 
     def parameter(
-        self, numel: int, requires_grad: bool, uses: Sequence[tuple[Layout, Layout]], kind: int | None = None
+        self,
+        numel: int,
+        requires_grad: bool,
+        uses: Sequence[tuple[Layout, Layout]],
+        kind: int | None = None,
+        itemsize: int = MASTER,
     ) -> ParameterPrice:
         """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored.
 
-        kind: of the block that alone uses it; None if several do.
+        kind: of the block that alone uses it; None if several do. itemsize: bytes of an element of the model's.
         """
         layout = uses[0][0]
         zero = self.zero if kind is None or self.levels is None else self.levels[kind]
@@ -194,6 +200,7 @@ class Pricing:
             zero=zero,
             reshard=reshard,
             shards=shards,
+            itemsize=MASTER if requires_grad else itemsize,
         )
 
     def parameter_seconds(self, numel: int, requires_grad: bool, uses: tuple[int, ...]) -> ParameterSeconds:
@@ -270,6 +277,7 @@ class Pricing:
             num_microbatches=count,
             reshard=price.reshard,
             offload=self.offload and bool(price.zero_axes),
+            itemsize=price.itemsize,
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
@@ -302,7 +310,7 @@ class Pricing:
         """What is there of it after the last backward, with its gradient."""
         if self.offload and price.zero_axes:
             return MemoryParts()
-        share = MASTER * price.numel / (price.shards if price.zero else 1)
+        share = price.itemsize * price.numel / (price.shards if price.zero else 1)
         if not price.requires_grad:
             return MemoryParts(parameters=share)
         return MemoryParts(parameters=share, gradients=share, optimizer=2 * share)

@@ -90,12 +90,13 @@ class ParameterGroup:
     """Parameters that are used alike.
 
     uses: (representative op, operand position) of every use in execution order; the first decides the storage.
-    names: placeholder names. blocks: for each of them the block of each use.
+    names: placeholder names. blocks: for each of them the block of each use. itemsize: bytes of an element.
     """
 
     numel: int
     shape: tuple[int, ...]
     requires_grad: bool
+    itemsize: int
     uses: tuple[tuple[fx.Node, int], ...]
     names: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
@@ -339,7 +340,7 @@ class Workload:
         for name, used in uses.items():
             if used:
                 parameter = self.captured.parameters[name]
-                key = (tuple(u[1:] for u in used), parameter.shape, name in self.trained)
+                key = (tuple(u[1:] for u in used), parameter.shape, parameter.dtype, name in self.trained)
                 grouped.setdefault(key, []).append(name)
         found = []
         for names in grouped.values():
@@ -349,6 +350,7 @@ class Workload:
                     numel=prod(parameter.shape),
                     shape=tuple(parameter.shape),
                     requires_grad=trains,
+                    itemsize=parameter.dtype.itemsize,
                     uses=tuple(u[1:] for u in uses[names[0]]),
                     names=tuple(names),
                     blocks=tuple(tuple(u[0] for u in uses[name]) for name in names),

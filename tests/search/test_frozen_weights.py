@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture import capture
 from autopar.ir.graph import CapturedModel
@@ -102,3 +103,15 @@ def test_parameters_without_a_gradient_are_priced_as_frozen() -> None:
     trained = {load.captured.parameters[name].name for g in load.parameters if g.requires_grad for name in g.names}
     assert trained == {"layers.3.weight", "layers.3.bias"}
     assert load.trainable_numel == WIDTH * WIDTH + WIDTH
+
+
+def test_frozen_weights_of_a_narrow_model_take_what_they_are_stored_in() -> None:
+    """No float32 master of them, and no copy where they are computed with as they are."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 1, bias=False, dtype=torch.bfloat16))
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    batch = torch.zeros(8, 256, dtype=torch.bfloat16)
+    for precision in ("fp32", "bf16"):
+        target = {"loss_fn": lambda out, _: out.mean(), "example_target": batch}
+        plan = autopar.search(model, 1, example_inputs=(batch,), precision=precision, **target)
+        assert plan.prediction is not None
+        assert plan.prediction.memory_parts_bytes[0]["parameters"] < 2 * 256 * 256 + 6 * 257
