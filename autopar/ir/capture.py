@@ -35,6 +35,7 @@ from autopar.ir.building import add_call
 from autopar.ir.calls import Call
 from autopar.ir.capture_errors import explain, refuse_unknown_sizes
 from autopar.ir.captured_state import check_captured, refuse_aliases, refuse_shared
+from autopar.ir.ctc import ctc_loss_is_one_op
 from autopar.ir.errors import CaptureError
 from autopar.ir.flat_model import FlatModel
 from autopar.ir.functionalise import Functionaliser
@@ -137,7 +138,7 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
-        with traceable_libraries(), scans_recorded(), _as_in_export():
+        with traceable_libraries(), checks_pass(), scans_recorded(), ctc_loss_is_one_op(), _as_in_export():
             check_second_call(title, twin.model, own_loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error

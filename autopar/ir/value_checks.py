@@ -1,6 +1,7 @@
 """Checks of values in an exported graph: they compute nothing, and a plan runs without them.
 
 n = item(all(x > 0)); _assert_scalar(n, "..")        nothing, if no shape or number depends on n
+y = masked_select(x, mask)                           nothing, if no op reads y
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ _CHECKS = frozenset(
 
 
 def drop_value_checks(graph: fx.Graph) -> None:
-    """Erase checks, and the numbers that only checks read. Tensors that only checks read are left, as dead ops."""
+    """Erase checks, and the numbers and tensors of unknown size that only checks read.
+
+    Other tensors that only checks read are left, as dead ops.
+    """
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
-        number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-        if node.target in _CHECKS or number:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if node.target in _CHECKS or any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
             graph.erase_node(node)

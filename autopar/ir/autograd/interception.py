@@ -5,6 +5,7 @@
     torch.autograd.grad                 the ops of the derivative (``derivatives``)
     vmap, torch.func, flex_attention    the ops that they come down to (``transforms``, ``flex``)
     scan, associative_scan              one op (``scans``)
+    ctc_loss                            one op (``ir.ctc``)
     checkpoint, save_on_cpu             what is inside: the plan says what is kept
     backward hooks of modules,
     saved_tensors_hooks, retain_grad,
@@ -43,6 +44,7 @@ from autopar.ir.autograd.replacing import replaced
 from autopar.ir.autograd.scans import scans_recorded
 from autopar.ir.autograd.transforms import transforms_made_plain
 from autopar.ir.autograd.trial import is_apart
+from autopar.ir.ctc import ctc_loss_is_one_op
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import is_library, user_line
 
@@ -57,7 +59,7 @@ def intercepted() -> Iterator[Recording]:
     """Within, what a forward asks of autograd is recorded or refused."""
     with ExitStack() as stack:
         recording = stack.enter_context(recorded())
-        for plain in (transforms_made_plain, flex_attention_made_plain, scans_recorded):
+        for plain in (transforms_made_plain, flex_attention_made_plain, scans_recorded, ctc_loss_is_one_op):
             stack.enter_context(plain())
 
         def replace(owner: Any, name: str, value: Any) -> None:

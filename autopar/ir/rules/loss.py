@@ -2,6 +2,7 @@
 
 cross_entropy   d0 d1 c, d0 d1 ->           c is lowered; d0 and d1 are summed; blocked under a mean
 mse_loss        d0 d1, d0 d1 ->             d0 and d1 are summed; lowered "mean" under a mean
+ctc_loss        _0 n _1, n _2, n, n -> n    a sample for itself
 """
 
 from __future__ import annotations
@@ -99,6 +100,22 @@ def nll_loss(call: Call) -> FactorRule | None:
     return _token_loss(call, factors, known, lead, _REDUCTIONS[bound["reduction"]])
 
 
+def ctc(call: Call) -> FactorRule | None:
+    """``autopar.ir.ctc``: T steps for each of the 2 S + 1 places between and at the targets."""
+    bound = call.bound()
+    log_probs, targets = bound["log_probs"], bound["targets"]
+    steps, samples, classes = log_probs.shape
+    factors = Factors()
+    n = factors.dim("b", samples)
+    known: dict[int, TensorFactors] = {
+        log_probs.position: (factors.fresh(steps), n, factors.fresh(classes)),
+        targets.position: (n, factors.fresh(targets.shape[1])),
+        **{bound[name].position: (n,) for name in ("input_lengths", "target_lengths")},
+    }
+    flops = 10 * steps * samples * (2 * targets.shape[1] + 1)
+    return factors.rule(operand_factors(call, known, factors), [(n,)], flops=flops)
+
+
 def elementwise(call: Call) -> FactorRule | None:
     """A pointwise loss and its reduction; a mean divides by the number of elements."""
     bound = call.bound()
@@ -124,6 +141,7 @@ def elementwise(call: Call) -> FactorRule | None:
 
 
 RULES: dict[str, Rule] = {
+    "autopar::ctc_loss": ctc,
     "autopar::cross_entropy": composite,
     "aten::cross_entropy_loss": cross_entropy_loss,
     "aten::nll_loss": nll_loss,
