@@ -48,7 +48,11 @@ class _Leaf:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Leaf:
-        view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        # Sizes that depend on values have other names in every call.
+        shape, stride = (
+            tuple(n if type(n) is int else type(n) for n in sizes) for sizes in (tensor.shape, tensor.stride())
+        )
+        view = (shape, stride, tensor.storage_offset(), tensor.dtype)
         return cls(tensor, storage_of(tensor), view, _data(tensor))
 
 
@@ -145,8 +149,9 @@ class Comparison:
 
 
 def _data(tensor: Tensor) -> Hashable:
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and 0 < tensor.numel() <= _SMALL
-    if not plain or isinstance(tensor, (FakeTensor, torch.nn.Parameter)):
+    if isinstance(tensor, (FakeTensor, torch.nn.Parameter)):
+        return None
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not 0 < tensor.numel() <= _SMALL:
         return None
     with _disable_current_modes():
         return hash(tensor.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes())

@@ -335,3 +335,18 @@ def test_what_the_first_call_alone_changes_can_be_changed_before() -> None:
     capture(model, torch.randn(4, 8))
     with pytest.raises(CaptureError, match="try: a buffer that is changed by tensor ops"):
         capture(CountsInAnAttribute(), torch.randn(4, 8))
+
+
+class ChecksWhatItIsGiven(Base):
+    """Leaves a tensor behind, so that a second call is made, in which the check passes too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 100:
+            raise ValueError("out of range")
+        self.hidden = self.linear(x)
+        return self.hidden.square().mean()
+
+
+def test_a_check_of_values_passes_in_the_second_call_too() -> None:
+    with pytest.warns(UnkeptStateWarning):
+        capture(ChecksWhatItIsGiven(), torch.randn(4, 8))
