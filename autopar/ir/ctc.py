@@ -1,6 +1,6 @@
 """The loss of connectionist temporal classification as one op, on targets with a row for each sample.
 
-    ctc_loss(log_probs, labels.masked_select(labels >= 0), ..)    ->    ctc_loss(log_probs, rows, ..)    one loss a sample
+    ctc_loss(log_probs, labels.masked_select(labels >= 0), ..)   ->   ctc_loss(log_probs, rows, ..)   one loss a sample
 
 How much torch's kernel keeps depends on the lengths, and the size of targets that are joined to one vector on a mask;
 a trace knows neither. The op keeps its operands alone, and its targets have the width of the labels.
