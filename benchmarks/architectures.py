@@ -115,7 +115,8 @@ def watch(processes: Sequence[Any]) -> str:
         spent = sum(map(_cpu_seconds, processes))
         if spent > MOST_CPU_S:
             return _kill(processes, f"took more than {MOST_CPU_S:g} s of CPU time")
-        if spent - spent_then > LEAST_CPU_S:
+        # A descendant that has ended takes its time with it.
+        if abs(spent - spent_then) > LEAST_CPU_S:
             since, spent_then = time.monotonic(), spent
         elif time.monotonic() - since > IDLE_S:
             return _kill(processes, f"hung: {LEAST_CPU_S:g} s of CPU time in {IDLE_S:g} s")

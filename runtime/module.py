@@ -51,6 +51,7 @@ class ParallelModule(nn.Module):
         self._engine = engine if isinstance(engine, Engine) else None
         self._build = None if isinstance(engine, Engine) else engine
         self._scaler: LossScaler | None = None
+        self._nothing: list[nn.Parameter] = []  # in a list: it is no parameter of the model
 
     @property
     def engine(self) -> Engine:
@@ -247,6 +248,17 @@ class ParallelModule(nn.Module):
             assert isinstance(value, nn.Parameter)
             for name in parameter.names[:1] if remove_duplicate else parameter.names:
                 yield (f"{prefix}.{name}" if prefix else name), value
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Parameters of this rank's stages.
+
+        Where none of them trains, one without elements follows, as an optimiser refuses to have nothing.
+        """
+        own = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        yield from own
+        if not any(parameter.requires_grad for parameter in own):
+            self._nothing = self._nothing or [nn.Parameter(torch.empty(0, device=self.engine.device))]
+            yield from self._nothing
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -39,6 +39,8 @@ class OptimizerState:
         self._place: dict[str, tuple[Optimizer, dict[str, Any], nn.Parameter]] = {}
         for optimizer, group, parameter in self._members():
             name = known.get(id(parameter))
+            if name is None and not parameter.numel():
+                continue  # what ``ParallelModule.parameters`` has where nothing trains
             if name is None or name in self._place:
                 raise InvalidInput(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that "
