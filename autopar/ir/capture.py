@@ -186,7 +186,13 @@ def _trace(
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
-    with _use_lazy_graph_module(True), _quietly(), traceable_libraries(), checks_pass(), intercepted() as recording:
+    with (
+        _use_lazy_graph_module(True),
+        _quietly(),
+        traceable_libraries(),
+        checks_pass(),
+        intercepted(twin.model) as recording,
+    ):
         program = torch.export.export(twin, fakes, strict=False)
     drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)

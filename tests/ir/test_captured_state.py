@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.capture import capture
 from autopar.ir.errors import CaptureError
@@ -220,3 +221,24 @@ class Shares(Base):
 def test_a_buffer_of_two_names_is_not_replaced_under_one() -> None:
     with pytest.raises(CaptureError, match=r"replaces the buffer average, which is also linear.average"):
         capture(Shares(), torch.randn(4, 8))
+
+
+class NormInACheckpoint(nn.Module):
+    def __init__(self, norm: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), norm)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x * self.body[0].bias, use_reentrant=self.reentrant).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_buffer_that_a_checkpoint_would_write_twice_is_refused(reentrant: bool) -> None:
+    with pytest.raises(
+        CaptureError, match=r"writes the buffer body.1.num_batches_tracked inside of(?s:.*)return check"
+    ):
+        capture(NormInACheckpoint(nn.BatchNorm1d(8), reentrant=reentrant), torch.randn(4, 8))
+    capture(NormInACheckpoint(nn.LayerNorm(8), reentrant=reentrant), torch.randn(4, 8))
+    evaluated = NormInACheckpoint(nn.BatchNorm1d(8), reentrant=reentrant).eval()
+    capture(evaluated, torch.randn(4, 8), training=False)

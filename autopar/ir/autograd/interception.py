@@ -55,8 +55,8 @@ _get_grad_fn: Callable[[Tensor], Any] = Tensor.grad_fn.__get__  # type: ignore[u
 
 
 @contextmanager
-def intercepted() -> Iterator[Recording]:
-    """Within, what a forward asks of autograd is recorded or refused."""
+def intercepted(model: nn.Module) -> Iterator[Recording]:
+    """Within, what a forward of ``model`` asks of autograd is recorded or refused."""
     with ExitStack() as stack:
         recording = stack.enter_context(recorded())
         for plain in (transforms_made_plain, flex_attention_made_plain, scans_recorded, ctc_loss_is_one_op):
@@ -65,13 +65,13 @@ def intercepted() -> Iterator[Recording]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))
 
-        replace(_SingleLevelFunction, "apply", classmethod(_apply(recording)))
+        replace(_SingleLevelFunction, "apply", classmethod(_apply(recording, model)))
         replace(Tensor, "register_hook", _hook(recording))
         replace(torch.autograd, "grad", recorded_gradients)
         replace(Tensor, "grad_fn", property(_grad_fn))
         replace(Tensor, "requires_grad_", _requires_grad_)
         replace(Tensor, "requires_grad", property(_get_requires_grad, _set_requires_grad))
-        replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed)
+        replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed(model))
         replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
         replace(torch.autograd.graph.saved_tensors_hooks, "__exit__", _exit_saved_tensors_hooks)
         for owner, name, what, remedy in _REFUSED:
@@ -81,12 +81,15 @@ def intercepted() -> Iterator[Recording]:
         yield recording
 
 
-def _apply(recording: Recording) -> Callable[..., Any]:
+def _apply(recording: Recording, model: nn.Module) -> Callable[..., Any]:
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
         # torch's dispatcher runs functions of its own inside ops, below the trace.
         if not is_apart() and not cls.__module__.startswith("torch._"):
             if cls is checkpoint.CheckpointFunction:
-                return _checkpointed_reentrantly(*args)
+                before = _versions(model)
+                result = _checkpointed_reentrantly(*args)
+                _refuse_written(model, before)
+                return result
             if cls is BackwardHookFunction:
                 raise _refused("calls backward hooks of a module", "removing them, or a hook on a tensor in forward")
             # Without a gradient there is no backward.
@@ -159,9 +162,33 @@ def _checkpointed_reentrantly(run: Callable[..., Any], preserve: bool, *args: An
         return run(*args)
 
 
-def _checkpointed(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _checkpointed(model: nn.Module) -> Callable[..., Iterator[None]]:
     """In place of what packs and unpacks saved tensors: a generator that yields before the forward."""
-    yield
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        before = _versions(model)
+        yield
+        _refuse_written(model, before)
+
+    return generator
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Every buffer, and how often it has been written."""
+    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _refuse_written(model: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
+    """Refuse buffers that were written since, where one process writes them once more in its backward."""
+    if not torch.is_grad_enabled():
+        return
+    for name, (buffer, version) in _versions(model).items():
+        known = before.get(name)
+        if known is None or known[0] is not buffer or known[1] != version:
+            raise _refused(
+                f"writes the buffer {name} inside of torch.utils.checkpoint, which writes it a second time in backward",
+                "no checkpoint around it: the plan says what is kept for the backward and what is computed again",
+            )
 
 
 def _enter_saved_tensors_hooks(self: torch.autograd.graph.saved_tensors_hooks) -> None:
