@@ -57,7 +57,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+QUICK = ("zero3 tp2", "pp2 dp2", "cp2 tp2 remat")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+)
 def test_a_right_plan_has_no_problems(source: ModelFile, name: str) -> None:
     gpus, degrees = PLANS[name]
     captured = captured_of(source, 16)
