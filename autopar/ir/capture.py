@@ -27,6 +27,7 @@ from torch.fx.proxy import _register_stack_trace_anchor
 from torch.nn.parameter import is_lazy
 
 from autopar.ir.autograd.backward import check_backward
+from autopar.ir.autograd.function_op import without_log
 from autopar.ir.autograd.hooks import refuse_hooks
 from autopar.ir.autograd.interception import intercepted
 from autopar.ir.autograd.recording import Recording
@@ -206,7 +207,7 @@ def _quietly() -> Iterator[None]:
     level, said = log.level, io.StringIO()
     log.setLevel(logging.ERROR)
     try:
-        with redirect_stderr(said), warnings.catch_warnings():
+        with redirect_stderr(said), without_log(), warnings.catch_warnings():
             # A recurrent module lists its parameters anew when torch.export puts others in their place.
             warnings.filterwarnings("ignore", message=_RELISTED)
             yield
