@@ -195,9 +195,9 @@ class Snapshot:
             self._inside(name, {"func": value.func, "args": value.args, "keywords": value.keywords})
         elif isinstance(value, random.Random):
             self._generators.append(_Generator(name, value.getstate, value.setstate))
-        elif hasattr(value, "bit_generator"):
+        elif hasattr(type(value), "bit_generator"):
             self._generators.append(_numpy_own(name, value))
-        elif hasattr(value, "__next__"):
+        elif hasattr(type(value), "__next__"):
             self.iterators.append(name)
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             self._seen[id(value)] = value
@@ -271,7 +271,8 @@ class Snapshot:
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, _KEPT) or is_array(value) or hasattr(value, "bit_generator"):
+    # The class is asked: where a package is not there, a library may have classes that raise at every attribute.
+    if isinstance(value, _KEPT) or is_array(value) or hasattr(type(value), "bit_generator"):
         return True
     iterates = hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
     return iterates or is_users(file_of(type(value)))

@@ -350,3 +350,25 @@ class ChecksWhatItIsGiven(Base):
 def test_a_check_of_values_passes_in_the_second_call_too() -> None:
     with pytest.warns(UnkeptStateWarning):
         capture(ChecksWhatItIsGiven(), torch.randn(4, 8))
+
+
+class OfAMissingPackage(type):
+    def __getattr__(cls, name: str) -> None:
+        raise ImportError(f"{cls.__name__} requires a package that is not there")
+
+
+class Absent(metaclass=OfAMissingPackage):
+    """As libraries export it in the place of what they lack."""
+
+    __module__ = "torch"
+
+
+class BesideWhatIsMissing(Base):
+    kinds: ClassVar[list[type]] = [Absent]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_a_class_that_raises_at_every_attribute_is_passed_by() -> None:
+    capture(BesideWhatIsMissing(), torch.randn(4, 8))

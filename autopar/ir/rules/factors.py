@@ -119,14 +119,16 @@ def estimated_flops(call: Call) -> float:
     """Operations of an op that nothing is known of: one an element, and the products of its input with its matrices.
 
     A matrix is an operand after the first with floating point numbers whose rows or columns are as long as the rows of
-    that one: every row is multiplied by it.
+    that one: every row is multiplied by it. One that has as many rows is no matrix, but another input.
     """
     elements = sum(map(numel, call.shapes))
     floating = [operand.shape for operand in call.operands if operand.dtype.is_floating_point]
     if not floating or len(floating[0]) < 2:
         return elements
     rows, width = numel(floating[0][:-1]), floating[0][-1]
-    matrices = [shape for shape in floating[1:] if len(shape) == 2 and width > 1 and width in shape]
+    matrices = [
+        shape for shape in floating[1:] if len(shape) == 2 and width > 1 and width in shape and shape[0] != rows
+    ]
     return elements + 2.0 * rows * sum(map(numel, matrices))
 
 

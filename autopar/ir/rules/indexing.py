@@ -12,7 +12,17 @@ import torch
 
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
-from autopar.ir.rules.factors import Factors, Rule, aligned, dim_of, numbered, numel, operand_factors, sums
+from autopar.ir.rules.factors import (
+    Factors,
+    Rule,
+    aligned,
+    dim_of,
+    numbered,
+    numel,
+    operand_factors,
+    replicated_rule,
+    sums,
+)
 
 
 def gather(call: Call) -> FactorRule | None:
@@ -170,6 +180,14 @@ def scatter(call: Call) -> FactorRule | None:
     )
 
 
+def masked_scatter(call: Call) -> FactorRule | None:
+    """Where an element of ``source`` goes depends on the whole of the mask before it."""
+    rule = replicated_rule(call)
+    return Factors(dict(rule.sizes), set(rule.blocked)).rule(
+        rule.operands, rule.results, flops=numel(call.results[0].shape)
+    )
+
+
 def index_add(call: Call) -> FactorRule | None:
     """``self`` with rows of ``source`` added or copied along ``dim``."""
     bound = call.bound()
@@ -213,6 +231,7 @@ RULES: dict[str, Rule] = {
     "aten::scatter": scatter,
     "aten::scatter_add": scatter,
     "aten::scatter_reduce": scatter,
+    "aten::masked_scatter": masked_scatter,
     "aten::index_add": index_add,
     "aten::index_copy": index_add,
     "aten::bucketize": bucketize,
