@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -33,7 +34,8 @@ def first_change(run: Callable[[], Any], happened: Callable[[], bool]) -> str:
             last[:] = [(code.co_filename, frame.f_lineno, code.co_name)]
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # it calls functions of others between any two lines
     sys.settrace(trace)
     try:
         run()
@@ -41,6 +43,8 @@ def first_change(run: Callable[[], Any], happened: Callable[[], bool]) -> str:
         pass
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     if not found and last and happened():
         found.append(last[0])
     if not found:
