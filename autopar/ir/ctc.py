@@ -34,9 +34,7 @@ def _ctc_loss(
 
 
 @_ctc_loss.register_fake
-def _(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
-) -> Tensor:
+def _(log_probs: Tensor, *others: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 
@@ -60,15 +58,7 @@ def _ctc_loss_backward(
 
 
 @_ctc_loss_backward.register_fake
-def _(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
+def _(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 

@@ -194,7 +194,7 @@ def _join(graph: fx.Graph, mode: FakeTensorMode, user: fx.Node, column: Sequence
             shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
             out = add_call(graph, mode, aten.reshape.default, (out, shape), like=user)
         others = [parts[:start], parts[start + count :]]
-        around = [add_call(graph, mode, user.target, (p, dim), like=user) if p else None for p in others]  # type: ignore
+        around = [add_call(graph, mode, user.target, (p, dim), like=user) if p else None for p in others]  # type: ignore[arg-type]
         whole = [part for part in (around[0], out, around[1]) if part is not None]
         made = whole[0] if len(whole) == 1 else add_call(graph, mode, aten.cat.default, (whole, dim), like=user)
     user.replace_all_uses_with(made)
