@@ -184,7 +184,7 @@ class Outer:
             while heap and not self._settled():
                 turn, hope, _, lower, item = heapq.heappop(heap)
                 outlook = max(hope, self.outlook(item if isinstance(item, Configuration) else item.root))
-                if self.good_enough(max(hope, lower)):
+                if self.good_enough(lower if self.is_small else max(hope, lower)):
                     self.num_skipped += 1
                     self.unproved = min(self.unproved, lower)
                 elif heap and outlook > hope and (turn, outlook) > heap[0][:2]:

@@ -130,6 +130,14 @@ def test_the_free_search_is_no_slower_than_pinned_ones(
     check(load, cluster, pinned)
 
 
+def test_small_spaces_leave_out_no_configuration_by_an_estimate() -> None:
+    """The plan that is found without ZeRO has free axes, which what baselines take says nothing certain of."""
+    with torch.device("meta"):
+        model, inputs = Chain([64, 64, 1024, 1024, 4096]), torch.empty(16, 64)
+    load = Workload.of(normalise(capture(model, inputs)), "bf16")
+    check(load, make_cluster("h100-sxm", 8, 2), [Constraints(precision="bf16", zero=0)])
+
+
 def test_levels_of_zero_that_divide_nothing_are_no_faster_than_none() -> None:
     with torch.device("meta"):
         model, inputs = Chain([4096, 2048]), torch.empty(16, 4096)
