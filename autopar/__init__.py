@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autopar.api import from_pretrained as from_pretrained
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
-    from autopar.cost_model.cluster import Cluster as Cluster
+    from autopar.cost_model.hardware.cluster import Cluster as Cluster
     from autopar.ir.annotations import constrain as constrain
     from autopar.ir.errors import AutoparError as AutoparError
     from autopar.ir.plan import Plan as Plan
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AutoparError": "autopar.ir.errors",
-    "Cluster": "autopar.cost_model.cluster",
+    "Cluster": "autopar.cost_model.hardware.cluster",
     "LossScaler": "autopar.runtime.loss_scaler",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",

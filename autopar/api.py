@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.huggingface.pretrained import format_of, open_pretrained
 from autopar.ir.annotations import ParameterAnnotation
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -34,7 +34,7 @@ from autopar.runtime.mesh import check_world_size
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.same_start import check_same_start
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 
 __all__ = ["ParallelModule", "constraints_of", "from_pretrained", "parallelize", "search"]
 

@@ -8,7 +8,7 @@ import re
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidCluster
 
 # Words of a device's name, most special first, and its name in the catalogue.

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
+from autopar.ir.capture.fake_twins import without_parameters
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
-from autopar.ir.standins import without_parameters
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.runtime.variants import Results

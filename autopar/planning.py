@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.report.units import plural, seconds
 from autopar.search.api import estimate_captured, search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.divided import DividedFlops, divided_by_axes
-from autopar.search.outer import Progress
+from autopar.search.outer.best_first import Progress
+from autopar.search.predict.divided_share import DividedFlops, divided_by_axes
+from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 
 

@@ -22,14 +22,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints, role_of_axis
+from autopar.search.problem.constraints import Constraints, role_of_axis
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GIB = 2**30

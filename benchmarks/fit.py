@@ -1,4 +1,4 @@
-"""Fits the constants of ``cost_model/fitted.py`` to published runs, and says what each of them rests on.
+"""Fits the constants of ``fitted_constants`` to published runs, and says what each of them rests on.
 
     python benchmarks/fit.py [--data DIR] [--rounds 2] [--families sc21,titan]
 
@@ -29,7 +29,7 @@ from published_models import captured_of
 from published_rows import Missing, Row
 from published_software import step_time_s
 
-from autopar.cost_model.fitted import FITTED, Fitted
+from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.search.api import predict_plan

@@ -27,12 +27,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints, divisors
-from autopar.search.workload import Workload
+from autopar.search.problem.constraints import Constraints, divisors
+from autopar.search.problem.workload import Workload
 
 BATCH, SEQ = 2048, 8192
 # Where the other one varies.

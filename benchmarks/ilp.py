@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
-from autopar.search.build import Weights, build
-from autopar.search.configuration import Configuration
-from autopar.search.constraints import Constraints
-from autopar.search.ilp import solve, solve_program
-from autopar.search.instance import Instance, value
-from autopar.search.leaf import HIDDEN, Solver
-from autopar.search.outer import PRICES
-from autopar.search.workload import Workload
+from autopar.search.assign.instance import Instance, value
+from autopar.search.assign.solve import solve, solve_program
+from autopar.search.outer.best_first import PRICES
+from autopar.search.outer.configuration import Configuration
+from autopar.search.outer.configuration_solver import HIDDEN, Solver
+from autopar.search.pricing.build_instance import Weights, build
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Equal up to what linear programming leaves open.

@@ -13,7 +13,7 @@ from published_rows import Row
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normal_form
 from autopar.passes.normalise.eager_attention import FuseEagerAttention

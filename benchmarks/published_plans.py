@@ -28,7 +28,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.report.data import remat_level
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 
 # A part of the step is named if it differs by this share of the published step.

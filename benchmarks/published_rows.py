@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.fitted import FITTED, Fitted
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Precision
 from autopar.search.api import estimate_captured, predict_plan, search_captured
-from autopar.search.constraints import Constraints, Remat
+from autopar.search.problem.constraints import Constraints, Remat
+from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
-from autopar.search.workload import Workload
 
 GIB = 2**30
 ENOUGH = 1 << 50

@@ -17,13 +17,13 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.collectives import Fabric
-from autopar.cost_model.fitted import FITTED, Fitted
-from autopar.cost_model.hardware import ITEMSIZE
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.hardware.device import ITEMSIZE
+from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Collective
-from autopar.search.predict import Predicted
+from autopar.search.predict.predict import Predicted
 
 if TYPE_CHECKING:
     from published_rows import Row

@@ -235,12 +235,12 @@ def planned(
     model: str, description: dict[str, Any], loads: dict[str, list[int]], folder: Path, most: int
 ) -> dict[str, tuple[str, float]]:
     """Name -> plan file and predicted seconds, the searched one first. Others that are the same plan are left out."""
-    from autopar.cost_model.description import cluster_from_dict
-    from autopar.ir.capture import capture
+    from autopar.cost_model.cluster_file import cluster_from_dict
+    from autopar.ir.capture.capture import capture
     from autopar.ir.errors import AutoparError
     from autopar.passes.normalise import normalise
     from autopar.search.api import estimate_captured, search_captured
-    from autopar.search.constraints import Constraints
+    from autopar.search.problem.constraints import Constraints
 
     folder.mkdir(exist_ok=True)
     cluster = cluster_from_dict(description)

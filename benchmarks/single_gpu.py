@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import autopar
-from autopar.cost_model.description import cluster_from_dict
+from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.ir.errors import InfeasiblePlan
 from autopar.profiling.profile import profile
 from autopar.runtime.launch import this_device

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.devices.amd import AMD
 from autopar.cost_model.devices.cpu import CPU
 from autopar.cost_model.devices.nvidia import NVIDIA
-from autopar.cost_model.entries import GpuEntry
-from autopar.cost_model.fitted import FITTED, Fitted
+from autopar.cost_model.hardware.catalogue_entry import GpuEntry
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.ir.errors import InvalidCluster
 
 CATALOGUE: dict[str, GpuEntry] = {entry.name.lower(): entry for entry in (*NVIDIA, *AMD, CPU)}

@@ -11,8 +11,8 @@ import operator
 
 from torch import fx
 
-from autopar.ir.blocks import Folding
-from autopar.ir.clusters import BATCH, Cluster, Clusters, first_instances
+from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.op_clusters import BATCH, Cluster, Clusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh

@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.ir.blocks import Folding
-from autopar.ir.clusters import BATCH, Clusters
+from autopar.ir.analysis.batch_and_sequence import Roles
+from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.op_clusters import BATCH, Clusters
+from autopar.ir.analysis.op_stream import op_name
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Replicate
 from autopar.ir.plan import Plan
-from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment, Choice, FactorRule
 from autopar.ir.rules import rule_for
-from autopar.ir.stream import op_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from math import prod
 
 from torch import fx
 
-from autopar.ir.derived import Passing
+from autopar.ir.analysis.derived_parameters import Passing
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, tensor_operands
 from autopar.ir.mesh import Mesh

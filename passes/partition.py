@@ -8,17 +8,17 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.ir.blocks import Folding, fold
-from autopar.ir.capacity import limit_experts
-from autopar.ir.clusters import Clusters, cluster
-from autopar.ir.derived import find_derived, passing_axes
+from autopar.ir.analysis.batch_and_sequence import Roles, find_roles, microbatch_obstacle
+from autopar.ir.analysis.blocks import Folding, fold
+from autopar.ir.analysis.derived_parameters import find_derived, passing_axes
+from autopar.ir.analysis.limit_experts import limit_experts
+from autopar.ir.analysis.op_clusters import Clusters, cluster
+from autopar.ir.analysis.zigzag import FoldedSequence, find_folds
 from autopar.ir.errors import PlanMismatch
-from autopar.ir.folds import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
-from autopar.ir.roles import Roles, find_roles, microbatch_obstacle
 from autopar.ir.rule import Assignment
 from autopar.passes.assign import assign
 from autopar.passes.carry import carry

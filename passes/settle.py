@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from autopar.ir.building import fake_call, fake_mode_of
-from autopar.ir.communicate import unbound_groups
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.group_communication import unbound_groups
 from autopar.passes.shard import PRELUDE
 from autopar.passes.verify import signature_of, summary_of
 

@@ -15,7 +15,7 @@ After, on local shapes:
 
 The batch is cut into microbatches in the same sweep: a microbatch is the batch factor sharded in time, over an
 extra outermost axis that no collective crosses. What is a sum over it and needed whole is had before the microbatches
-run, if it is made of step inputs alone (``autopar.ir.whole_batch``).
+run, if it is made of step inputs alone (``autopar.ir.primitives.whole_batch``).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.ir.blocks import Folding
-from autopar.ir.clusters import BATCH, Clusters
-from autopar.ir.collectives import step_call
-from autopar.ir.derived import Passing, left_to_sum
+from autopar.ir.analysis.batch_and_sequence import Roles
+from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.derived_parameters import Passing, left_to_sum
+from autopar.ir.analysis.op_clusters import BATCH, Clusters
+from autopar.ir.analysis.zigzag import Fold, FoldedSequence, fold_sequence, unfold_sequence
 from autopar.ir.errors import PlanMismatch
-from autopar.ir.folds import Fold, FoldedSequence, fold_sequence, unfold_sequence
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, source, tensor_operands, tensor_results
 from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.parameters import read_parameter
 from autopar.ir.placement import Layout, Placement, Replicate, Shard, local_shape, replicated
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
+from autopar.ir.primitives.collectives import step_call
+from autopar.ir.primitives.read_parameter import read_parameter
+from autopar.ir.primitives.whole_batch import whole_batch
 from autopar.ir.redistribution import Collective, Step, redistribute
-from autopar.ir.roles import Roles
 from autopar.ir.rule import Assignment, Choice, FactorRule
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.sizes import local_arguments
-from autopar.ir.whole_batch import whole_batch
 from autopar.passes.parameters import Storage
 
 PRELUDE = -1

@@ -14,15 +14,15 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autopar.ir.blocks import Folding
-from autopar.ir.clusters import Clusters
-from autopar.ir.collectives import identity, split
+from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.op_clusters import Clusters
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, has_gradient_dtype
-from autopar.ir.parameters import read_parameter
 from autopar.ir.plan import Plan, StagePlan
+from autopar.ir.primitives.collectives import identity, split
+from autopar.ir.primitives.read_parameter import read_parameter
+from autopar.ir.primitives.whole_batch import whole_batch
 from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
-from autopar.ir.whole_batch import whole_batch
 from autopar.passes.parameters import Storage
 from autopar.passes.shard import PRELUDE, ShardedProgram
 

@@ -11,10 +11,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.function_op import FunctionOp
-from autopar.ir.collectives import bind_groups
 from autopar.ir.lowered.random import is_random
+from autopar.ir.ops.scan import AssociativeScan, Scan
+from autopar.ir.primitives.collectives import bind_groups
 from autopar.ir.program import BlockProgram, Remat
-from autopar.ir.scan import AssociativeScan, Scan
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.rematerialised import mark, rematerialised
 

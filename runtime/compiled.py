@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.ir.parameters import read_parameter
+from autopar.ir.primitives.read_parameter import read_parameter
 
 
 def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir import ops
 from autopar.ir.lowered.moe import moe
+from autopar.ir.ops import composite
 from autopar.ir.placement import Shard
 from autopar.ir.program import StageProgram
 from autopar.runtime.mesh import JobMesh
@@ -30,7 +30,7 @@ def expert_layers(program: StageProgram) -> tuple[ExpertLayer, ...]:
     found = []
     for block in program.blocks:
         for node in block.graph.nodes:
-            if node.op == "call_function" and node.target in (ops.moe, moe):
+            if node.op == "call_function" and node.target in (composite.moe, moe):
                 index, w_up = node.args[1], node.args[3]
                 degree = 1
                 for axis, placement in zip(program.mesh.axes, w_up.meta["layout"], strict=True):

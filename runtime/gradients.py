@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.ir.parameters import ALONE_BYTES, local_of, placed_like
+from autopar.ir.primitives.read_parameter import ALONE_BYTES, local_of, placed_like
 
 # Bytes of a bucket: at most as in DistributedDataParallel. The first is small so that communication starts early, and
 # none is so large that there would be fewer of them.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.ir.errors import InvalidInput
-from autopar.ir.parameters import local_of
+from autopar.ir.primitives.read_parameter import local_of
 from autopar.runtime.module import ParallelModule
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from autopar.ir.parameters import local_of, placed_like, read_parameter
+from autopar.ir.primitives.read_parameter import local_of, placed_like, read_parameter
 from autopar.ir.program import StageProgram
 from autopar.runtime.stage_module import StageModule
 

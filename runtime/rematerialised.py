@@ -26,10 +26,10 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from autopar.ir.computed_once import Results, Work, keeping
+from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.lowered.reductions import split_bias
-from autopar.ir.products import every_second, is_product
+from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.program import Remat
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.

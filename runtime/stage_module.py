@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir.experts import recorded_loads
 from autopar.ir.lowered.random import is_random
-from autopar.ir.parameters import scale_gradient
+from autopar.ir.ops.expert_ffn import recorded_loads
+from autopar.ir.primitives.read_parameter import scale_gradient
 from autopar.ir.program import StageProgram
 from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
 

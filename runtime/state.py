@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.communicate import concatenate_ranks
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
-from autopar.ir.parameters import local_of
 from autopar.ir.placement import Shard
+from autopar.ir.primitives.group_communication import concatenate_ranks
+from autopar.ir.primitives.read_parameter import local_of
 from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.parameters import local_shard

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.launching.launch import launch
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
@@ -23,8 +23,8 @@ from autopar.report.page import plan_report
 from autopar.report.study import study_found
 from autopar.report.terminal import print_plan
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.workload import Workload
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 from autopar.training.job import TrainingJob
 from autopar.training.report import TOLERANCE
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 import autopar
-import autopar.search.instance
+import autopar.search.assign.instance
 
 
 @pytest.mark.parametrize("name", sorted(autopar.__all__))
@@ -19,7 +19,7 @@ def test_every_name_resolves(name: str) -> None:
 def test_search_is_a_package_and_a_function() -> None:
     assert isinstance(autopar.search, types.ModuleType)
     assert callable(autopar.search)
-    assert autopar.search.instance.Instance is not None
+    assert autopar.search.assign.instance.Instance is not None
 
 
 def test_unknown_names_are_refused() -> None:

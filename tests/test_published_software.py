@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost_model.collectives import Fabric
-from autopar.ir.capture import capture
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.ir.capture.capture import capture
 from autopar.ir.redistribution import Collective
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured

@@ -9,9 +9,9 @@ from torch import nn
 
 from autopar.checking.matching import mismatch
 from autopar.checking.ranks import Programs, RankTrace, run_ranks
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import GIB
-from autopar.cost_model.memory import MemoryParts
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import GIB
+from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ir.collective_counter import kind_of_collective
+from autopar.ir.primitives.collective_counter import kind_of_collective
 
 
 @dataclass(frozen=True, slots=True)

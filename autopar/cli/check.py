@@ -12,8 +12,8 @@ from autopar.cli.json_output import print_json
 from autopar.cli.progress import progress_on_stderr
 from autopar.cli.request import read_yaml
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.description import cluster_from_dict
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
@@ -40,7 +40,7 @@ def run_check(
     source = load_model_file(model)
     # Imported here so that a mistyped file is answered at once.
     from autopar.checking.check import check_plan
-    from autopar.ir.capture import capture
+    from autopar.ir.capture.capture import capture
     from autopar.passes.normalise import normalise
 
     with progress_on_stderr(quiet=json) as progress:

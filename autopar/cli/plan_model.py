@@ -17,7 +17,7 @@ def capture_for(
     """The model ``named``, with the plan's batch and sequence length. Raises PlanMismatch if it is another one."""
     source = load_model_file(named)
     # Imported here so that a mistyped file is answered at once.
-    from autopar.ir.capture import capture
+    from autopar.ir.capture.capture import capture
     from autopar.passes.normalise import normalise
 
     progress("capturing the model")

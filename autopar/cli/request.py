@@ -13,16 +13,16 @@ import yaml
 from autopar.cli.json_output import print_json
 from autopar.cli.options import PrecisionName, RematName, ScheduleName, SequenceLayoutName, Switch
 from autopar.cli.progress import progress_on_stderr
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.description import cluster_from_dict
-from autopar.cost_model.experts import Loads
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
-from autopar.search.constraints import Constraints
-from autopar.search.forbidden import parse_forbidden
-from autopar.search.like import constraints_like, forbidden_like, with_axes_of
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, with_axes_of
+from autopar.search.problem.forbidden_placements import parse_forbidden
 
 _DEFAULT_GPU = "h100-sxm"
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.cost_model.simulator import Event, Timeline
+from autopar.cost_model.schedule.pipeline_simulator import Event, Timeline
 from autopar.export.exported import Exported, Options
 from autopar.export.strategy import Strategy
 from autopar.ir.errors import InexpressiblePlan

@@ -29,7 +29,7 @@ from autopar.ir.errors import InexpressiblePlan
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
-from autopar.search.constraints import role_of_axis
+from autopar.search.problem.constraints import role_of_axis
 
 Role = Literal["data", "tensor", "context", "idle"]
 Attention = Literal["", "ring", "gathered", "heads"]

@@ -1,6 +1,6 @@
 """The captured program: an ``fx.Graph`` plus what its placeholders and outputs mean.
 
-The graph is functional ATen plus the composite ops of ``autopar.ir.ops``, with global shapes:
+The graph is functional ATen plus the composite ops of ``autopar.ir.ops.composite``, with global shapes:
 ``node.meta["val"]`` is a fake tensor (or a tuple of them, or a plain value). Parameters, buffers and step
 inputs are placeholders. ``node.meta["path"]`` is the module path a node came from (``layers.3.mlp.up``)
 and ``node.meta["source"]`` the user's source line, as ``file.py:12 in forward: x = self.up(x)``.

@@ -142,7 +142,7 @@ class FactorRule:
     ) -> tuple[Layout, Layout]:
         """Layouts of operand ``position``: of the value and of its gradient.
 
-        passing: axes on which the gradient is a summand as that of the results is; see ``autopar.ir.derived``.
+        passing: axes on which the gradient is a summand as that of the results is; see ``analysis.derived_parameters``.
         """
         pairs = [self.operand(position, choice) for choice in assignment]
         grad = tuple(Partial() if axis in passing else pair[1] for axis, pair in enumerate(pairs))

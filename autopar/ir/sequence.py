@@ -18,7 +18,7 @@ from itertools import accumulate, chain, islice, pairwise, product, starmap
 from math import prod
 from typing import Literal, NamedTuple
 
-from autopar.ir.ops import AttentionKind
+from autopar.ir.ops.composite import AttentionKind
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 

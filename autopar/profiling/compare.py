@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import collective_time, point_to_point_time
-from autopar.cost_model.hardware import Device
-from autopar.cost_model.matmul import fraction_of_rate
+from autopar.cost_model.communication.collectives import collective_time, point_to_point_time
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import Device
+from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.profiling.samples import COLLECTIVES, Communicated, Product, Samples
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.cost_model.step import ADAMW_BYTES
+from autopar.cost_model.communication.gradient_sync import ADAMW_BYTES
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import AttentionRun, Product, Samples, Traffic
 

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import issued_as, latency_rounds, volume_bytes
-from autopar.cost_model.hardware import GB, JITTER_AFTER_S, Device
-from autopar.cost_model.matmul import fraction_of_rate
-from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.cost_model.communication.collectives import issued_as, latency_rounds, volume_bytes
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import GB, JITTER_AFTER_S, Device
+from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.redistribution import Collective
 from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples, Waited
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.cost_model.cluster import Cluster, Group
-from autopar.ir.communicate import concatenate_ranks, exchange_pieces, sum_and_scatter, sum_ranks
+from autopar.cost_model.hardware.cluster import Cluster, Group
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.group_communication import concatenate_ranks, exchange_pieces, sum_and_scatter, sum_ranks
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples, Waited
 

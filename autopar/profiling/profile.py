@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.description import cluster_from_dict
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidCluster
 from autopar.local_cluster import catalogue_name
 from autopar.profiling.clock import Clock

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median, median_low
 from typing import TypeVar, get_args
 
-from autopar.cost_model.cluster import Group
-from autopar.cost_model.description import Kind
-from autopar.cost_model.hardware import ITEMSIZE
+from autopar.cost_model.cluster_file import Kind
+from autopar.cost_model.hardware.cluster import Group
+from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.ir.redistribution import Collective
 
 # Kinds of communication that are measured: four collectives, a send between neighbours, and what FSDP issues.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.report.words import line_of, one_line
-from autopar.search.configuration import Candidate
-from autopar.search.plan_of import named
+from autopar.search.outer.configuration import Candidate
+from autopar.search.predict.to_plan import named
 from autopar.search.result import SearchResult
 
 

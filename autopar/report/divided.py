@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from autopar.report.units import of_flop
-from autopar.search.constraints import role_of_axis
+from autopar.search.problem.constraints import role_of_axis
 
 if TYPE_CHECKING:
-    from autopar.search.divided import DividedFlops
+    from autopar.search.predict.divided_share import DividedFlops
 
 # Ops that are named of those that every rank of an axis repeats.
 _MOST = 3

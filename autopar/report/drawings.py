@@ -12,7 +12,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.cost_model.simulator import Timeline
+from autopar.cost_model.schedule.pipeline_simulator import Timeline
 from autopar.ir.plan import Plan
 from autopar.report.axes import axes
 from autopar.report.table import plain_table

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.report.comparison import comparison, in_words
@@ -17,9 +17,9 @@ from autopar.report.divided import divided_data
 from autopar.report.table import plain_table
 from autopar.report.units import gib, percent, seconds
 from autopar.search.api import priced_plan
-from autopar.search.communications import Communication, communications
-from autopar.search.divided import divided_by_axes
 from autopar.search.explanation import Alternative, Explanation
+from autopar.search.predict.communications import Communication, communications
+from autopar.search.predict.divided_share import divided_by_axes
 
 # Of the communications of a plan, those that together are so much of its time are printed.
 _MOST = 0.98

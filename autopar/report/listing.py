@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.ir.clusters import first_instances
+from autopar.ir.analysis.op_clusters import first_instances
 from autopar.ir.plan import BlockPlan
 from autopar.report.axes import axes
 from autopar.report.study import Study
-from autopar.search.communications import Communication, communications
+from autopar.search.predict.communications import Communication, communications
 
 Row = dict[str, Any]
 """Either an op or a collective, JSON-ready."""

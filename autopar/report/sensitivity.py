@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from autopar.cost_model.memory import MemoryParts
-from autopar.cost_model.simulator import Timeline
-from autopar.cost_model.streams import COMPUTE, Span
+from autopar.cost_model.memory.model_state import MemoryParts
+from autopar.cost_model.schedule.pipeline_simulator import Timeline
+from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span
 from autopar.report.study import Study
-from autopar.search.overlap import GATHER, REDUCE, SEND, pass_ends
+from autopar.search.predict.step_tasks import GATHER, REDUCE, SEND, pass_ends
 
 # Up to so many spans are shown block by block; of more, those of a pass are one.
 _MOST_SPANS = 4000

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.planning import Planned
 from autopar.report.sensitivity import Variation, variations
 from autopar.search.api import priced_plan
-from autopar.search.evaluate import evaluate_stages
-from autopar.search.plan_of import prediction_of
-from autopar.search.predict import Predicted, predict
-from autopar.search.pricing import Pricing
+from autopar.search.predict.predict import Predicted, predict
+from autopar.search.predict.to_plan import prediction_of
+from autopar.search.pricing.block_prices import evaluate_stages
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
-from autopar.search.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost_model.simulator import Timeline, simulate
+from autopar.cost_model.schedule.pipeline_simulator import Timeline, simulate
 from autopar.ir.plan import Plan
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.plan import Plan
-from autopar.search.overlap import STREAMS, pass_ends
-from autopar.search.predict import Predicted
+from autopar.search.predict.predict import Predicted
+from autopar.search.predict.step_tasks import STREAMS, pass_ends
 
 _US = 1e6
 

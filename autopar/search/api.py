@@ -7,28 +7,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import gcd, inf
 
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capacity import limit_experts
-from autopar.ir.clusters import BATCH, first_instances
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.analysis.limit_experts import limit_experts
+from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
-from autopar.search.annotations import check_annotations
-from autopar.search.configuration import Configuration, Inner
-from autopar.search.constraints import Constraints, NoOption
-from autopar.search.evaluate import data_axes_of, evaluate, evaluate_stages
-from autopar.search.forbidden import check_forbidden
-from autopar.search.infeasible import explain
-from autopar.search.leaf import Solver
-from autopar.search.outer import Outer, Progress
-from autopar.search.plan_of import plan_of
-from autopar.search.predict import Predicted, predict
-from autopar.search.pricing import Pricing
-from autopar.search.refine import refine
+from autopar.search.outer.best_first import Outer, Progress
+from autopar.search.outer.configuration import Configuration, Inner
+from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.infeasible import explain
+from autopar.search.outer.refine import refine
+from autopar.search.predict.predict import Predicted, predict
+from autopar.search.predict.to_plan import plan_of
+from autopar.search.pricing.block_prices import data_axes_of, evaluate, evaluate_stages
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.annotation_limits import check_annotations
+from autopar.search.problem.constraints import Constraints, NoOption
+from autopar.search.problem.forbidden_placements import check_forbidden
+from autopar.search.problem.workload import Workload
 from autopar.search.result import Baseline, SearchResult
-from autopar.search.stage import LEVELS, Stage
-from autopar.search.workload import Workload
+from autopar.search.stages.stage import LEVELS, Stage
 
 
 def search_captured(

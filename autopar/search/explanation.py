@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.seconds import ZERO, OpTime
-from autopar.ir.capacity import limit_experts
-from autopar.ir.clusters import Cluster as OpCluster
+from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.analysis.limit_experts import limit_experts
+from autopar.ir.analysis.op_clusters import Cluster as OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Prediction
 from autopar.search.api import predict_plan, priced_plan, search_captured
-from autopar.search.communications import Communication, communications
-from autopar.search.constraints import Constraints
-from autopar.search.evaluate import evaluate_stages
-from autopar.search.forbidden import Forbidden, deciding_ops, named_ops, unknown_op
-from autopar.search.like import constraints_like, forbidden_like, mesh_like, with_axes_of
-from autopar.search.plan_of import prediction_of
-from autopar.search.predict import predict
-from autopar.search.pricing import Pricing
-from autopar.search.roles import Choices, Rules
-from autopar.search.workload import Workload
+from autopar.search.predict.communications import Communication, communications
+from autopar.search.predict.predict import predict
+from autopar.search.predict.to_plan import prediction_of
+from autopar.search.pricing.block_prices import evaluate_stages
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.allowed_choices import Choices, Rules
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, mesh_like, with_axes_of
+from autopar.search.problem.forbidden_placements import Forbidden, deciding_ops, named_ops, unknown_op
+from autopar.search.problem.workload import Workload
 
 # Networks that are tried for a runner-up to be better on: this times as fast.
 _SPEEDS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.search.configuration import Candidate
-from autopar.search.constraints import Constraints
-from autopar.search.predict import Predicted
-from autopar.search.workload import Workload
+from autopar.search.outer.configuration import Candidate
+from autopar.search.predict.predict import Predicted
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from autopar.cost_model.devices.parts import (
     network,
     tiling,
 )
-from autopar.cost_model.entries import Assumed, GpuEntry, LinkEntry, Published
+from autopar.cost_model.hardware.catalogue_entry import Assumed, GpuEntry, LinkEntry, Published
 
 _MI300X = "recalled: AMD Instinct MI300X datasheet"
 _MI355X = "recalled: AMD Instinct MI355X datasheet"

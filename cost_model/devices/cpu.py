@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.cost_model.entries import Assumed, GpuEntry, HostEntry, LinkEntry, RateEntry, TilingEntry
-from autopar.cost_model.matmul import Tile
+from autopar.cost_model.hardware.catalogue_entry import Assumed, GpuEntry, HostEntry, LinkEntry, RateEntry, TilingEntry
+from autopar.cost_model.hardware.matmul_efficiency import Tile
 
 CPU = GpuEntry(
     name="CPU",

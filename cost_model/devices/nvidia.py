@@ -20,7 +20,15 @@ from autopar.cost_model.devices.parts import (
     network,
     tiling,
 )
-from autopar.cost_model.entries import Assumed, Fit, GpuEntry, HostEntry, LinkEntry, Published, RateEntry
+from autopar.cost_model.hardware.catalogue_entry import (
+    Assumed,
+    Fit,
+    GpuEntry,
+    HostEntry,
+    LinkEntry,
+    Published,
+    RateEntry,
+)
 
 _TITAN = "Grand Teton H100 of 500 W, HBM2e: pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c"
 _A100 = "recalled: NVIDIA A100 datasheet"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost_model.entries import (
+from autopar.cost_model.hardware.catalogue_entry import (
     Assumed,
     Fit,
     HostEntry,
@@ -11,7 +11,7 @@ from autopar.cost_model.entries import (
     RateEntry,
     TilingEntry,
 )
-from autopar.cost_model.matmul import Tile
+from autopar.cost_model.hardware.matmul_efficiency import Tile
 
 # Pages that several entries quote.
 ACCELERATORS = "stas00/ml-engineering compute/accelerator/README.md @744d01e"

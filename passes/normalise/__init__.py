@@ -1,7 +1,7 @@
 """Normalisation: from what a model's trace says to what the model means.
 
 One rewrite per file. Each recognises a region by what it computes and puts one op in its place, an ATen op
-or a composite of ``autopar.ir.ops``, with its own factor rule.
+or a composite of ``autopar.ir.ops.composite``, with its own factor rule.
 """
 
 from __future__ import annotations

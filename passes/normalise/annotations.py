@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from autopar.ir.annotations import CONSTRAIN
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.ir.ops import annotated
+from autopar.ir.ops.composite import annotated
 from autopar.passes.pipeline import Pass
 
 

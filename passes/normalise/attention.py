@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.ops import composite
 from autopar.passes.normalise.masks import MaskMeaning, MaskReader, joined, smallest
 from autopar.passes.pipeline import Pass
 
@@ -38,7 +38,7 @@ class RecogniseAttention(Pass):
         reader = MaskReader()
         masks: dict[MaskMeaning, fx.Node] = {}
         for node in list(call_nodes(graph)):
-            if node.target in (aten.scaled_dot_product_attention.default, ops.attention):
+            if node.target in (aten.scaled_dot_product_attention.default, composite.attention):
                 _rewrite(graph, mode, node, reader, masks)
         return captured
 
@@ -47,7 +47,7 @@ def _rewrite(
     graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, reader: MaskReader, masks: dict[MaskMeaning, fx.Node]
 ) -> None:
     q, k, v, mask, dropout_p, is_causal = _arguments(node)
-    sinks = node.args[4] if node.target is ops.attention and len(node.args) > 4 else None
+    sinks = node.args[4] if node.target is composite.attention and len(node.args) > 4 else None
     rank = len(shape_of(q))
     if rank not in (3, 4):
         return
@@ -78,7 +78,7 @@ def _rewrite(
         if sinks is not None:
             args = (q, k, v, operand, sinks)
         value = node.meta["val"] if rank == 4 else None
-        result = add_call(graph, mode, ops.attention, args, options, like=node, value=value)
+        result = add_call(graph, mode, composite.attention, args, options, like=node, value=value)
         if rank == 3:
             result = add_call(graph, mode, aten.reshape.default, (result, list(shape_of(node))), like=node)
     node.replace_all_uses_with(result)
@@ -86,7 +86,7 @@ def _rewrite(
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node | None, float, bool]:
-    if node.target is ops.attention:
+    if node.target is composite.attention:
         q, k, v, mask = (*node.args, None)[:4]
         return q, k, v, mask, node.kwargs.get("dropout_p", 0.0), False  # type: ignore[return-value]
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

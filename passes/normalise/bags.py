@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.lowered.shards import arguments
+from autopar.ir.ops import composite
 from autopar.passes.normalise.constants import ConstantEvaluator
 from autopar.passes.pipeline import Pass
 
@@ -68,7 +68,7 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, constants: Co
             operands.append(call["offsets"])
         while operands[-1] is None:
             operands.pop()
-        bag = add_call(graph, mode, ops.embedding_bag, (call["weight"], *operands), options, like=node)
+        bag = add_call(graph, mode, composite.embedding_bag, (call["weight"], *operands), options, like=node)
     for user in used:
         user.replace_all_uses_with(bag)
 

@@ -1,12 +1,12 @@
-"""Remove what other rewrites left behind: views of views, repeated ops. See ``autopar.ir.simplify``."""
+"""Remove what other rewrites left behind: views of views, repeated ops. See ``autopar.ir.capture.simplify``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autopar.ir.capture.simplify import simplify
 from autopar.ir.graph import CapturedModel
-from autopar.ir.simplify import simplify
 from autopar.passes.pipeline import Pass
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.ops import composite
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node) -> None:
         if isinstance(source, fx.Node) and dtype_of(source) in _NARROW and dtype_of(logits) == torch.float32:
             # The op widens by itself. Its result is float32 either way.
             logits = source
-        loss = add_call(graph, mode, ops.cross_entropy, (logits, target), options, like=node)
+        loss = add_call(graph, mode, composite.cross_entropy, (logits, target), options, like=node)
     node.replace_all_uses_with(loss)
     graph.erase_node(node)
 

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.ops import composite
 from autopar.passes.normalise.masks import NEVER
 from autopar.passes.pipeline import Pass
 
@@ -238,7 +238,7 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Atten
         if found.sinks is not None:
             sinks = add_call(graph, mode, aten.reshape.default, (found.sinks, [shape_of(node)[1]]), like=node)
             options |= {"kind": "full" if mask is None else "mask", "dropout_p": found.dropout_p}
-            result = add_call(graph, mode, ops.attention, (found.q, k, v, mask, sinks), options, like=node)
+            result = add_call(graph, mode, composite.attention, (found.q, k, v, mask, sinks), options, like=node)
         else:
             args = (found.q, k, v, mask, found.dropout_p, False)
             result = add_call(graph, mode, aten.scaled_dot_product_attention.default, args, options, like=node)

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.ir.ops import columns_linear
+from autopar.ir.ops.composite import columns_linear
 from autopar.passes.normalise.unflatten import before_flatten
 from autopar.passes.pipeline import Pass
 

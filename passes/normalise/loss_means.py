@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.lowered.shards import arguments
+from autopar.ir.ops import composite
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class SplitLossMeans(Pass):
         graph = captured.graph
         mode = fake_mode_of(graph)
         for node in list(call_nodes(graph)):
-            if node.target is ops.cross_entropy:
+            if node.target is composite.cross_entropy:
                 call = arguments(node)
                 if call["reduction"] == "mean":
                     options = {**node.kwargs, "reduction": "sum"}

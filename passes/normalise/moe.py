@@ -22,9 +22,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.ops import composite
 from autopar.passes.normalise.gates import Gate, read_gate
 from autopar.passes.normalise.unflatten import before_flatten
 from autopar.passes.pipeline import Pass
@@ -124,7 +124,7 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Exper
         options = {"activation": found.gate.activation, "gated": found.gate.gated}
         if found.gate.interleaved:
             options["interleaved"] = True
-        result = add_call(graph, mode, ops.moe, (x, index, weights, *matrices, *biases), options, like=node)
+        result = add_call(graph, mode, composite.moe, (x, index, weights, *matrices, *biases), options, like=node)
         if shape_of(result) != shape_of(node):
             result = add_call(graph, mode, aten.reshape.default, (result, list(shape_of(node))), like=node)
     if dtype_of(result) == dtype_of(node):

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import ops
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.ops import composite
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -105,6 +105,6 @@ def _is_square(node: fx.Node) -> bool:
 def _replace(graph: fx.Graph, mode: FakeTensorMode, last: fx.Node, x: fx.Node, weight: object, eps: object) -> None:
     with graph.inserting_before(last):
         value = last.meta["val"] if dtype_of(x) == dtype_of(last) else None  # known: 160 layers need no fake run
-        norm = add_call(graph, mode, ops.rms_norm, (x, weight, eps), like=last, value=value)
+        norm = add_call(graph, mode, composite.rms_norm, (x, weight, eps), like=last, value=value)
     if dtype_of(norm) == dtype_of(last):
         last.replace_all_uses_with(norm)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.errors import NotFinite
-from autopar.ir.parameters import local_of
+from autopar.ir.primitives.read_parameter import local_of
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule

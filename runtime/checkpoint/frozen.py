@@ -7,7 +7,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from autopar.ir.parameters import local_of
+from autopar.ir.primitives.read_parameter import local_of
 from autopar.runtime.check_sum import check_sum
 from autopar.runtime.module import ParallelModule
 

@@ -11,11 +11,11 @@ import torch
 from autopar.api import constraints_of
 from autopar.cli.request import read_loads
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 from tests.search.test_outer import Chain
 
 

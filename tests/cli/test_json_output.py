@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.search.ilp import solve_program
-from autopar.search.instance import Instance
+from autopar.search.assign.instance import Instance
+from autopar.search.assign.solve import solve_program
 from autopar.standard_output import reserved_output
 
 ROOT = Path(__file__).parents[2]

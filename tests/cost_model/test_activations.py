@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.cost_model.activations import BlockActivations
-from autopar.cost_model.flops import op_name
-from autopar.cost_model.storages import storage_of
-from autopar.ir.capture import capture
-from autopar.ir.gradient_flow import gradient_flow
+from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.memory.activations import BlockActivations
+from autopar.cost_model.memory.saved_tensors import storage_of
+from autopar.ir.analysis.gradient_flow import gradient_flow
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment

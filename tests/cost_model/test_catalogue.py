@@ -7,9 +7,9 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.entries import Assumed, Fit, Published
-from autopar.cost_model.matmul import Tile
+from autopar.cost_model.hardware.catalogue_entry import Assumed, Fit, Published
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.matmul_efficiency import Tile
 from autopar.ir.errors import InvalidCluster
 
 NAMES = (

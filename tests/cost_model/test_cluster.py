@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster, Group
-from autopar.cost_model.collectives import collective_time
+from autopar.cost_model.communication.collectives import collective_time
+from autopar.cost_model.hardware.cluster import Cluster, Group
 from autopar.ir.mesh import Mesh
 from autopar.ir.redistribution import Collective
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.collectives import (
+from autopar.cost_model.communication.collectives import (
     Fabric,
     collective_time,
     point_to_point_time,
     volume_bytes,
 )
-from autopar.cost_model.redistributions import redistribution_time
+from autopar.cost_model.communication.redistribution_table import redistribution_time
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute

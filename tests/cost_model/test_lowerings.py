@@ -7,12 +7,12 @@ import torch
 from torch import fx
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.collectives import Fabric
-from autopar.cost_model.lowerings import lowering_time
-from autopar.cost_model.ops import op_time
-from autopar.cost_model.seconds import ZERO, OpTime
-from autopar.ir import ops
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.communication.lowered_ops import lowering_time
+from autopar.cost_model.compute.op_roofline import op_time
+from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 BATCH, SEQ, HIDDEN, INNER, EXPERTS, TOP_K = 32, 512, 1024, 2048, 16, 4
 MOE = call(
-    ops.moe,
+    composite.moe,
     (BATCH, SEQ, HIDDEN),
     (BATCH, SEQ, TOP_K),
     (BATCH, SEQ, TOP_K),
@@ -62,7 +62,7 @@ def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exch
     ("node", "choice"),
     [
         (call(aten.linear.default, (BATCH, SEQ, HIDDEN), (INNER, HIDDEN), (INNER,)), "k"),
-        (call(ops.columns_linear, (BATCH, SEQ, HIDDEN), (HIDDEN, INNER), (INNER,)), "k"),
+        (call(composite.columns_linear, (BATCH, SEQ, HIDDEN), (HIDDEN, INNER), (INNER,)), "k"),
         (call(aten.mean.dim, (BATCH, SEQ, HIDDEN), [1]), "d1"),
         (call(aten.embedding.default, (EXPERTS, HIDDEN), (BATCH, SEQ), ints=(1,)), "v"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.matmul import Tile, Tiling, fraction_of_rate
+from autopar.cost_model.hardware.matmul_efficiency import Tile, Tiling, fraction_of_rate
 
 A100 = make_cluster("a100", 8).device.tiling
 ONE_TILE = Tiling(tiles=(Tile(128, 128, 1.0),), units=100, half_depth=64.0)

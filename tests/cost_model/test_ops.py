@@ -12,14 +12,14 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.experts import share_of_busiest
-from autopar.cost_model.flops import is_contraction, is_view, op_name
-from autopar.cost_model.ops import OpCost, op_time
-from autopar.cost_model.seconds import OpTime
-from autopar.ir import ops
+from autopar.cost_model.compute.expert_imbalance import share_of_busiest
+from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
+from autopar.cost_model.compute.op_roofline import OpCost, op_time
+from autopar.cost_model.compute.op_time import OpTime
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import tensor_results
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.rules import rule_for
 
 aten = torch.ops.aten
@@ -67,9 +67,9 @@ OPS = {
     "linear": call(aten.linear.default, (8, 64), (32, 64), (32,)),
     "matmul": call(aten.matmul.default, (4, 8, 16), (4, 16, 8)),
     "layer_norm": call(aten.layer_norm.default, (8, 64), [64], (64,), (64,)),
-    "rms_norm": call(ops.rms_norm, (8, 64), (64,), 1e-6),
-    "attention": call(ops.attention, (2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16), kind="causal", scale=0.25),
-    "cross_entropy": call(ops.cross_entropy, (8, 16, 100), (8, 16), ints=(1,)),
+    "rms_norm": call(composite.rms_norm, (8, 64), (64,), 1e-6),
+    "attention": call(composite.attention, (2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16), kind="causal", scale=0.25),
+    "cross_entropy": call(composite.cross_entropy, (8, 16, 100), (8, 16), ints=(1,)),
     "mul": call(aten.mul.Tensor, (8, 64), 2.0),
     "convolution": call(
         aten.convolution.default, (2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
@@ -135,7 +135,7 @@ def mixture(tokens: int, num_experts: int) -> fx.Node:
     """Two of the experts for each token."""
     x, chosen, hidden, inner = (tokens, 1024), (tokens, 2), 1024, 2048
     up, down = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-    return call(ops.moe, x, chosen, chosen, up, down, activation="silu", gated=True, ints=(1,))
+    return call(composite.moe, x, chosen, chosen, up, down, activation="silu", gated=True, ints=(1,))
 
 
 def test_the_kernel_of_a_convolution_is_part_of_its_depth() -> None:
@@ -208,7 +208,7 @@ def test_bias_adds_no_product() -> None:
 
 def test_causal_attention_is_half_of_full() -> None:
     shape = (2, 16, 4096, 128)
-    full, causal = (call(ops.attention, shape, shape, shape, kind=kind, scale=0.1) for kind in ("full", "causal"))
+    full, causal = (call(composite.attention, shape, shape, shape, kind=kind, scale=0.1) for kind in ("full", "causal"))
     ratio = seconds(full, precision="bf16").forward_s / seconds(causal, precision="bf16").forward_s
     assert ratio == pytest.approx(2, rel=0.05)
 

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import op_nodes
 from autopar.ir.rules import rule_for
 from tests.cases.recurrent import Model

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.collectives import Fabric, point_to_point_time
-from autopar.cost_model.lowerings import lowering_time
-from autopar.cost_model.ops import OpCost
-from autopar.cost_model.seconds import OpTime
-from autopar.ir import ops
+from autopar.cost_model.communication.collectives import Fabric, point_to_point_time
+from autopar.cost_model.communication.lowered_ops import lowering_time
+from autopar.cost_model.compute.op_roofline import OpCost
+from autopar.cost_model.compute.op_time import OpTime
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.sequence import RingShape, Sight, block_work, blocks
@@ -23,7 +23,7 @@ LENGTH = 1 << 16
 
 
 def _exposed(assignment: Assignment, mesh: Mesh, compute: OpTime, kind: str = "causal", **options: int) -> OpTime:
-    node = call(ops.attention, *((1, heads, LENGTH, 64) for heads in (8, 2, 2)), kind=kind, scale=1.0, **options)
+    node = call(composite.attention, *((1, heads, LENGTH, 64) for heads in (8, 2, 2)), kind=kind, scale=1.0, **options)
     fabric = Fabric(CLUSTER, mesh)
     return lowering_time(node, rule_for(node), assignment, fabric, precision="bf16", compute=compute)
 
@@ -44,7 +44,7 @@ def test_on_a_core_every_hop_and_block_is_issued_by_the_rank_that_computes() -> 
     def with_launches_of(seconds: float) -> OpTime:
         base = make_cluster("cpu", 8, 8)
         cluster = replace(base, device=replace(base.device, kernel_launch_s=seconds))
-        node = call(ops.attention, *((1, 8, 1024, 64) for _ in range(3)), kind="full", scale=1.0)
+        node = call(composite.attention, *((1, 8, 1024, 64) for _ in range(3)), kind="full", scale=1.0)
         fabric = Fabric(cluster, Mesh.of(cp=4, dp=2))
         return lowering_time(node, rule_for(node), ("s&t", None), fabric, precision="fp32", compute=OpTime())
 
@@ -54,7 +54,7 @@ def test_on_a_core_every_hop_and_block_is_issued_by_the_rank_that_computes() -> 
 
 
 def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> None:
-    node = call(ops.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
+    node = call(composite.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
     device, fabric = CLUSTER.device, Fabric(CLUSTER, Mesh.of(cp=4))
 
     def added(balanced: bool) -> OpTime:
@@ -94,7 +94,7 @@ def test_links_and_windows() -> None:
 
 
 def test_the_rank_with_most_work_sets_the_time() -> None:
-    node = call(ops.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
+    node = call(composite.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
     device, mesh = CLUSTER.device, Mesh.of(cp=8)
     heads, contiguous, balanced = (
         OpCost.of(node, rule_for(node), device, balanced=fold).time((choice,), mesh).total_s

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.simulator import bubble_fraction, pipeline_time, run_actions, simulate
+from autopar.cost_model.schedule.pipeline_simulator import bubble_fraction, pipeline_time, run_actions, simulate
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.schedule import SCHEDULES, Action, Pipelining, Schedule
 

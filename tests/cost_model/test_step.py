@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.collectives import Fabric
-from autopar.cost_model.step import (
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.communication.gradient_sync import (
     SyncTime,
     buffer_copies,
     exposed_time,

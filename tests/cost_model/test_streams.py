@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.step import OVERLAP_SLOWDOWN
-from autopar.cost_model.streams import COMPUTE, Span, Streams
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
 from autopar.ir.errors import InvalidPlan
 
 

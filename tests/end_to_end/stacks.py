@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.blocks import fold
-from autopar.ir.capture import capture
+from autopar.ir.analysis.blocks import fold
+from autopar.ir.capture.capture import capture
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, StagePlan
 from autopar.passes.normalise import normalise
 

@@ -18,7 +18,7 @@ from autopar.checking.ranks import RankTrace
 from autopar.checking.recorder import Communication
 from autopar.cli import main
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -27,7 +27,7 @@ from autopar.model_file import ModelFile, load_model_file
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 

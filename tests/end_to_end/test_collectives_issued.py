@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.ir.collective_counter import CollectiveCounter
+from autopar.ir.primitives.collective_counter import CollectiveCounter
 from tests.end_to_end.stacks import ROWS, SEQ, WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
 

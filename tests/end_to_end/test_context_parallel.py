@@ -12,15 +12,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
-from autopar.ir.collective_counter import CollectiveCounter
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import AutoparError, PlanMismatch
 from autopar.ir.plan import Plan
+from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import predict_plan, search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 from tests.harness import run_ranks
 
 RANKS, LENGTH = 4, 16

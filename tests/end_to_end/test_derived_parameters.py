@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.capture import capture
-from autopar.ir.collective_counter import CollectiveCounter
-from autopar.ir.derived import find_derived, passing_axes
-from autopar.ir.roles import find_roles
+from autopar.ir.analysis.batch_and_sequence import find_roles
+from autopar.ir.analysis.derived_parameters import find_derived, passing_axes
+from autopar.ir.capture.capture import capture
+from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.passes.normalise import normalise
 from tests.harness import run_ranks
 

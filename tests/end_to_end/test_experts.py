@@ -13,13 +13,13 @@ from torch import Tensor
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
-from autopar.ir.collective_counter import CollectiveCounter
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
+from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 from benchmarks.models import CASES, build
 from tests.harness import run_ranks
 

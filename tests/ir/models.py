@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir.calls import split_example
+from autopar.ir.capture.flat_call import split_example
 from autopar.ir.graph import CapturedModel
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from autopar.ir.blocks import Folding, fold
+from autopar.ir.analysis.blocks import Folding, fold
 from autopar.ir.graph import CapturedModel, call_nodes
 from tests.ir.tracing import Tracer, aten
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir.blocks import Folding, fold
-from autopar.ir.capture import capture
+from autopar.ir.analysis.batch_and_sequence import find_roles, microbatch_obstacle
+from autopar.ir.analysis.blocks import Folding, fold
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
-from autopar.ir.roles import find_roles, microbatch_obstacle
 from autopar.passes.normalise import normalise
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import CaptureError
 from tests.ir.models import assert_same_training
 
@@ -171,7 +171,7 @@ class NormalisesSpectrally(nn.Module):
 
 
 # The weight that the older spectral norm leaves in an attribute is made anew in every call.
-@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+@pytest.mark.filterwarnings("ignore::autopar.ir.capture.python_state.second_call.UnkeptStateWarning")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from autopar.ir import collectives
-from autopar.ir.collective_counter import CollectiveCounter, Issued
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives import collectives
+from autopar.ir.primitives.collective_counter import CollectiveCounter, Issued
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir import collectives
-from autopar.ir.collectives import COLLECTIVES, bind_groups, step_call
-from autopar.ir.communicate import unbound_groups
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard, dual, local_shape
+from autopar.ir.primitives import collectives
+from autopar.ir.primitives.collectives import COLLECTIVES, bind_groups, step_call
+from autopar.ir.primitives.group_communication import unbound_groups
 from autopar.ir.redistribution import Collective, Step, grad_of_use, redistribute
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups, piece, run_local, whole_of

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.capture import capture
-from autopar.ir.ctc import ctc_loss_is_one_op
+from autopar.ir.capture.capture import capture
+from autopar.ir.ops.ctc import ctc_loss_is_one_op
 
 STEPS, SAMPLES, CLASSES, WIDTH = 12, 4, 6, 5
 LABELS = torch.tensor([[1, 2, 3, -1, -1], [2, 2, -1, -1, -1], [5, 4, 3, 2, 1], [-1, -1, 3, -1, 1]])

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.ir import ops
-from autopar.ir.collective_counter import CollectiveCounter, Issued
 from autopar.ir.lowered.moe import moe
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
+from autopar.ir.primitives.collective_counter import CollectiveCounter, Issued
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
 
@@ -69,7 +69,7 @@ def _exchange(cases: list[Routing]) -> list[Found]:
 
 def _check(case: Routing, ranks: list[Found]) -> None:
     tensors = case.tensors()
-    whole = ops.moe(*tensors, **OPTIONS)
+    whole = composite.moe(*tensors, **OPTIONS)
     whole.square().sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(torch.cat([out for out, _, _ in ranks]), whole.detach())
     for number, expected in enumerate(x.grad for x in tensors if x.grad is not None):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopar.cost_model.flops import op_name
-from autopar.ir.blocks import fold
-from autopar.ir.capture import capture
-from autopar.ir.folds import FoldedSequence, find_folds, fold_sequence, unfold_sequence
-from autopar.ir.roles import find_roles
+from autopar.cost_model.compute.flops import op_name
+from autopar.ir.analysis.batch_and_sequence import find_roles
+from autopar.ir.analysis.blocks import fold
+from autopar.ir.analysis.zigzag import FoldedSequence, find_folds, fold_sequence, unfold_sequence
+from autopar.ir.capture.capture import capture
 from autopar.ir.sequence import spans
 from autopar.passes.normalise import normalise
 

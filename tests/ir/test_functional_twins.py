@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir.capture import capture
-from autopar.ir.functional_twins import functional_twin
+from autopar.ir.capture.capture import capture
+from autopar.ir.capture.functional_twins import functional_twin
 
 aten = torch.ops.aten
 

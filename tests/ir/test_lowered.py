@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from autopar.ir import ops
-from autopar.ir.collective_counter import CollectiveCounter
-from autopar.ir.collectives import bind_groups
-from autopar.ir.communicate import unbound_groups
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.lowered.attention import attention
 from autopar.ir.lowered.random import derive_seed, seeded, shared_randomness
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.placement import Layout, dual, local_shape
+from autopar.ir.primitives.collective_counter import CollectiveCounter
+from autopar.ir.primitives.collectives import bind_groups
+from autopar.ir.primitives.group_communication import unbound_groups
 from autopar.ir.rule import Assignment, FactorRule, parse_rule
 from autopar.ir.rules import rule_for
 from tests.harness import run_ranks
@@ -90,20 +90,20 @@ def _batch_norm_case(*given: int) -> Case:
 
 
 def _cross_entropy_case(**options: Any) -> Case:
-    return Case(ops.cross_entropy, _logits, (T(0), T(1)), options)
+    return Case(composite.cross_entropy, _logits, (T(0), T(1)), options)
 
 
 def _attention_case(kind: str, length: int = 16, window: int | None = None, *masks: Tensor) -> Case:
     kwargs = {"kind": kind, "window": window, "scale": 0.5}
     args = (T(0), T(1), T(2), *(T(3) for _ in masks))
-    return Case(ops.attention, lambda: [*_attention_inputs(length), *(m.clone() for m in masks)], args, kwargs)
+    return Case(composite.attention, lambda: [*_attention_inputs(length), *(m.clone() for m in masks)], args, kwargs)
 
 
 def _sink_case(kind: str, length: int = 16, window: int | None = None, *masks: Tensor) -> Case:
     """An attention with a sink for each of four heads."""
     plain = _attention_case(kind, length, window, *masks)
     args = (*plain.args[:3], T(3) if masks else None, T(3 + len(masks)))
-    return Case(ops.attention, lambda: [*plain.tensors(), _randn(4)], args, plain.kwargs)
+    return Case(composite.attention, lambda: [*plain.tensors(), _randn(4)], args, plain.kwargs)
 
 
 def _see_self(mask: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _moe_case(*experts: int, up: int = 10, biases: int = 0, **options: Any) -> C
         found = [_randn(4, 6, 3), index, _randn(4, 6, 2), _randn(8, up, 3), _randn(8, 3, inner)]
         return [*found, *[_randn(8, up), _randn(8, 3)][:biases]]
 
-    return Case(ops.moe, tensors, tuple(T(n) for n in range(5 + biases)), options)
+    return Case(composite.moe, tensors, tuple(T(n) for n in range(5 + biases)), options)
 
 
 CASES = {
@@ -134,19 +134,19 @@ CASES = {
         aten.embedding.default, lambda: [_randn(12, 4), torch.arange(24).view(4, 6) % 12], (T(0), T(1), 7)
     ),
     "bag": Case(
-        ops.embedding_bag,
+        composite.embedding_bag,
         lambda: [_randn(12, 4), torch.randint(0, 12, (4, 6)), _randn(4, 6)],
         (T(0), T(1), T(2)),
         {"mode": "sum", "padding_idx": 7},
     ),
     "bag-mean": Case(
-        ops.embedding_bag,
+        composite.embedding_bag,
         lambda: [_randn(12, 4), torch.arange(24).view(4, 6) % 5],
         (T(0), T(1)),
         {"mode": "mean", "padding_idx": 3},
     ),
     "bag-ragged": Case(
-        ops.embedding_bag,
+        composite.embedding_bag,
         lambda: [_randn(12, 4), torch.arange(24) % 12, torch.tensor([0, 2, 2, 10])],
         (T(0), T(1), None, T(2)),
         {"mode": "mean"},
@@ -157,7 +157,10 @@ CASES = {
     "cross-entropy-none": _cross_entropy_case(reduction="none"),
     "cross-entropy-smooth": _cross_entropy_case(label_smoothing=0.2),
     "cross-entropy-ignore": Case(
-        ops.cross_entropy, lambda: [_randn(4, 8, 12), _targets(12, 4, 8, ignored=5)], (T(0), T(1)), {"ignore_index": 5}
+        composite.cross_entropy,
+        lambda: [_randn(4, 8, 12), _targets(12, 4, 8, ignored=5)],
+        (T(0), T(1)),
+        {"ignore_index": 5},
     ),
     "aten-cross-entropy": Case(
         aten.cross_entropy_loss.default, lambda: [_randn(8, 12, 4), _targets(12, 8, 4)], (T(0), T(1))
@@ -185,13 +188,13 @@ CASES = {
     "attention-sinks-bias": _sink_case("causal", 16, None, BIAS),
     "attention-document": _attention_case("causal", 16, None, DOCUMENTS),
     "attention-cross": Case(
-        ops.attention,
+        composite.attention,
         lambda: [_randn(2, 4, 8, 4), _randn(2, 2, 12, 4), _randn(2, 2, 12, 4)],
         (T(0), T(1), T(2)),
         {"kind": "full", "scale": 0.5},
     ),
     "attention-one-head-size": Case(
-        ops.attention,
+        composite.attention,
         lambda: [_randn(2, 4, 16, 4), _randn(2, 2, 16, 4), _randn(2, 2, 16, 4)],
         (T(0), T(1), T(2)),
         {"kind": "causal", "scale": 0.5},
@@ -214,7 +217,9 @@ CASES = {
     "mean-dim": Case(aten.mean.dim, lambda: [_randn(4, 8, 4)], (T(0), [0, 2], True)),
     "mse-loss": Case(aten.mse_loss.default, lambda: [_randn(4, 8), _randn(4, 8)], (T(0), T(1))),
     "linear": Case(aten.linear.default, lambda: [_randn(2, 4, 8), _randn(6, 8), _randn(6)], (T(0), T(1), T(2))),
-    "columns-linear": Case(ops.columns_linear, lambda: [_randn(2, 4, 8), _randn(8, 6), _randn(6)], (T(0), T(1), T(2))),
+    "columns-linear": Case(
+        composite.columns_linear, lambda: [_randn(2, 4, 8), _randn(8, 6), _randn(6)], (T(0), T(1), T(2))
+    ),
     "addmm": Case(
         aten.addmm.default, lambda: [_randn(6), _randn(4, 8), _randn(8, 6)], (T(0), T(1), T(2)), {"beta": 0.5}
     ),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.ir import ops
-from autopar.ir.experts import ACTIVATIONS
+from autopar.ir.ops import composite
+from autopar.ir.ops.expert_ffn import ACTIVATIONS
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -26,7 +26,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
     groups=st.sampled_from([1, 2, 4]),
     padded=st.booleans(),
 )
-def test_attention_by_kind(length: int, window: int, kind: ops.AttentionKind, groups: int, padded: bool) -> None:
+def test_attention_by_kind(length: int, window: int, kind: composite.AttentionKind, groups: int, padded: bool) -> None:
     torch.manual_seed(length)
     q = torch.randn(2, 4, length, 8, requires_grad=True)
     k, v = (torch.randn(2, groups, length, 8, requires_grad=True) for _ in range(2))
@@ -42,7 +42,7 @@ def test_attention_by_kind(length: int, window: int, kind: ops.AttentionKind, gr
         if kind != "sliding":
             mask[0, ..., 1:] = columns[1:] % 3 != 0  # the first key is seen, so that no row is empty
         seen = seen & mask
-    out = ops.attention(q, k, v, mask, kind=kind, window=window if kind == "sliding" else None, scale=0.3)
+    out = composite.attention(q, k, v, mask, kind=kind, window=window if kind == "sliding" else None, scale=0.3)
     expected = dense_attention(q, k, v, seen, 0.3)
     torch.testing.assert_close(out, expected)
     for left, right in zip(
@@ -64,7 +64,9 @@ def test_attention_by_kind(length: int, window: int, kind: ops.AttentionKind, gr
         ("mask", 6, None, True),
     ],
 )
-def test_sinks_are_a_key_that_all_queries_see(kind: ops.AttentionKind, length: int, window: int, masked: bool) -> None:
+def test_sinks_are_a_key_that_all_queries_see(
+    kind: composite.AttentionKind, length: int, window: int, masked: bool
+) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 4, length, 8, requires_grad=True)
     k, v = (torch.randn(2, 2, length, 8, requires_grad=True) for _ in range(2))
@@ -75,7 +77,7 @@ def test_sinks_are_a_key_that_all_queries_see(kind: ops.AttentionKind, length: i
     if kind == "sliding":
         seen = seen.triu(1 - window)
     mask = torch.randn(2, 1, length, length) if masked else None
-    out = ops.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=0.3)
+    out = composite.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=0.3)
     wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
     scores = q @ wide_k.transpose(-2, -1) * 0.3 + (0.0 if mask is None else mask)
     scores = torch.cat(
@@ -94,7 +96,7 @@ def test_sinks_are_a_key_that_all_queries_see(kind: ops.AttentionKind, length: i
 def test_a_bias_under_a_causal_kind() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     bias = torch.randn(1, 4, 6, 6, requires_grad=True)
-    out = ops.attention(q, k, v, bias, kind="causal", scale=1.0)
+    out = composite.attention(q, k, v, bias, kind="causal", scale=1.0)
     scores = (q @ k.transpose(-2, -1) + bias).masked_fill(~torch.ones(6, 6).tril().bool(), float("-inf"))
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
     out.sum().backward()
@@ -113,21 +115,21 @@ def test_sliding_attention_makes_no_square() -> None:
 
     q, k, v = torch.randn(3, 1, 1, 512, 4)
     with Largest() as largest:
-        ops.attention(q, k, v, kind="sliding", window=16, scale=1.0)
+        composite.attention(q, k, v, kind="sliding", window=16, scale=1.0)
     assert largest.numel <= 512 * 16
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_keeps_leading_dimensions(reduction: ops.Reduction) -> None:
+def test_cross_entropy_keeps_leading_dimensions(reduction: composite.Reduction) -> None:
     logits, target = torch.randn(2, 3, 7), torch.tensor([[1, -100, 3], [0, 6, -100]])
-    loss = ops.cross_entropy(logits, target, reduction=reduction, label_smoothing=0.1)
+    loss = composite.cross_entropy(logits, target, reduction=reduction, label_smoothing=0.1)
     expected = F.cross_entropy(logits.transpose(1, 2), target, reduction=reduction, label_smoothing=0.1)
     torch.testing.assert_close(loss, expected)
 
 
 def test_cross_entropy_widens() -> None:
     logits, target = torch.randn(4, 7).bfloat16(), torch.arange(4)
-    assert torch.equal(ops.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
+    assert torch.equal(composite.cross_entropy(logits, target), F.cross_entropy(logits.float(), target))
 
 
 @settings(max_examples=20)
@@ -150,7 +152,7 @@ def test_moe_equals_every_expert_on_every_token(
     b_up, b_down = (torch.randn(experts, n, requires_grad=True) if biased else None for n in (wide, hidden))
     weight, index = torch.rand(2, tokens, experts).topk(top_k)
     weight.requires_grad_()
-    out = ops.moe(x, index, weight, w_up, w_down, b_up, b_down, activation=activation, gated=gated)
+    out = composite.moe(x, index, weight, w_up, w_down, b_up, b_down, activation=activation, gated=gated)
     up = torch.einsum("bth,enh->bten", x, w_up) + (0 if b_up is None else b_up)
     act = ACTIVATIONS[activation]
     if gated:
@@ -180,10 +182,10 @@ def test_a_full_expert_passes_later_tokens_by(seed: int, factor: float) -> None:
     index = torch.randint(0, num_experts, (*tokens, top_k))
     w_up, w_down = torch.randn(num_experts, 6, 4), torch.randn(num_experts, 4, 6)
     options = {"activation": "relu", "gated": False}
-    limited = ops.moe(x, index, weight, w_up, w_down, **options, capacity_factor=factor)
+    limited = composite.moe(x, index, weight, w_up, w_down, **options, capacity_factor=factor)
     taken, capacity = [0] * num_experts, math.ceil(factor * index.numel() / num_experts)
     admitted = weight.clone().view(-1)
     for row, expert in enumerate(index.flatten().tolist()):
         admitted[row] *= taken[expert] < capacity
         taken[expert] += 1
-    torch.testing.assert_close(limited, ops.moe(x, index, admitted.view_as(weight), w_up, w_down, **options))
+    torch.testing.assert_close(limited, composite.moe(x, index, admitted.view_as(weight), w_up, w_down, **options))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.ir.parameters import read_parameter
+from autopar.ir.primitives.read_parameter import read_parameter
 from tests.harness import run_ranks
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.repeats import Repeat, Wiring, find_repeats
+from autopar.ir.analysis.tandem_repeats import Repeat, Wiring, find_repeats
 
 
 def wiring(

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autopar.ir import repetition
-from autopar.ir.alike import groups_alike
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture, repeated_modules
+from autopar.ir.capture.module_equality import groups_alike
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
 from autopar.passes.verify import verify
@@ -97,7 +96,7 @@ def assert_as_traced_whole(model: nn.Module, x: Tensor, monkeypatch: pytest.Monk
     runs = next(RUNS) - before - 1
     verify(found)
     with monkeypatch.context() as patch:
-        patch.setattr(repetition, "_AT_LEAST", 10**9)
+        patch.setattr(repeated_modules, "_AT_LEAST", 10**9)
         whole = capture(model, x)
     assert lines(found) == lines(whole)
     assert found.buffers == whole.buffers
@@ -208,7 +207,7 @@ def test_a_number_that_is_used(use: str, x: Tensor, monkeypatch: pytest.MonkeyPa
     assert assert_as_traced_whole(Stack(Numbered), x, monkeypatch) == 1 + DEPTH
 
 
-@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+@pytest.mark.filterwarnings("ignore::autopar.ir.capture.python_state.second_call.UnkeptStateWarning")
 def test_a_value_handed_on_in_secret(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recording(Layer):
         seen: ClassVar[list[Tensor]] = []
@@ -226,7 +225,7 @@ def test_a_value_handed_on_in_secret(x: Tensor, monkeypatch: pytest.MonkeyPatch)
     assert assert_as_traced_whole(Reading(Recording), x, monkeypatch) == 3 + DEPTH
 
 
-@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+@pytest.mark.filterwarnings("ignore::autopar.ir.capture.python_state.second_call.UnkeptStateWarning")
 def test_a_value_read_in_secret(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     class Reading(Layer):
         given: ClassVar[list[Tensor]] = []

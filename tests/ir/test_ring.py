@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ir import ops
-from autopar.ir.collective_counter import CollectiveCounter
-from autopar.ir.collectives import all_to_all
 from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.ring import ring_attention
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
+from autopar.ir.primitives.collective_counter import CollectiveCounter
+from autopar.ir.primitives.collectives import all_to_all
 from autopar.ir.sequence import Span, spans
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
@@ -32,7 +32,7 @@ RANKS = 4
 class Case:
     """An attention and how it is cut: by ``axes`` ranks, keys along those in ``ring``."""
 
-    kind: ops.AttentionKind
+    kind: composite.AttentionKind
     lengths: tuple[int, int]
     heads: tuple[int, int]
     sizes: tuple[int, int]
@@ -59,7 +59,7 @@ class Case:
 
     def whole(self, *operands: Tensor | None) -> Tensor:
         q, k, v, mask = operands
-        return ops.attention(q, k, v, mask, kind=self.kind, window=self.window, scale=0.3)
+        return composite.attention(q, k, v, mask, kind=self.kind, window=self.window, scale=0.3)
 
 
 @st.composite
@@ -276,13 +276,13 @@ def _ulysses() -> tuple[list[float], str]:
     group = axis_groups(Mesh.of(cp=dist.get_world_size()))["cp"]
     torch.manual_seed(0)
     whole = [torch.randn(2, 4, 8, 3, requires_grad=True) for _ in range(3)]
-    expected = ops.attention(*whole, kind="causal", scale=0.5)
+    expected = composite.attention(*whole, kind="causal", scale=0.5)
     expected.sum().backward()
     rank, count = dist.get_rank(), dist.get_world_size()
     local = [x.detach().chunk(count, 2)[rank].clone().requires_grad_() for x in whole]
     with CollectiveCounter() as counter:
         heads = [all_to_all(x, gather_dim=2, shard_dim=1, group=group) for x in local]
-        out = all_to_all(ops.attention(*heads, kind="causal", scale=0.5), gather_dim=1, shard_dim=2, group=group)
+        out = all_to_all(composite.attention(*heads, kind="causal", scale=0.5), gather_dim=1, shard_dim=2, group=group)
         out.sum().backward()
     pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(local, whole))]
     return [float((own - other.chunk(count, 2)[rank]).abs().max()) for own, other in pairs], str(counter)

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import fx
 
+from autopar.ir.analysis.batch_and_sequence import find_roles, microbatch_obstacle
 from autopar.ir.graph import CapturedModel
-from autopar.ir.roles import find_roles, microbatch_obstacle
 from tests.ir.tracing import Tracer, aten
 
 B, S, D = 8, 4, 16

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
+from autopar.ir.capture.rolling import MIN_STEPS
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.ir.rolling import MIN_STEPS
 from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
 

@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 
-from autopar.cost_model.flops import training_flops
-from autopar.ir.capture import capture
+from autopar.cost_model.compute.flops import training_flops
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel, call_nodes, tensor_operands
+from autopar.ir.ops.scan import num_combinations
 from autopar.ir.rules import MissingRuleWarning, rule_for
 from autopar.ir.rules.proof import check, runner
 from autopar.ir.rules.saved import saved_for_backward
-from autopar.ir.scan import num_combinations
 from autopar.passes.normalise import normalise
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

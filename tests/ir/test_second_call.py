@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
+from autopar.ir.capture.python_state.second_call import UnkeptStateWarning
 from autopar.ir.errors import CaptureError
-from autopar.ir.second_call import UnkeptStateWarning
 
 CALLS = 0
 DEPTH: ContextVar[int] = ContextVar("depth", default=0)
@@ -251,7 +251,7 @@ def test_plain_data_that_is_remembered_needs_no_second_call(
     make: type[nn.Module], remembers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    module = importlib.import_module("autopar.ir.capture")
+    module = importlib.import_module("autopar.ir.capture.capture")
     monkeypatch.setattr(module, "check_second_call", lambda title, *others: called.append(title))
     for function in (_is_available, _table):
         function.cache_clear()
@@ -302,7 +302,7 @@ class MakesTablesOfWhatMoves(MakesTables):
         return loss
 
 
-@pytest.mark.filterwarnings("ignore::autopar.ir.second_call.UnkeptStateWarning")
+@pytest.mark.filterwarnings("ignore::autopar.ir.capture.python_state.second_call.UnkeptStateWarning")
 def test_tables_that_the_first_call_makes_are_made_in_every_call() -> None:
     model = MakesTables()
     capture(model, torch.randn(4, 8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import PlanMismatch
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.building import add_call, fake_mode_of
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.pipeline import Pass, PassReport, run_passes
 from autopar.passes.verify import Memo, verify

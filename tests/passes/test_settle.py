@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 from tests.cases import scanned
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.api import constraints_of
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition

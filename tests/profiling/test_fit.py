@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.collectives import collective_time, point_to_point_time
-from autopar.cost_model.description import cluster_from_dict
-from autopar.cost_model.matmul import fraction_of_rate
-from autopar.cost_model.step import OVERLAP_SLOWDOWN
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.cost_model.communication.collectives import collective_time, point_to_point_time
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.mesh import Mesh
 from autopar.profiling.compare import compare
 from autopar.profiling.fit import description_of

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from autopar.cli.profile import run_profile
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidCluster, InvalidInput
 from autopar.profiling.profile import profile
 from tests.harness import run_ranks

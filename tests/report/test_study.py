@@ -17,7 +17,7 @@ from autopar.planning import Planned, find_plan
 from autopar.report.data import report_data, step_data
 from autopar.report.page import render
 from autopar.report.study import Study, study_found, study_plan
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 
 GPT = "examples/gpt.py"
 

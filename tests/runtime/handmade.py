@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from autopar.ir.capture import capture
-from autopar.ir.collectives import all_reduce
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
-from autopar.ir.parameters import read_parameter
 from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, StagePlan
+from autopar.ir.primitives.collectives import all_reduce
+from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.program import BlockProgram, ParameterLayout, StageProgram, TensorSpec
 
 BATCH = 16

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_model.memory import gathered_bytes, scattered_bytes, state_memory
+from autopar.cost_model.memory.model_state import gathered_bytes, scattered_bytes, state_memory
 from tests.harness import run_ranks
 from tests.runtime.held import Saved, held_bytes
 

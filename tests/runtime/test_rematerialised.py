@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.cost_model.activations import BlockActivations
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.flops import op_name
-from autopar.ir.capture import capture
-from autopar.ir.collective_counter import CollectiveCounter
+from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.memory.activations import BlockActivations
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import op_nodes
 from autopar.ir.lowered import blockwise
+from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.ir.sequence import Block, Sight, Span
 from autopar.passes.normalise import normalise
 from autopar.runtime.rematerialised import rematerialised

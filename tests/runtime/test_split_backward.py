@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.ops import moe
+from autopar.ir.ops.composite import moe
 from autopar.runtime.split_backward import backward_to_inputs
 
 

@@ -83,7 +83,7 @@ def test_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
 
 
 def test_predicted_state_is_what_the_ranks_store() -> None:
-    from autopar.ir.capture import capture
+    from autopar.ir.capture.capture import capture
     from autopar.passes.normalise import normalise
 
     captured = normalise(capture(build(CASE), CASE.batch(0)))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from autopar.ir.errors import InfeasiblePlan
-from autopar.search.ahead import Ahead, Job, can_fork
-from autopar.search.outer import Outer
+from autopar.search.outer.best_first import Outer
+from autopar.search.outer.speculation import Ahead, Job, can_fork
 from tests.search.test_outer import outer_of
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="one core, or processes cannot be forked here")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.cuts import cut, cuts_time
-from autopar.search.stage import LEVELS, BlockCost, Stage, stage_memory
+from autopar.search.stages.stage import LEVELS, BlockCost, Stage, stage_memory
+from autopar.search.stages.stage_cuts import cut, cuts_time
 
 
 def brute_force(blocks, live, weights, budget, levels) -> float | None:

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, predict_plan, search_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
 
 WIDTH, DEPTH = 4096, 24
 NUMEL = WIDTH * WIDTH * DEPTH

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.report.divided import divided_data, divided_words
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
-from autopar.search.divided import divided_by_axes, divided_flops
+from autopar.search.predict.divided_share import divided_by_axes, divided_flops
+from autopar.search.problem.constraints import Constraints
 
 B, S, WIDTH, ODD = 4, 6, 16, 7
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
-from autopar.search.divided import ENOUGH, divided_flops
+from autopar.search.predict.divided_share import ENOUGH, divided_flops
+from autopar.search.problem.constraints import Constraints
 
 B, S, VOCAB = 2, 8, 32
 _DECODER = {

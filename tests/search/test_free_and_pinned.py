@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.workload import Workload
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 WIDTHS, WORDS = (64, 256, 1024, 4096), (256, 4096)
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.workload import Workload
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 ROWS, WIDTH, DEPTH = 64, 256, 4
 PRODUCT = 2.0 * ROWS * WIDTH * WIDTH

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search import ilp
-from autopar.search.dominance import reduce
-from autopar.search.elimination import eliminate
-from autopar.search.ilp import solve, solve_program
-from autopar.search.instance import Flow, Instance, User, absorb, brute_force, value
+from autopar.search.assign import solve as solve_module
+from autopar.search.assign.bucket_elimination import eliminate
+from autopar.search.assign.dead_end_elimination import reduce
+from autopar.search.assign.instance import Flow, Instance, User, absorb, brute_force, value
+from autopar.search.assign.solve import solve, solve_program
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_elimination_leaves_large_tables_to_the_linear_program(monkeypatch: pyte
     ]
     instance = Instance(costs=tuple(rng.random(3) for _ in range(5)), flows=tuple(flows))
     assert eliminate(instance, 3**5 - 1) is None
-    monkeypatch.setattr(ilp, "eliminate", lambda *_: None)
+    monkeypatch.setattr(solve_module, "eliminate", lambda *_: None)
     assert solve(instance).objective == pytest.approx(brute_force(instance)[0])
 
 

@@ -11,16 +11,16 @@ import transformers
 from torch import nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
-from autopar.search.workload import Workload
 
 GB = 1e9
 EXAMPLES = Path(__file__).parents[2] / "examples"

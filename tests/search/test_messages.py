@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search import messages
-from autopar.search.elimination import eliminate
-from autopar.search.ilp import solve, solve_program
-from autopar.search.instance import Flow, Instance, User, brute_force, restrict, value
-from autopar.search.messages import _Messages, prune
+from autopar.search.assign import message_passing
+from autopar.search.assign.bucket_elimination import eliminate
+from autopar.search.assign.instance import Flow, Instance, User, brute_force, restrict, value
+from autopar.search.assign.message_passing import _Messages, prune
+from autopar.search.assign.solve import solve, solve_program
 from tests.search.test_ilp import instances
 
 
@@ -75,8 +75,8 @@ def test_larger_instances_equal_the_integer_program(seed: int) -> None:
 
 
 def test_on_a_chain_one_pass_proves_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_MAX_PASSES", 1)
-    monkeypatch.setattr(messages, "eliminate", lambda *_: None)
+    monkeypatch.setattr(message_passing, "_MAX_PASSES", 1)
+    monkeypatch.setattr(message_passing, "eliminate", lambda *_: None)
     rng = np.random.default_rng(0)
     flows = [
         Flow(
@@ -99,8 +99,8 @@ def test_on_a_chain_one_pass_proves_the_best(monkeypatch: pytest.MonkeyPatch) ->
 @given(instances(), st.integers(1, 3))
 def test_without_a_proof_all_best_selections_are_left(instance: Instance, max_passes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "_MAX_PASSES", max_passes)
-        patch.setattr(messages, "eliminate", lambda *_: None)
+        patch.setattr(message_passing, "_MAX_PASSES", max_passes)
+        patch.setattr(message_passing, "eliminate", lambda *_: None)
         kept = prune(instance)
     best = brute_force(instance)[0]
     if all(len(keep) == 1 for keep in kept):

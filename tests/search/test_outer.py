@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.passes.normalise import normalise
-from autopar.search.build import Weights, build
-from autopar.search.configuration import Configuration, Inner
-from autopar.search.constraints import Constraints
-from autopar.search.leaf import HIDDEN, Solver
-from autopar.search.outer import TOLERANCE, Outer, Progress
-from autopar.search.workload import Workload
+from autopar.search.outer.best_first import TOLERANCE, Outer, Progress
+from autopar.search.outer.configuration import Configuration, Inner
+from autopar.search.outer.configuration_solver import HIDDEN, Solver
+from autopar.search.pricing.build_instance import Weights, build
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 
 class Chain(nn.Module):

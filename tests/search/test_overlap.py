@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.report.trace import write_trace
 from autopar.search.api import estimate_captured
-from autopar.search.constraints import Constraints
-from autopar.search.overlap import STREAMS
+from autopar.search.predict.step_tasks import STREAMS
+from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 from tests.search.test_outer import Chain
 

@@ -11,15 +11,15 @@ import torch
 import transformers
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.description import cluster_from_dict
-from autopar.ir.capture import capture
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.outer import TOLERANCE
+from autopar.search.outer.best_first import TOLERANCE
+from autopar.search.problem.constraints import Constraints
 
 
 def llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, *, batch: int, seq: int) -> CapturedModel:

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
-from autopar.ir.clusters import BATCH
+from autopar.ir.analysis.op_clusters import BATCH
+from autopar.ir.capture.capture import capture
 from autopar.passes.normalise import normalise
-from autopar.search.configuration import Candidate
-from autopar.search.constraints import Constraints
-from autopar.search.evaluate import evaluate_stages
-from autopar.search.leaf import Solver
-from autopar.search.outer import Outer
-from autopar.search.plan_of import named
-from autopar.search.refine import refine
-from autopar.search.workload import Workload
+from autopar.search.outer.best_first import Outer
+from autopar.search.outer.configuration import Candidate
+from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.refine import refine
+from autopar.search.predict.to_plan import named
+from autopar.search.pricing.block_prices import evaluate_stages
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 
 
 class Tagger(nn.Module):

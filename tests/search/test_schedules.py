@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -17,8 +17,8 @@ from autopar.ir.schedule import Schedule
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured, predict_plan, search_captured
-from autopar.search.constraints import Constraints
-from autopar.search.workload import Workload
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 from tests.search.test_search import Model
 
 SCHEDULES: list[tuple[Schedule, int]] = [

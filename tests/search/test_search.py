@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.collectives import Fabric
-from autopar.ir.capture import capture
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -22,15 +22,15 @@ from autopar.ir.plan import Plan
 from autopar.model_file import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, leaders_of, predict_plan, search_captured
-from autopar.search.build import Weights, build
-from autopar.search.constraints import Constraints
-from autopar.search.evaluate import evaluate
-from autopar.search.ilp import solve
-from autopar.search.instance import value
-from autopar.search.known_prices import MeshPrices, OpPrices
-from autopar.search.pricing import Pricing
-from autopar.search.roles import Choices, Rules
-from autopar.search.workload import PRELUDE, Workload
+from autopar.search.assign.instance import value
+from autopar.search.assign.solve import solve
+from autopar.search.pricing.block_prices import evaluate
+from autopar.search.pricing.build_instance import Weights, build
+from autopar.search.pricing.price_cache import MeshPrices, OpPrices
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.allowed_choices import Choices, Rules
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import PRELUDE, Workload
 
 RESNET = Path(__file__).parents[2] / "examples" / "resnet50.py"
 

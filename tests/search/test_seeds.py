@@ -7,12 +7,12 @@ from math import inf
 
 import pytest
 
-from autopar.search.build import Weights
-from autopar.search.configuration import Candidate, Configuration
-from autopar.search.leaf import HIDDEN
-from autopar.search.outcome import Outcome
-from autopar.search.outer import Outer
-from autopar.search.seeds import BEST, Seeds
+from autopar.search.outer.baselines import BEST, Seeds
+from autopar.search.outer.best_first import Outer
+from autopar.search.outer.configuration import Candidate, Configuration
+from autopar.search.outer.configuration_solver import HIDDEN
+from autopar.search.outer.outcome import Outcome
+from autopar.search.pricing.build_instance import Weights
 from tests.search.test_outer import outer_of
 
 DEEP = (512, *(2048, 512) * 6)

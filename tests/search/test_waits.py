@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.cluster import Cluster
-from autopar.ir.capture import capture
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, predict_plan
-from autopar.search.constraints import Constraints
-from autopar.search.predict import Predicted
+from autopar.search.predict.predict import Predicted
+from autopar.search.problem.constraints import Constraints
 from tests.search.test_outer import Chain
 
 WIDTHS = (2048, 8192) * 4

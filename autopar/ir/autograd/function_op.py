@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.ir.alike import plain
+from autopar.ir.capture.module_equality import plain
 
 # Objects that a graph can hold as arguments.
 _IN_GRAPH = (int, float, bool, str, type(None), torch.dtype, torch.device)

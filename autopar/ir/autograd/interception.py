@@ -44,8 +44,8 @@ from autopar.ir.autograd.replacing import replaced
 from autopar.ir.autograd.scans import scans_recorded
 from autopar.ir.autograd.transforms import transforms_made_plain
 from autopar.ir.autograd.trial import is_apart
-from autopar.ir.ctc import ctc_loss_is_one_op
 from autopar.ir.errors import CaptureError
+from autopar.ir.ops.ctc import ctc_loss_is_one_op
 from autopar.ir.source import is_library, user_line
 
 _register_hook: Callable[..., Any] = Tensor.register_hook

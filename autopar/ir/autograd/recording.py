@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.ir.alike import plain, shape_key
 from autopar.ir.autograd.function_op import FunctionOp, names_in
 from autopar.ir.autograd.trial import Trial, try_function
+from autopar.ir.capture.module_equality import plain, shape_key
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code
 

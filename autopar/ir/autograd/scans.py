@@ -21,12 +21,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.replacing import replaced
+from autopar.ir.capture.simplify import simplify
 from autopar.ir.errors import CaptureError
 from autopar.ir.lowered.random import is_random
+from autopar.ir.ops.scan import AssociativeScan, Scan, body_of, one_of_its_kind
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.scan import compose
-from autopar.ir.scan import AssociativeScan, Scan, body_of, one_of_its_kind
-from autopar.ir.simplify import simplify
 from autopar.ir.source import user_line
 
 # The modules, whose functions have their names.

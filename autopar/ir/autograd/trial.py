@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.ir.alike import plain
 from autopar.ir.autograd.function_op import FunctionOp, Hooked, number_like, separated, without_log
+from autopar.ir.capture.fake_twins import fake_like
+from autopar.ir.capture.module_equality import plain
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code, user_line
-from autopar.ir.standins import fake_like
 
 # Elements of all tensors up to which a function that cannot run on fake tensors is run on numbers.
 _MAX_ELEMENTS = 1 << 24

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.ir import ops
 from autopar.ir.lowered.random import shard_randomness
 from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
 
@@ -37,7 +37,7 @@ def attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     *,
-    kind: ops.AttentionKind,
+    kind: composite.AttentionKind,
     window: int | None = None,
     scale: float,
     dropout_p: float = 0.0,
@@ -62,7 +62,7 @@ def _attention(
     v: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
-    kind: ops.AttentionKind,
+    kind: composite.AttentionKind,
     window: int | None,
     scale: float,
     dropout_p: float,
@@ -73,7 +73,7 @@ def _attention(
     if first == 0 and kind in ("causal", "sliding"):
         k, v, mask = _keys(k, v, mask, 0, length)
     if first == 0 or kind in ("full", "mask"):
-        return ops.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
+        return composite.attention(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
     reach = window if kind == "sliding" else None
     rows = (
         length if _has_lower_right_kernel(q, mask, reach) else min(length, _ROWS if reach is None else max(reach, 64))
@@ -116,7 +116,7 @@ def _rows(
     if mask is not None:
         seen = seen & mask if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        return ops.attention(q, k, v, seen, sinks, kind="mask", scale=scale, dropout_p=dropout_p)
+        return composite.attention(q, k, v, seen, sinks, kind="mask", scale=scale, dropout_p=dropout_p)
     return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout_p, scale=scale)
 
 
@@ -137,7 +137,7 @@ def _keys(k: Tensor, v: Tensor, mask: Tensor | None, begin: int, end: int) -> tu
 def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Query, key, value and mask, and the options of ``ops.attention``, of any op that is an attention."""
     call = arguments(node)
-    if node.target is ops.attention:
+    if node.target is composite.attention:
         operands = (call["q"], call["k"], call["v"], call["mask"])
         return operands, {name: call[name] for name in ("kind", "window", "scale", "dropout_p")}
     query = call["query"]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.collectives import apply
-from autopar.ir.communicate import stack_ranks, sum_ranks
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.group_communication import stack_ranks, sum_ranks
 from autopar.ir.rule import Assignment, FactorRule
 
 _aten = torch.ops.aten
@@ -119,7 +119,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
         raise UnsupportedOp(
             f"{node.name} ({node.meta.get('source', 'no source line')}): {overload} updates its statistics in place or "
             "reserves a workspace; only functional batch norms can have their batch split.\n"
-            "  try: capture the model with autopar.ir.capture, which makes it functional"
+            "  try: capture the model with autopar.ir.capture.capture, which makes it functional"
         )
     groups = axes_lowered("batch_norm", rule, assignment, mesh)
     names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")

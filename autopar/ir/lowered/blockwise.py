@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from autopar.ir.ops import AttentionKind, repeat_heads
+from autopar.ir.ops.composite import AttentionKind, repeat_heads
 from autopar.ir.sequence import Block, Sight, Span
 
 _aten = torch.ops.aten

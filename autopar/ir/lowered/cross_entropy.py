@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autopar.ir import ops
-from autopar.ir.collectives import apply
-from autopar.ir.communicate import stack_ranks
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, factors_of, shard_count, shard_index
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
+from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.group_communication import stack_ranks
 from autopar.ir.rule import Assignment, FactorRule
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -70,7 +70,7 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: ops.Reduction = "mean",
+    reduction: composite.Reduction = "mean",
     vocab_groups: Groups = (),
 ) -> Tensor:
     """``ops.cross_entropy`` of a piece of the classes, over ``vocab_groups``.
@@ -97,7 +97,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     call = arguments(node)
     groups = axes_with(factors_of(rule.operands[0]) - factors_of(rule.operands[1]), assignment, mesh)
     kwargs = {key: call[key] for key in ("ignore_index", "label_smoothing", "reduction")}
-    if node.target is ops.cross_entropy:
+    if node.target is composite.cross_entropy:
         return cross_entropy, (call["logits"], call["target"]), {**kwargs, "vocab_groups": groups}
     kwargs["reduction"] = _REDUCTIONS[call["reduction"]]
     return class_dim_cross_entropy, (call["self"], call["target"]), {**kwargs, "vocab_groups": groups}

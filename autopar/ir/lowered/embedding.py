@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopar.ir.collectives import apply
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_index
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.collectives import apply
 from autopar.ir.rule import Assignment, FactorRule
 
 

@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.collectives import apply
-from autopar.ir.communicate import exchange_rows, group_rank, group_size, stack_ranks
-from autopar.ir.experts import (
+from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count, shard_index
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops.expert_ffn import (
     Experts,
     capacity_of,
     combine,
@@ -31,8 +31,8 @@ from autopar.ir.experts import (
     rows_of_experts,
     run_experts,
 )
-from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count, shard_index
-from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.group_communication import exchange_rows, group_rank, group_size, stack_ranks
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
 

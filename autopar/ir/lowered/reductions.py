@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops import columns_linear
+from autopar.ir.ops.composite import columns_linear
 from autopar.ir.rule import Assignment, FactorRule
 
 

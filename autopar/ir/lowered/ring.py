@@ -24,15 +24,15 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import is_fake
 
-from autopar.ir import ops
-from autopar.ir.collectives import all_gather, apply
-from autopar.ir.communicate import group_rank, group_size
-from autopar.ir.computed_once import computed_once
 from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of
 from autopar.ir.lowered.blockwise import Scores
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
+from autopar.ir.primitives.collectives import all_gather, apply
+from autopar.ir.primitives.computed_once import computed_once
+from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner
 
@@ -45,7 +45,7 @@ def ring_attention(
     v: Tensor,
     mask: Tensor | None = None,
     *,
-    kind: ops.AttentionKind,
+    kind: composite.AttentionKind,
     window: int | None = None,
     scale: float,
     lengths: tuple[int, int],

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.communicate import group_rank, group_size
 from autopar.ir.mesh import Mesh
+from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.call import REQUIRED, parameters
 

@@ -16,7 +16,7 @@ from autopar.ir.rules.factors import Factors, Rule, numel, operand_factors
 
 
 def composite(call: Call) -> FactorRule | None:
-    """``autopar.ir.ops.attention``."""
+    """``autopar.ir.ops.composite.attention``."""
     bound = call.bound()
     kind, window = bound["kind"], bound["window"]
     operands = bound["q"], bound["k"], bound["v"], bound["mask"]

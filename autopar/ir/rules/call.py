@@ -131,7 +131,7 @@ def op_name(target: Callable[..., Any]) -> str:
         return str(target._schema.name)
     module = getattr(target, "__module__", "") or ""
     name = getattr(target, "__name__", str(target))
-    return f"autopar::{name}" if module == "autopar.ir.ops" else f"{module}::{name}"
+    return f"autopar::{name}" if module == "autopar.ir.ops.composite" else f"{module}::{name}"
 
 
 def _hashable(value: Any) -> Any:

@@ -30,7 +30,7 @@ def embedding(call: Call) -> FactorRule | None:
 
 
 def bag(call: Call) -> FactorRule | None:
-    """``autopar.ir.ops.embedding_bag``. Of bags of any sizes, where one begins depends on all before it."""
+    """``autopar.ir.ops.composite.embedding_bag``. Of bags of any sizes, where one begins depends on all before it."""
     bound = call.bound()
     weight, indices, scale, offsets = (bound[n] for n in ("weight", "indices", "per_sample_weights", "offsets"))
     adds, is_sum, ragged = bound["mode"] != "max", bound["mode"] == "sum", offsets is not None

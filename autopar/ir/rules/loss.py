@@ -15,7 +15,7 @@ _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
 def composite(call: Call) -> FactorRule | None:
-    """``autopar.ir.ops.cross_entropy``: classes last."""
+    """``autopar.ir.ops.composite.cross_entropy``: classes last."""
     bound = call.bound()
     logits, target = bound["logits"], bound["target"]
     factors = Factors()
@@ -101,7 +101,7 @@ def nll_loss(call: Call) -> FactorRule | None:
 
 
 def ctc(call: Call) -> FactorRule | None:
-    """``autopar.ir.ctc``: T steps for each of the 2 S + 1 places between and at the targets."""
+    """``autopar.ir.ops.ctc``: T steps for each of the 2 S + 1 places between and at the targets."""
     bound = call.bound()
     log_probs, targets = bound["log_probs"], bound["targets"]
     steps, samples, classes = log_probs.shape

@@ -27,7 +27,7 @@ EXPERTS = "experts"
 
 
 def moe(call: Call) -> FactorRule | None:
-    """``autopar.ir.ops.moe``."""
+    """``autopar.ir.ops.composite.moe``."""
     bound = call.bound()
     x, index, weight = bound["x"], bound["expert_index"], bound["expert_weight"]
     up, down, b_up, b_down = bound["w_up"], bound["w_down"], bound["b_up"], bound["b_down"]

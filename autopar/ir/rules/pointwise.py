@@ -88,7 +88,7 @@ UNTAGGED = (
 
 
 def annotated(call: Call) -> FactorRule | None:
-    """``autopar.ir.ops.annotated``: a tensor in a layout that the user fixes."""
+    """``autopar.ir.ops.composite.annotated``: a tensor in a layout that the user fixes."""
     rule = pointwise(call)
     return None if rule is None else replace(rule, linear=(), leads=True)
 

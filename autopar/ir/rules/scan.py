@@ -20,10 +20,10 @@ from math import gcd
 from torch import fx
 
 from autopar.ir.graph import op_nodes, source, tensor_operands
+from autopar.ir.ops.scan import AssociativeScan, Body, Dim, Scan, num_combinations
 from autopar.ir.rule import DimFactors, FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, Rule
-from autopar.ir.scan import AssociativeScan, Body, Dim, Scan, num_combinations
 
 _STEPS = "_t"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.ir.analysis.batch_and_sequence import find_roles, microbatch_obstacle
 from autopar.ir.autograd.function_op import FunctionOp
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
-from autopar.ir.roles import find_roles, microbatch_obstacle
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules import MissingRuleWarning, rule_for
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.autograd.function_op import FunctionOp
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import CaptureError
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.ir.capture import capture
+from autopar.ir.analysis.batch_and_sequence import find_roles, microbatch_obstacle
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import CaptureError
-from autopar.ir.roles import find_roles, microbatch_obstacle
 from tests.cases import flexible_attention, penalty_physics, transforms_derivatives, transforms_ensemble
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

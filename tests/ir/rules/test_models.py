@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_operands
 from autopar.ir.rules import known_rule
 from autopar.ir.rules.call import call_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.catalogue import make_cluster
-from autopar.cost_model.ops import OpCost
-from autopar.ir.capture import capture
+from autopar.cost_model.compute.op_roofline import OpCost
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import op_nodes
 from autopar.ir.mesh import Mesh
 from autopar.ir.rules import MissingRuleWarning, rule_for

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.ir import ops
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import op_nodes, source, tensor_operands
+from autopar.ir.ops import composite
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.sizes import local_arguments
 
@@ -67,8 +67,8 @@ def test_work_is_counted() -> None:
     x = b.input(8, 6)
     assert rule_for(b.call(aten.linear.default, x, b.input(4, 6))).flops == 2 * 8 * 6 * 4
     q = b.input(2, 4, 16, 8)
-    full = rule_for(b.call(ops.attention, q, q, q, kind="full", scale=1.0)).flops
-    causal = rule_for(b.call(ops.attention, q, q, q, kind="causal", scale=1.0)).flops
+    full = rule_for(b.call(composite.attention, q, q, q, kind="full", scale=1.0)).flops
+    causal = rule_for(b.call(composite.attention, q, q, q, kind="causal", scale=1.0)).flops
     assert full == 2 * causal > 4 * 2 * 4 * 16 * 16 * 8
     assert rule_for(b.call(aten.view.default, x, [48])).flops == 0
 
@@ -80,7 +80,7 @@ def test_dropout_is_lowered_even_where_it_is_not_sharded() -> None:
     assert rule.shardable() == ("d0", "d1")
     assert rule_for(b.call(aten.native_dropout.default, b.input(8, 6), 0.0, True)).lowered == {}
     q = b.input(2, 4, 16, 8)
-    rule = rule_for(b.call(ops.attention, q, q, q, kind="causal", scale=1.0, dropout_p=0.1))
+    rule = rule_for(b.call(composite.attention, q, q, q, kind="causal", scale=1.0, dropout_p=0.1))
     assert set(rule.lowered.values()) == {"attention"}
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.ir import ops
 from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.ops import composite
 from autopar.ir.rules.saved import Saved, saved_for_backward
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def measured(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.
 CASES: list[tuple[Any, ...]] = [
     (aten.linear.default, r(2, 4, 6), r(8, 6), r(8)),
     (aten.linear.default, plain(r(4, 6)), r(8, 6)),
-    (ops.columns_linear, r(2, 4, 6), r(6, 8), r(8)),
+    (composite.columns_linear, r(2, 4, 6), r(6, 8), r(8)),
     (aten.linear.default, r(4, 6), plain(r(8, 6))),
     (aten.mm.default, r(4, 6), r(6, 8)),
     (aten.addmm.default, r(8), r(4, 6), r(6, 8)),
@@ -127,7 +127,7 @@ def _numel(node: fx.Node, position: int) -> int:
 
 def test_attention_keeps_operands_result_and_one_number_a_row() -> None:
     q, k, v = r(2, 4, 8, 16), r(2, 4, 8, 16), r(2, 4, 8, 16)
-    node, operands, results, extra = measured(ops.attention, q, k, v, kind="causal", scale=0.25)
+    node, operands, results, extra = measured(composite.attention, q, k, v, kind="causal", scale=0.25)
     saved = saved_for_backward(node)
     assert (set(saved.operands), set(saved.results)) == (operands, results) == ({0, 1, 2}, {0})
     assert saved.extra_bytes == pytest.approx(extra, abs=64)
@@ -135,7 +135,7 @@ def test_attention_keeps_operands_result_and_one_number_a_row() -> None:
 
 def test_cross_entropy_keeps_log_probabilities_and_targets() -> None:
     logits, target = r(2, 4, 6), torch.zeros(2, 4, dtype=torch.long)
-    node, operands, _, extra = measured(ops.cross_entropy, logits, target)
+    node, operands, _, extra = measured(composite.cross_entropy, logits, target)
     saved = saved_for_backward(node)
     assert set(saved.operands) == operands == {1}
     assert saved.extra_bytes == pytest.approx(extra, abs=16)
@@ -152,7 +152,7 @@ def test_a_recurrent_layer_keeps_gates_and_states_of_all_steps() -> None:
 def test_moe_keeps_the_activations_of_each_choice() -> None:
     x, up, down = r(64, 6), r(3, 16, 6), r(3, 6, 8)
     index, weight = torch.randint(0, 3, (64, 2)), r(64, 2)
-    node, *_, extra = measured(ops.moe, x, index, weight, up, down, activation="silu", gated=True)
+    node, *_, extra = measured(composite.moe, x, index, weight, up, down, activation="silu", gated=True)
     saved = saved_for_backward(node)
     # The rest are the sorting indices, 8 bytes a choice each.
     assert saved.extra_bytes <= extra <= 1.4 * saved.extra_bytes

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.ir import ops
 from autopar.ir.building import shape_of
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
+from autopar.ir.ops import composite
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -44,7 +44,7 @@ def normal(attend: Callable[..., Tensor], **options: Any) -> tuple[CapturedModel
     inputs = (torch.randn(B, S, D), torch.arange(S) < torch.tensor([[10], [4], [7]]))
     captured = normalise(capture(model, inputs))
     assert_same_training(captured, model, inputs)
-    calls = [node for node in captured.graph.nodes if node.target is ops.attention]
+    calls = [node for node in captured.graph.nodes if node.target is composite.attention]
     assert len(calls) == 1
     return captured, calls[0]
 
@@ -173,7 +173,7 @@ def test_scores_that_are_returned_are_kept() -> None:
 
     model = Attention(attend)
     captured = normalise(capture(model, (torch.randn(B, S, D), torch.ones(B, S, dtype=torch.bool))))
-    assert not any(node.target is ops.attention for node in captured.graph.nodes)
+    assert not any(node.target is composite.attention for node in captured.graph.nodes)
 
 
 def test_attention_without_heads() -> None:

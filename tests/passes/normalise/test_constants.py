@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.passes.normalise.constants import ConstantEvaluator, TooLarge
 
 B, S = 6, 5

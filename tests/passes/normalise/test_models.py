@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir import ops
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, tensor_results
+from autopar.ir.ops import composite
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -125,7 +125,7 @@ def counts(captured: CapturedModel) -> Counter[Any]:
 
 def kinds(captured: CapturedModel) -> list[tuple[str, int]]:
     """(kind, number of operands) of every attention."""
-    calls = [node for node in captured.graph.nodes if node.target is ops.attention]
+    calls = [node for node in captured.graph.nodes if node.target is composite.attention]
     return [(str(node.kwargs["kind"]), len(node.args)) for node in calls]
 
 
@@ -157,10 +157,10 @@ def test_normal_form(
     captured = normal(model, inputs)
     found = counts(captured)
     assert kinds(captured) == attentions
-    assert (found[ops.rms_norm], found[ops.moe], found[ops.cross_entropy]) == (norms, experts, 1)
+    assert (found[composite.rms_norm], found[composite.moe], found[composite.cross_entropy]) == (norms, experts, 1)
     for target in found:
         name = getattr(target, "__module__", "")
-        assert isinstance(target, torch._ops.OpOverload) or name in ("autopar.ir.ops", "_operator"), target
+        assert isinstance(target, torch._ops.OpOverload) or name in ("autopar.ir.ops.composite", "_operator"), target
     assert_same_training(captured, model, inputs)
 
 

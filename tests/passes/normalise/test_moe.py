@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  # registers the grouped product that experts take on a CPU
 from torch import Tensor, fx, nn
 
-from autopar.ir import ops
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
 from autopar.ir.gates import gate_function
 from autopar.ir.graph import CapturedModel
+from autopar.ir.ops import composite
 from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
@@ -63,7 +63,7 @@ def value_first(up: Tensor) -> Tensor:
 def _captured(model: nn.Module, *inputs: Any) -> tuple[CapturedModel, fx.Node]:
     captured = normalise(capture(model, inputs))
     assert_same_training(captured, model, inputs)
-    (mixture,) = (node for node in captured.graph.nodes if node.target is ops.moe)
+    (mixture,) = (node for node in captured.graph.nodes if node.target is composite.moe)
     return captured, mixture
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir import ops
-from autopar.ir.capture import capture
-from autopar.ir.roles import find_roles, microbatch_obstacle
+from autopar.ir.analysis.batch_and_sequence import find_roles, microbatch_obstacle
+from autopar.ir.capture.capture import capture
+from autopar.ir.ops import composite
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -59,7 +59,7 @@ def remaining(body: Callable[..., Tensor], x: Tensor | None = None) -> list[Any]
 )
 def test_rms_norm(norm: Callable[..., Tensor]) -> None:
     left = remaining(lambda m, x, y: norm(m, x * m.weight).sum())
-    assert [t for t in left if t is not aten.add.Tensor] == [aten.mul.Tensor, ops.rms_norm, aten.sum.default]
+    assert [t for t in left if t is not aten.add.Tensor] == [aten.mul.Tensor, composite.rms_norm, aten.sum.default]
 
 
 def test_rms_norm_in_half_precision() -> None:
@@ -70,7 +70,7 @@ def test_rms_norm_in_half_precision() -> None:
         return m.weight.to(torch.bfloat16) * wide.to(torch.bfloat16)
 
     captured = normalise(capture(Model(lambda m, x, y: body(m, x, y).sum()), (torch.randn(B, S, H), torch.zeros(B, S))))
-    norm = next(node for node in captured.graph.nodes if node.target is ops.rms_norm)
+    norm = next(node for node in captured.graph.nodes if node.target is composite.rms_norm)
     assert norm.meta["val"].dtype == torch.bfloat16
 
 
@@ -86,7 +86,7 @@ def test_rms_norm_in_half_precision() -> None:
 )
 def test_cross_entropy(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     left = remaining(lambda m, x, y: loss(x @ m.matrix + m.bias, y))
-    assert left.count(ops.cross_entropy) == 1
+    assert left.count(composite.cross_entropy) == 1
     assert aten.cross_entropy_loss.default not in left
 
 
@@ -117,7 +117,7 @@ def test_mean_of_a_loss_is_a_sum_over_a_count(loss: Callable[[Tensor, Tensor], T
     ],
 )
 def test_a_layer_that_stores_its_columns_reads_the_parameter_itself(layer: Callable[..., Tensor]) -> None:
-    assert remaining(lambda m, x, y: layer(m, x).sum()) == [ops.columns_linear, aten.sum.default]
+    assert remaining(lambda m, x, y: layer(m, x).sum()) == [composite.columns_linear, aten.sum.default]
 
 
 def test_a_transposed_matrix_of_columns_is_one_of_rows() -> None:
@@ -132,7 +132,7 @@ def test_rowwise_ops_move_above_a_flattening_view() -> None:
         return (weights / weights.sum(1, keepdim=True) * index).view(B, S, 2)[:, 0].sum()
 
     left = remaining(body)
-    assert aten.reshape.default not in left and ops.columns_linear in left
+    assert aten.reshape.default not in left and composite.columns_linear in left
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -182,7 +182,7 @@ def test_bags_of_one_size(mode: str) -> None:
         return (padded * flat * m.weight).sum() + ragged.sum()
 
     left = remaining(body)
-    assert left.count(ops.embedding_bag) == 3 and aten.arange.start_step not in left
+    assert left.count(composite.embedding_bag) == 3 and aten.arange.start_step not in left
 
 
 def test_slice_writes_are_concatenations() -> None:
@@ -215,7 +215,7 @@ def test_a_fused_layer_becomes_several(cut: Callable[[Tensor], Sequence[Tensor]]
     left = remaining(lambda m, x, y: sum(t.exp().sum() for t in cut(F.linear(x, m.other, m.bias))))
     assert left.count(aten.linear.default) == len(cut(torch.zeros(B, S, C)))
     by_columns = remaining(lambda m, x, y: sum(t.exp().sum() for t in cut(F.linear(x, m.matrix.t(), m.bias))))
-    assert by_columns.count(ops.columns_linear) == len(cut(torch.zeros(B, S, C)))
+    assert by_columns.count(composite.columns_linear) == len(cut(torch.zeros(B, S, C)))
     left += by_columns
     assert not {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor} & set(left)
 

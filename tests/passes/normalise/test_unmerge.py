@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir import ops
-from autopar.ir.capture import capture
+from autopar.ir.capture.capture import capture
+from autopar.ir.ops import composite
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -97,7 +97,7 @@ def _normal(attend: Callable[..., Tensor], **options: Any) -> list[Any]:
 )
 def test_products_over_batch_and_heads_are_attention(attend: Callable[..., Tensor], products: int) -> None:
     left = _normal(attend)
-    assert left.count(ops.attention) == 1
+    assert left.count(composite.attention) == 1
     assert left.count(aten.matmul.default) == products
     assert not {aten.bmm.default, aten.baddbmm.default, aten.softmax.int} & set(left)
 

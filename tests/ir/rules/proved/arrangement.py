@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import ops
+from autopar.ir.ops import composite
 from tests.ir.rules.proved.operands import case, ints, r
 
 aten = torch.ops.aten
@@ -35,12 +35,14 @@ INDEXING = [
 
 _LAST = {"include_last_offset": True, "padding_idx": 3}
 BAGS = [
-    case("v! h b l +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="sum"),
-    case("v! h b l + +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), r(4, 3), mode="sum", padding_idx=2),
-    case("v! h b +", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="mean", padding_idx=2),
-    case("h b", ops.embedding_bag, r(8, 6), ints(8, 4, 3), mode="max"),
-    case("v! h +", ops.embedding_bag, r(8, 6), ints(8, 12), None, torch.tensor([0, 2, 2, 7]), mode="mean"),
-    case("v! h + +", ops.embedding_bag, r(8, 6), ints(8, 12), r(12), torch.tensor([0, 5, 12]), mode="sum", **_LAST),
+    case("v! h b l +", composite.embedding_bag, r(8, 6), ints(8, 4, 3), mode="sum"),
+    case("v! h b l + +", composite.embedding_bag, r(8, 6), ints(8, 4, 3), r(4, 3), mode="sum", padding_idx=2),
+    case("v! h b +", composite.embedding_bag, r(8, 6), ints(8, 4, 3), mode="mean", padding_idx=2),
+    case("h b", composite.embedding_bag, r(8, 6), ints(8, 4, 3), mode="max"),
+    case("v! h +", composite.embedding_bag, r(8, 6), ints(8, 12), None, torch.tensor([0, 2, 2, 7]), mode="mean"),
+    case(
+        "v! h + +", composite.embedding_bag, r(8, 6), ints(8, 12), r(12), torch.tensor([0, 5, 12]), mode="sum", **_LAST
+    ),
 ]
 
 ARRANGE = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import ops
+from autopar.ir.ops import composite
 from tests.ir.rules.proved.operands import bools, case, ints, pos, r
 
 aten = torch.ops.aten
@@ -70,8 +70,8 @@ NORM = [
     case("d0 d1", aten.layer_norm.default, r(2, 4, 6), [6], r(6), r(6)),
     case("d0", aten.layer_norm.default, r(2, 4, 6), [4, 6], r(4, 6)),
     case("d0 d1", aten.native_layer_norm.default, r(2, 4, 6), [6], r(6), r(6), 1e-5),
-    case("d0 d1", ops.rms_norm, r(2, 4, 6), r(6), 1e-6),
-    case("d0 d1", ops.rms_norm, r(2, 4, 6), None, 1e-6),
+    case("d0 d1", composite.rms_norm, r(2, 4, 6), r(6), 1e-6),
+    case("d0 d1", composite.rms_norm, r(2, 4, 6), None, 1e-6),
     case("d0", aten.rms_norm.default, r(4, 6), [6], r(6)),
     case("b g", aten.group_norm.default, r(2, 8, 3, 2), 4, r(8), r(8)),
     case("b g", aten.native_group_norm.default, r(2, 8, 6), r(8), r(8), 2, 8, 6, 4, 1e-5),
@@ -99,9 +99,9 @@ NORM = [
 ]
 
 LOSS = [
-    case("c!", ops.cross_entropy, r(2, 4, 6), ints(6, 2, 4)),
-    case("d0 d1 c!", ops.cross_entropy, r(2, 4, 6), ints(6, 2, 4), reduction="sum"),
-    case("d0 d1 c!", ops.cross_entropy, r(2, 4, 6), ints(6, 2, 4), reduction="none", label_smoothing=0.1),
+    case("c!", composite.cross_entropy, r(2, 4, 6), ints(6, 2, 4)),
+    case("d0 d1 c!", composite.cross_entropy, r(2, 4, 6), ints(6, 2, 4), reduction="sum"),
+    case("d0 d1 c!", composite.cross_entropy, r(2, 4, 6), ints(6, 2, 4), reduction="none", label_smoothing=0.1),
     case("c!", aten.cross_entropy_loss.default, r(8, 6), ints(6, 8)),
     case("d0 d1 c!", aten.cross_entropy_loss.default, r(4, 6, 2), ints(6, 4, 2), None, 2),
     case("d0 d1", aten.cross_entropy_loss.default, r(4, 6, 2), ints(6, 4, 2), pos(6), 0),

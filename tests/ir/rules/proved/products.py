@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir import ops
+from autopar.ir.ops import composite
 from tests.ir.rules.proved.operands import Case, c, case, ints, r
 
 aten = torch.ops.aten
@@ -16,8 +16,8 @@ MATMUL = [
     case("d0 d1 k n + +", aten.linear.default, r(2, 4, 6), r(8, 6)),
     case("d0 k n", aten.linear.default, r(4, 6), r(8, 6), r(8)),
     case("k n + +", aten.linear.default, r(6), r(8, 6)),
-    case("d0 d1 k n + +", ops.columns_linear, r(2, 4, 6), r(6, 8)),
-    case("d0 k n", ops.columns_linear, r(4, 6), r(6, 8), r(8)),
+    case("d0 d1 k n + +", composite.columns_linear, r(2, 4, 6), r(6, 8)),
+    case("d0 k n", composite.columns_linear, r(4, 6), r(6, 8), r(8)),
     case("m k n + +", aten.mm.default, r(4, 6), r(6, 8)),
     case("b0 m k n + +", aten.bmm.default, r(2, 4, 6), r(2, 6, 8)),
     case("b0 b1 m k n + +", aten.matmul.default, r(2, 1, 4, 6), r(4, 6, 8)),
@@ -37,7 +37,7 @@ def attention_case(
     expected: str, heads: int, groups: int, mask: Tensor | None = None, sinks: Tensor | None = None, **options: Any
 ) -> Case:
     q, k, v = r(2, heads, 4, 6), r(2, groups, 4, 6), r(2, groups, 4, 2)
-    return case(expected, ops.attention, q, k, v, mask, sinks, scale=0.4, **options)
+    return case(expected, composite.attention, q, k, v, mask, sinks, scale=0.4, **options)
 
 
 ATTENTION = [
@@ -121,7 +121,7 @@ RECURRENT = [
 def moe_case(expected: str, tokens: tuple[int, ...], up: int, *biases: Tensor | None, **options: Any) -> Case:
     """Three experts of inner width 8, two a token."""
     routing = ints(3, *tokens, 2), r(*tokens, 2)
-    return case(expected, ops.moe, r(*tokens, 6), *routing, r(3, up, 6), r(3, 6, 8), *biases, **options)
+    return case(expected, composite.moe, r(*tokens, 6), *routing, r(3, up, 6), r(3, 6, 8), *biases, **options)
 
 
 MIXTURES = [

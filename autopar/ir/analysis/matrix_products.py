@@ -1,0 +1,29 @@
+"""Ops that are one product, of matrices or with a convolution's kernel, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from autopar.ir.ops.composite import columns_linear
+
+_NAMES = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
+
+
+def is_product(target: object) -> bool:
+    """Whether autograd needs nothing but the operands of ``target`` to run its backward.
+
+    What is computed on the way inside other ops (experts, attention) is saved; the result of a product is not.
+    """
+    if target is columns_linear:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return target.overloadpacket.__name__ in _NAMES
+
+
+def every_second(products: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Those of the products of a block that rematerialisation at level alternate does not keep."""
+    return products[1::2]

@@ -1,0 +1,363 @@
+"""One configuration of the outer search: solve the inner problem, cut stages, predict."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import NamedTuple
+
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.memory.model_state import state_memory
+from autopar.cost_model.schedule.pipeline_simulator import time_weights
+from autopar.ir.rule import Assignment
+from autopar.ir.schedule import STEADY_ROUNDS, Pipelining
+from autopar.search.assign.solve import solve
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
+from autopar.search.outer.ideal_division import Floor
+from autopar.search.outer.speculation import Ahead, Job
+from autopar.search.pricing.block_prices import Priced, evaluate
+from autopar.search.pricing.build_instance import Weights, build
+from autopar.search.pricing.price_cache import MeshPrices, OpPrices
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.allowed_choices import Allowed, AnyOf, Choices, Rules
+from autopar.search.problem.constraints import Constraints, role_of_axis
+from autopar.search.problem.workload import Workload
+from autopar.search.stages.stage import LEVELS
+from autopar.search.stages.stage_cuts import Cuts, cut
+
+# Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
+HIDDEN = OVERLAP_SLOWDOWN
+
+# A plan whose estimate is this many times as long as the record is not simulated.
+_HOPELESS = 1.1
+
+# How often the stages of a leaf are cut, how much of a rank's memory a plan fills that is not cut again, how much one
+# shall that is, and how much more is tried at once.
+_CUTS = 3
+_FILLED = 0.985
+_FILLED_AGAIN = 0.997
+_ROOM_TO_TRY = 1.1
+
+# Work: a variable of an integer program counts as 1; each cluster and flow of an inner problem as so many, wherever it
+# goes; and so many for cutting and simulating stages.
+_TERM_WORK = 12
+_CUT_WORK = 1500
+
+
+class Solved(NamedTuple):
+    """An answer as processes hand it on.
+
+    work: see ``Solver``. priced: block by block, where that will be asked for.
+    """
+
+    leaders: tuple[Assignment, ...]
+    objective: float
+    work: int
+    priced: Priced | None
+
+
+def job(variants: Sequence[Configuration], weights: Weights, record_s: float = float("inf")) -> Job:
+    """The inner problem of a configuration, or of several at once (see ``build_instance``) that are alike but for ZeRO.
+
+    The key holds everything that the answer depends on. record_s: of the best plan so far.
+    """
+    # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
+    first = variants[0]
+    key = (
+        first.mesh,
+        first.num_stages > 1,
+        first.num_microbatches,
+        *((one.zero, one.data_axes, one.batch_axes, one.offload) for one in variants),
+        first.constraints,
+        weights,
+    )
+    return key, (variants, weights, record_s)
+
+
+def _passes(shape: Pipelining) -> float:
+    """Steps in passes of one microbatch through all stages, if those are alike."""
+    of_sum, of_max = time_weights(shape)
+    return of_sum + of_max / shape.num_stages
+
+
+@dataclass(slots=True)
+class Solver:
+    """Answers for configurations of one workload on one cluster, each worked out once.
+
+    balanced: the sequence is folded where ranks share causal attention. loads: rows that experts got, by layer.
+    work: a measure of time that is the same on every machine.
+    """
+
+    load: Workload
+    cluster: Cluster
+    budget_bytes: float
+    levels: tuple[str, ...] = LEVELS
+    balanced: bool = False
+    loads: Loads = ()
+    num_solved: int = 0
+    work: int = 0
+    ops: OpPrices = field(init=False)
+    floor: Floor = field(init=False)
+    choices: Choices = field(init=False)
+    ahead: Ahead = field(init=False)
+    _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
+    _rules: dict[tuple[object, ...], Allowed] = field(default_factory=dict)
+    _inner: dict[Hashable, Inner] = field(default_factory=dict)
+    _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ops = OpPrices(self.load, self.cluster, self.balanced, self.loads)
+        self.floor = Floor.of(self.ops)
+        self.choices = Choices(self.load)
+        self.ahead = Ahead(self._solve, self._solve_ahead)
+
+    @property
+    def least_state_bytes(self) -> float:
+        """State of the model perfectly divided over all ranks."""
+        share = self.load.trainable_numel / self.cluster.num_gpus
+        return state_memory(share, zero=0, data_size=1, precision="fp32").total
+
+    def least_state_of(self, configuration: Configuration) -> float:
+        """Bytes of state that the fullest rank holds at least: stages alike, all but data axes dividing it."""
+        mesh = configuration.mesh
+        # Experts are divided on their axis whatever ZeRO does with the rest there.
+        data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
+        dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
+        tensor = prod(mesh.sizes[axis] for axis in dividing)
+        return state_memory(
+            self.load.trainable_numel / (configuration.num_stages * tensor),
+            zero=configuration.zero,
+            data_size=prod(mesh.sizes[axis] for axis in data),
+            precision="fp32",
+            num_microbatches=configuration.num_microbatches,
+            offload=configuration.offload,
+        ).total
+
+    def pricing(self, configuration: Configuration) -> Pricing:
+        mesh = configuration.mesh
+        if mesh.sizes not in self._meshes:
+            self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh), self.ops.codes.moves(len(mesh)))
+        return Pricing(
+            ops=self.ops,
+            moves=self._meshes[mesh.sizes],
+            named=mesh,
+            num_microbatches=configuration.num_microbatches,
+            zero=configuration.zero,
+            data_axes=configuration.data_axes,
+            prefetch=configuration.constraints.prefetch or 1,
+            reshard=configuration.constraints.reshard_after_forward is not False,
+            offload=configuration.offload,
+        )
+
+    def inner(self, configuration: Configuration, weights: Weights) -> Inner:
+        """The answer to the inner problem."""
+        key, arguments = job((configuration,), weights)
+        found = self._inner.get(key)
+        if found is None:
+            self.num_solved += 1
+            solved: Solved = self.ahead.answer(key, arguments)
+            self.work += solved.work
+            found = self._inner[key] = Inner(
+                pricing=self.pricing(configuration),
+                leaders=solved.leaders,
+                objective=solved.objective,
+                shared_once=configuration.num_stages == 1,
+                given=solved.priced,
+            )
+        return found
+
+    def least(self, variants: Sequence[Configuration]) -> float:
+        """What the objective of the inner problem is at least, for all of ``variants``, with memory for free."""
+        key, arguments = job(variants, Weights(sync=HIDDEN))
+        self.num_solved += 1
+        solved: Solved = self.ahead.answer(key, arguments)
+        self.work += solved.work
+        return solved.objective
+
+    def _solve(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
+        built = build([self.pricing(one) for one in variants], self.rules(variants), weights)
+        solution = solve(built.instance)
+        leaders = built.assignments(solution.selection)
+        terms = len(built.instance.costs) + len(built.instance.flows)
+        return Solved(leaders, solution.objective, _TERM_WORK * terms + solution.num_columns, None)
+
+    def _solve_ahead(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
+        """The same, priced where that is likely to be asked for: at a price on memory most answers are bounds alone."""
+        solved = self._solve(variants, weights, record_s)
+        if len(variants) > 1 or weights.state or self.least_s(variants[0], solved.objective) >= record_s:
+            return solved
+        (own,) = variants
+        priced = evaluate(self.pricing(own), solved.leaders, shared_once=own.num_stages == 1)
+        return solved._replace(priced=priced)
+
+    def rules(self, variants: Sequence[Configuration]) -> Allowed:
+        """What clusters may do in one or another of configurations that are alike but for ZeRO."""
+        first = variants[0]
+        kinds = tuple(dict.fromkeys((one.data_axes if one.zero else (), one.batch_axes) for one in variants))
+        key = (first.mesh, first.constraints, *kinds)
+        if key not in self._rules:
+            rules = [
+                Rules(
+                    choices=self.choices,
+                    mesh=first.mesh,
+                    constraints=first.constraints,
+                    data_axes=data_axes,
+                    batch_axes=batch_axes,
+                )
+                for data_axes, batch_axes in kinds
+            ]
+            self._rules[key] = rules[0] if len(rules) == 1 else AnyOf(tuple(rules))
+        return self._rules[key]
+
+    def complete(
+        self, configuration: Configuration, inner: Inner, record_s: float = float("inf"), *, once: bool = False
+    ) -> Candidate | None:
+        """Cut the stages for an answer to the inner problem and predict, under the best schedule; None if nothing fits.
+
+        Schedules are tried in the order of what they would take with stages alike, as long as that is less than what
+        was found and than ``record_s`` seconds; at least one is. once: the first that fits will do.
+        """
+        best: Candidate | None = None
+        timed = [
+            (self._balanced_s(shape, inner), number, shape) for number, shape in enumerate(self.shapes(configuration))
+        ]
+        for tried, (balanced_s, _, shape) in enumerate(sorted(timed, key=lambda one: one[:2])):
+            if (tried and balanced_s >= record_s) or (best is not None and (once or balanced_s >= best.step_time_s)):
+                break
+            own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
+            found = self._complete(own, inner, record_s, 1 if once else _CUTS)
+            if found is not None and (best is None or found.step_time_s < best.step_time_s):
+                best = found
+        return best
+
+    def likely_s(self, configuration: Configuration, inner: Inner, record_s: float = float("inf")) -> float:
+        """Seconds of a step under the best schedule, if all ranks had the same to do and memory were no matter.
+
+        Less where the objective alone says that it is no less than ``record_s``.
+        """
+        least = self.least_s(configuration, inner.objective)
+        if least >= record_s:
+            return least
+        return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
+
+    def least_s(self, configuration: Configuration, objective: float) -> float:
+        """The same at least, by the value of an inner problem: what it takes gradients' sums for is the least."""
+        once = objective / configuration.num_microbatches
+        return min((once * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
+
+    def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
+        return inner.fastest_s(shape.num_ranks) * _passes(shape)
+
+    def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
+        """The schedules that a configuration leaves open."""
+        return configuration.constraints.shapes(
+            configuration.num_stages,
+            configuration.num_microbatches,
+            self.load.num_blocks,
+            configuration.zero,
+            remat="none" not in self.levels,
+        )
+
+    def _complete(self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int) -> Candidate | None:
+        """The same under the schedule of ``configuration``.
+
+        Cuts count the memory of a stage in one sum, the prediction moment by moment. So where a plan leaves room, or
+        takes too much, stages are cut again with as much more or less to fill.
+        """
+        room, best = self.budget_bytes, None
+        for _ in range(num_cuts):
+            candidate = self._cut(configuration, inner, room, record_s)
+            if candidate is None:
+                if best is not None or room > self.budget_bytes:
+                    break
+                room *= _ROOM_TO_TRY
+                continue
+            if candidate.hopeless:
+                return best or candidate
+            filled = candidate.predicted.peak_bytes / self.budget_bytes
+            if filled <= 1:
+                faster = best is None or candidate.step_time_s < best.step_time_s
+                best = candidate if faster else best
+                if not faster or filled >= _FILLED or not candidate.is_rematerialised:
+                    break
+            room *= min(_ROOM_TO_TRY, _FILLED_AGAIN / filled)
+        return best
+
+    def _cut(self, configuration: Configuration, inner: Inner, room: float, record_s: float) -> Candidate | None:
+        """A plan whose stages take ``room`` bytes at most, as ``cut`` counts them."""
+        found = self.cuts(configuration, inner, room)
+        self.work += _CUT_WORK if found is not None else _CUT_WORK // 3
+        if found is None:
+            return None
+        stages = found.stages
+        if configuration.offload:
+            stages = tuple(replace(stage, offload=True) for stage in stages)
+        return Candidate(
+            configuration=configuration,
+            pricing=inner.pricing,
+            leaders=inner.leaders,
+            priced=inner.priced,
+            stages=stages,
+            estimate_s=found.time_s,
+            hopeless=found.time_s > record_s * _HOPELESS,
+        )
+
+    def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
+        """The best stage cuts under a memory budget; None if nothing fits."""
+        shape = configuration.pipelining
+        return cut(
+            inner.costs(configuration.num_stages),
+            shape.live(),
+            time_weights(shape),
+            budget_bytes / shape.virtual_stages,
+            ("none",) if shape.splits_backward else self.levels,
+        )
+
+    def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
+        """How many microbatches it would take that what one stage keeps fits, at every level."""
+        costs = self.inner(configuration, Weights(sync=HIDDEN)).costs(1)
+        room = self.budget_bytes - sum(block.static_bytes for block in costs)
+        if room <= 0:
+            return ()
+        levels = [level for level, name in enumerate(LEVELS) if name in self.levels]
+        kept = [sum(block.saved_bytes[level] for block in costs) for level in levels]
+        return tuple(configuration.num_microbatches * num_bytes / room for num_bytes in kept)
+
+    def memory_weights(self, configuration: Configuration, price: float) -> Weights:
+        """Weights with memory at ``price`` seconds a byte: of state, and of as many microbatches as a rank keeps."""
+        live, _ = self.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
+        kept = live if "none" in self.levels else 0
+        again = len(self.levels) > 1
+        return Weights(sync=HIDDEN, state=price, activations=price * kept, working=price, again=again)
+
+    def room(self, num_stages: int, num_microbatches: int, constraints: Constraints) -> tuple[int, float]:
+        """The most microbatches that a rank keeps under the plainest schedule, and the bytes that one place in every
+        stage has for the state and so many microbatches of the model, under any schedule but the naive one.
+
+        Rank i has S_i of state, keeps at least k_i microbatches of A_i bytes, and has B; with k the most of one rank,
+
+            sum over ranks of  max(1, k / k_i) (S_i + k_i A_i)  <=  B sum of max(1, k / k_i)
+
+        whose left side is S + k A of the model at least.
+        """
+        # From a few microbatches on, more of them change nothing; but GPipe keeps all.
+        steady = min(num_microbatches, STEADY_ROUNDS * num_stages)
+        count = num_microbatches if constraints.schedule == "gpipe" else steady
+        key = (num_stages, count, constraints)
+        if key not in self._room:
+            remat = "none" not in self.levels
+            shapes = constraints.shapes(num_stages, count, self.load.num_blocks, remat=remat)
+            most = max(shapes[0].live()) if shapes else 1
+            found = 0.0
+            for shape in shapes:
+                if shape.schedule != "naive":
+                    kept = [inf] * num_stages
+                    for stage, live in enumerate(shape.live()):
+                        kept[shape.rank_of(stage)] = min(live, kept[shape.rank_of(stage)])
+                    found = max(found, sum(max(1.0, most * shape.virtual_stages / number) for number in kept))
+            self._room[key] = most, self.budget_bytes * (found or num_stages * most)
+        return self._room[key]

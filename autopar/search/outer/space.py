@@ -1,0 +1,188 @@
+"""The space of the outer search: pipeline degrees, stage meshes, microbatches, ZeRO; and the baselines in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+from autopar.ir.mesh import Mesh
+from autopar.search.outer.configuration import Configuration
+from autopar.search.outer.configuration_solver import Solver
+from autopar.search.problem.allowed_choices import divides_experts_axes
+from autopar.search.problem.constraints import Constraints, divisors, role_of_axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What ``constraints`` leave open. offload: whether what ZeRO shards is in host memory."""
+
+    solver: Solver
+    constraints: Constraints
+    offload: bool = False
+
+    def nodes(self) -> Iterator[tuple[int, Mesh]]:
+        """Pipeline degrees and stage meshes. Inside a node, free axes in another order are the same mesh."""
+        num_gpus, num_blocks = self.solver.cluster.num_gpus, self.solver.load.num_blocks
+        for num_stages in divisors(num_gpus) if self.constraints.pp is None else (self.constraints.pp,):
+            if num_stages <= num_blocks and num_gpus % num_stages == 0:
+                for mesh in self.constraints.meshes(num_gpus // num_stages):
+                    if not self._permuted(mesh):
+                        yield num_stages, mesh
+
+    def _permuted(self, mesh: Mesh) -> bool:
+        """Whether a mesh inside a node has free axes in another order than the one that is tried."""
+        free = [axis.size for axis in mesh.axes if not role_of_axis(axis.name)]
+        inside = self.solver.cluster.gpus_per_node % mesh.size == 0
+        return self.constraints.axes is None and inside and free != sorted(free)
+
+    def microbatches(self, mesh: Mesh, constraints: Constraints) -> tuple[int, ...]:
+        """Numbers of microbatches to consider, ascending."""
+        batch = self.solver.load.captured.batch_size
+        dividing = ("dp", "ep") if divides_experts_axes(batch, mesh, constraints) else ("dp",)
+        pinned = 1
+        for axis in mesh.axes:
+            if role_of_axis(axis.name) in dividing:
+                pinned *= axis.size
+        if self.solver.load.obstacle is not None:
+            options: tuple[int, ...] = (1,)
+        elif constraints.num_microbatches is not None:
+            options = (constraints.num_microbatches,)
+        else:
+            options = divisors(batch)
+        kept = [m for m in options if batch % (m * pinned) == 0]
+        if constraints.microbatch_size is not None:
+            size = constraints.microbatch_size
+            kept = [m for m in kept if batch % (m * size) == 0 and mesh.size % (batch // (m * size)) == 0]
+        return tuple(kept)
+
+    def roots(self, num_stages: int, mesh: Mesh, num: int, constraints: Constraints) -> Iterator[Configuration]:
+        """The configuration without ZeRO, under the plainest schedule; none if there is no schedule for it."""
+        root = Configuration(
+            num_stages=num_stages,
+            mesh=mesh,
+            num_microbatches=num,
+            zero=0,
+            data_axes=(),
+            constraints=constraints,
+        )
+        for shape in self.solver.shapes(root)[:1]:
+            yield replace(root, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
+
+    def variants(self, root: Configuration) -> Iterator[Configuration]:
+        """``root`` with each ZeRO level and set of data axes, the cheapest in time first."""
+        mesh, constraints = root.mesh, root.constraints
+        for batch_axes in self.batch_axes(root):
+            base = replace(root, batch_axes=batch_axes)
+            sharded = False
+            for axes in constraints.shard_axes(mesh):
+                sharded = True
+                for level in constraints.levels():
+                    if not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
+                        yield replace(base, zero=level, data_axes=axes, offload=self.offload)
+            if self.may_be_whole() and (constraints.zero in (None, 0) or not sharded):
+                yield base
+
+    def may_be_whole(self) -> bool:
+        return self.constraints.may_be_whole() and not self.offload
+
+    def batch_axes(self, root: Configuration) -> list[tuple[int, ...] | None]:
+        """Sets of axes that divide the inputs, if the microbatch size is pinned; else [None]: left open."""
+        size = root.constraints.microbatch_size
+        if size is None:
+            return [None]
+        degree = self.solver.load.captured.batch_size // (root.num_microbatches * size)
+        found: list[tuple[int, ...] | None] = []
+        for number in range(len(root.mesh) + 1):
+            for axes in combinations(range(len(root.mesh)), number):
+                product = 1
+                for axis in axes:
+                    product *= root.mesh.axes[axis].size
+                named = all(axis in axes for axis, n in enumerate(root.mesh.names) if role_of_axis(n) == "dp")
+                able = all(root.constraints.may(root.mesh.names[axis], "dp") for axis in axes)
+                if product == degree and named and able:
+                    found.append(axes)
+        return found
+
+    def baselines(self) -> Iterator[Configuration]:
+        """DDP, FSDP, and tensor or expert parallelism with pipelines and data parallelism outside.
+
+        All are in the space; with their axes' roles given they are solved at once, and what they achieve
+        excludes most of it.
+        """
+        given = self.constraints
+        if given.axes is not None or given.microbatch_size is not None:
+            return
+        num_gpus, node = self.solver.cluster.num_gpus, self.solver.cluster.gpus_per_node
+        for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
+            if num_stages > self.solver.load.num_blocks:
+                continue
+            size = num_gpus // num_stages
+            for tensor in divisors(min(size, node)) if given.tp is None else (given.tp,):
+                for experts in self._expert_degrees(size, tensor):
+                    inner = tensor * experts
+                    if size % inner or (given.dp or size // inner) * inner != size or (given.cp or 1) > 1:
+                        continue
+                    named = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
+                    for mesh in named.meshes(size, node if given.dp is None and experts == 1 else None):
+                        # The dense part divides the batch over the ranks of the experts too.
+                        rows = self.solver.load.captured.batch_size // (mesh.size // tensor)
+                        options = self.microbatches(mesh, named)
+                        dividing = tuple(num for num in options if rows and rows % num == 0)
+                        for num in self._few(dividing or options, num_stages):
+                            yield from self.roots(num_stages, mesh, num, named)
+
+    def with_roles(self) -> Iterator[Configuration]:
+        """Every pipeline degree, stage mesh whose axes have one role each, and number of microbatches."""
+        given = self.constraints
+        if given.axes is not None or given.microbatch_size is not None:
+            return
+        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.load.expert_factors)
+        for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
+            if num_stages > self.solver.load.num_blocks:
+                continue
+            size = num_gpus // num_stages
+            for dp, tp, cp, ep in product(divisors(size), repeat=4):
+                degrees = {"dp": dp, "tp": tp, "cp": cp, "ep": ep}
+                pinned = all(getattr(given, role) in (None, degree) for role, degree in degrees.items())
+                if dp * tp * cp * ep != size or not pinned or (ep > 1 and not has_experts):
+                    continue
+                named = replace(given, pp=num_stages, **degrees)  # type: ignore[arg-type]
+                for mesh in named.meshes(size):
+                    for num in self.microbatches(mesh, named):
+                        yield from self.roots(num_stages, mesh, num, named)
+
+    def _expert_degrees(self, size: int, tensor: int) -> tuple[int, ...]:
+        """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
+        if self.constraints.ep is not None:
+            return (self.constraints.ep,)
+        if tensor > 1 or not self.solver.load.experts:
+            return (1,)
+        possible = [e for e in divisors(min(self.solver.load.experts)) if size % e == 0]
+        inside = max(e for e in possible if e <= self.solver.cluster.gpus_per_node)
+        return tuple(sorted({1, inside, max(possible)}))
+
+    def with_zero(self, root: Configuration) -> list[Configuration]:
+        """A baseline at every level of ZeRO, the one with the least memory last."""
+        data = next(root.constraints.shard_axes(root.mesh), ())
+        if not data or not root.constraints.levels():
+            return [replace(root, zero=root.constraints.zero or 0)] if self.may_be_whole() else []
+        levels = root.constraints.levels()
+        return [replace(root, zero=level, data_axes=data, offload=self.offload) for level in levels]
+
+    def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+        """Numbers of microbatches worth trying first: around eight for each stage, and four times that."""
+        if num_stages == 1:
+            return options[:4]
+        wanted = (8 * num_stages, 32 * num_stages)
+        return (
+            tuple(dict.fromkeys(min(options, key=lambda m: (abs(m - goal), m)) for goal in wanted)) if options else ()
+        )
+
+    def plain(self, root: Configuration) -> list[Configuration]:
+        """A baseline whose ranks are all data parallel, at the level of ZeRO with the least memory (FSDP) and, on one
+        axis, without any (DDP)."""
+        if root.num_stages > 1 or any(role_of_axis(name) != "dp" for name in root.mesh.names):
+            return []
+        possible = len(root.mesh) == 1 and self.constraints.zero in (None, 0) and self.may_be_whole()
+        return [*self.with_zero(root)[-1:], *([replace(root, zero=0)] if possible else [])]

@@ -1,0 +1,112 @@
+"""The collectives of a plan, one by one: what moves, along which axis, how much and how long.
+
+Those between ops are steps of redistributions (``ir.redistribution``); those inside an op belong to its lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cost_model.communication.redistribution_table import redistribution
+from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.ir.placement import Layout
+from autopar.ir.redistribution import Collective, Step, redistribute
+from autopar.ir.rule import Assignment
+from autopar.search.pricing.block_prices import layout_of, needs_of, spread
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.workload import Tensor, Workload
+
+_GROWING, _SHRINKING = (Collective.ALL_GATHER,), (Collective.SPLIT, Collective.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """One step of a redistribution, or the collectives inside one op.
+
+    tensor: what moves, by the op or step input that makes it. users: ops that need it so. axis: of the mesh. forward,
+    backward: collectives, "" for none. num_bytes: of a microbatch on one rank, where it is largest; None inside an op.
+    time: of a microbatch. repeats: blocks that have it. source, readers: representative ops behind the names.
+    """
+
+    tensor: str
+    users: tuple[str, ...]
+    axis: str
+    forward: str
+    backward: str
+    num_bytes: float | None
+    time: OpTime
+    repeats: int
+    source: fx.Node = field(repr=False)
+    readers: tuple[fx.Node, ...] = field(repr=False)
+
+
+def name_of(load: Workload, node: fx.Node) -> str:
+    """``BLOCK/OP`` as in the plan; the name of a step input."""
+    block = load.folding.block_of.get(node)
+    if block is None:
+        return node.name
+    return f"{load.folding.kinds[load.folding.blocks[block].kind].name}/{load.folding.key.get(node, node.name)}"
+
+
+def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[Communication]:
+    """Every one of a plan, repeats of a block once."""
+    load = pricing.workload
+    assignments, inputs = spread(load, leaders), leaders[load.clusters.inputs.index]
+    passing = load.passing(assignments)
+    for transfer in load.transfers:
+        tensor = transfer.tensor
+        source = layout_of(pricing, tensor, assignments, inputs)
+        for (value, grad), users in needs_of(load, transfer, assignments, passing).items():
+            for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
+                forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
+                if forward.communicates or backward.communicates:
+                    yield Communication(
+                        tensor=name_of(load, tensor.node),
+                        users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
+                        axis=pricing.mesh.names[step.axis],
+                        forward=forward.value if forward.communicates else "",
+                        backward=backward.value if backward.communicates else "",
+                        num_bytes=num_bytes,
+                        time=time,
+                        repeats=len(transfer.blocks),
+                        source=tensor.node,
+                        readers=tuple(users),
+                    )
+    for node, assignment in assignments.items():
+        own = pricing.lowering(node, assignment)
+        if own.total_s:
+            lowered = load.rule(node).lowered
+            axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
+            name = name_of(load, node)
+            yield Communication(
+                tensor=name,
+                users=(name,),
+                axis=", ".join(axes),
+                forward="inside the op",
+                backward="inside the op",
+                num_bytes=None,
+                time=own,
+                repeats=load.repeats[node],
+                source=node,
+                readers=(node,),
+            )
+
+
+def priced_steps(
+    pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout
+) -> Iterator[tuple[Step, float, OpTime]]:
+    """Steps of a redistribution, with the bytes of a microbatch that a rank has where it has most, and the seconds."""
+    num_bytes = tensor.bytes_of_microbatch(pricing.num_microbatches)
+    rows, before = tensor.rows_of_microbatch(pricing.num_microbatches), ZERO
+    local = num_bytes / pricing.pieces(source)
+    steps = redistribute(source, value, grad)
+    for number, step in enumerate(steps):
+        size = pricing.mesh.sizes[step.axis]
+        after = local * size if step.forward in _GROWING else local / size if step.forward in _SHRINKING else local
+        until = redistribution(pricing.moves.links, steps[: number + 1], source, rows).at(num_bytes)
+        time = until + -1.0 * before
+        yield step, max(local, after), OpTime(time.forward_s, time.backward_s if tensor.differentiable else 0.0)
+        local, before = after, until

@@ -1,0 +1,152 @@
+"""What share of a model's work a mesh axis divides, and which ops it leaves whole on every rank, and why.
+
+Tensor parallelism can degenerate: a layer whose factors do not divide, or whose op no rule takes apart, is computed by
+every rank of the axis; one that is divided along the sequence alone keeps its matrices whole on all of them. The plan
+is still right, so somebody has to say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.compute.flops import is_contraction
+from autopar.cost_model.compute.scans import is_scan
+from autopar.ir.analysis.limit_experts import limit_experts
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.ir.rule import factors_of_choice
+from autopar.ir.rules import known_rule
+from autopar.ir.rules.call import call_of
+from autopar.search.api import leaders_of
+from autopar.search.predict.communications import name_of
+from autopar.search.pricing.block_prices import spread
+from autopar.search.problem.allowed_choices import Choices, Rules
+from autopar.search.problem.constraints import role_of_axis
+from autopar.search.problem.constraints_of_plan import constraints_like, mesh_like
+from autopar.search.problem.workload import Workload
+
+# An axis that divides less of its work than this is worth a line.
+ENOUGH = 0.95
+# Forward, and the gradients of both operands of a product.
+_PASSES = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOp:
+    """An op that every rank of an axis repeats.
+
+    name: ``BLOCK/OP`` as in the plan. repeats: blocks that have it. flops: of a step, all of them together. reason: why
+    no factor of it is on the axis.
+    """
+
+    name: str
+    repeats: int
+    flops: float
+    reason: str
+
+    def __str__(self) -> str:
+        times = f" × {self.repeats}" if self.repeats > 1 else ""
+        return f"{self.name}{times} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedFlops:
+    """The work of an axis: floating point operations of a step in products (linear layers, attention, convolutions).
+
+    divided, total: over the whole batch, all ranks together. whole: the ops that are not divided, the heaviest first.
+    """
+
+    axis: str
+    size: int
+    divided: float
+    total: float
+    whole: tuple[WholeOp, ...]
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1; 1 for a model without products."""
+        return self.divided / self.total if self.total else 1.0
+
+    @property
+    def is_degenerate(self) -> bool:
+        """Whether the axis divides less than ``ENOUGH`` of its work."""
+        return self.share < ENOUGH
+
+
+def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: Workload | None = None) -> DividedFlops:
+    """What ``axis`` of ``plan`` divides of the work of ``captured``.
+
+    On an axis for experts (``ep``) that is the work of the experts; on any other, of all products. An op counts as
+    divided if a factor of it is on the axis. On an axis for experts these are its experts; on one for tensors
+    (``tp``), the factors of its matrix, if the op reads a parameter that is one. workload: the analysis of
+    ``captured``, if it is there already. Raises KeyError for an axis that the plan does not have.
+    """
+    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    mesh = mesh_like(plan)
+    place = list(plan.mesh).index(axis) if axis in plan.mesh else _unknown(axis, plan)
+    rules = Rules(choices=Choices(load), mesh=mesh, constraints=constraints_like(plan))
+    role = role_of_axis(axis)
+    divided = total = 0.0
+    whole: list[WholeOp] = []
+    for node, assignment in spread(load, leaders_of(load, plan)).items():
+        if not _multiplies(load, node) or (role == "ep" and node not in load.expert_factors):
+            continue
+        flops, wanted = _PASSES * load.rule(node).flops * load.repeats[node], _wanted(load, node, role)
+        total += flops
+        if not wanted.isdisjoint(factors_of_choice(assignment[place])):
+            divided += flops
+        else:
+            reason = _reason(rules, node, place, wanted)
+            whole.append(WholeOp(name=name_of(load, node), repeats=load.repeats[node], flops=flops, reason=reason))
+    whole.sort(key=lambda op: -op.flops)
+    return DividedFlops(axis=axis, size=plan.mesh[axis], divided=divided, total=total, whole=tuple(whole))
+
+
+def divided_by_axes(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
+    """``divided_flops`` of every axis of ``plan`` for tensors or experts that has several ranks."""
+    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    axes = [name for name, size in plan.mesh.items() if size > 1 and role_of_axis(name) in ("tp", "ep")]
+    return [divided_flops(captured, plan, axis, workload=load) for axis in axes]
+
+
+def _unknown(axis: str, plan: Plan) -> int:
+    raise KeyError(f"the plan has no mesh axis {axis!r}, but {', '.join(plan.mesh) or 'none'}")
+
+
+def _multiplies(load: Workload, node: fx.Node) -> bool:
+    """Whether an op counts as work: a product, a scan, or an op that is only known by what it costs."""
+    rule = load.rule(node)
+    return bool(rule.flops) and (is_contraction(node, rule) or is_scan(node) or known_rule(call_of(node)) is None)
+
+
+def _wanted(load: Workload, node: fx.Node, role: str) -> frozenset[str]:
+    """The factors of an op that an axis of a role is there to divide."""
+    if role == "ep":
+        return load.expert_factors[node]
+    return (load.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(load.rule(node).sizes)
+
+
+def _reason(rules: Rules, node: fx.Node, place: int, wanted: frozenset[str]) -> str:
+    """Why none of the ``wanted`` factors of an op is on an axis."""
+    load, group, size = rules.load, rules.load.cluster_of(node), rules.mesh.sizes[place]
+    rule = load.rule(node)
+    if known_rule(call_of(node)) is None:
+        return "no rule says how to divide it"
+    if group.leader is None:
+        return "it is computed ahead of all blocks"
+    batch = load.roles.batch.get(node)
+    factors = {
+        choice: own
+        for choice in group.choices
+        if (own := wanted.intersection(factors_of_choice(group.follow[choice][node])) - {batch})
+    }
+    if not factors:
+        return "nothing but rows of the batch divides it" if batch is not None else "nothing divides it"
+    if not all(rules.refusal(group, place, choice) for choice in factors):
+        return "dividing it takes longer"
+    odd = {name: rule.sizes[name] for own in factors.values() for name in sorted(own) if rule.sizes[name] % size}
+    if odd:
+        return f"{', '.join(f'{name} {length}' for name, length in odd.items())} not divisible by {size}"
+    return rules.refusal(group, place, next(iter(factors)))

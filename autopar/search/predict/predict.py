@@ -1,0 +1,267 @@
+"""The prediction for a full assignment and stage cuts.
+
+The search, an estimate of pinned degrees and a plan edited by hand are all judged by this one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from autopar.cost_model.communication.collectives import point_to_point_time, time_over_stages
+from autopar.cost_model.memory.model_state import MemoryParts
+from autopar.cost_model.schedule.pipeline_simulator import Timeline, simulate
+from autopar.cost_model.schedule.stream_simulator import Span
+from autopar.ir.rule import Assignment
+from autopar.ir.schedule import Action, Pipelining
+from autopar.search.predict.communications import priced_steps
+from autopar.search.predict.jitter import Waits, pass_seconds
+from autopar.search.predict.peak_memory import each_moment, fullest_moment, most_kept
+from autopar.search.predict.step_tasks import StepCosts, run_step
+from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layout_of, needs_of, spread
+from autopar.search.pricing.pricing import MASTER, Pricing
+from autopar.search.problem.workload import Workload
+from autopar.search.stages.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
+
+    memory: of each rank of the pipeline, at its fullest moment; kept_bytes: the most that its passes keep for later
+    ones. explain: makes ``breakdown_s``; costs: what ``spans`` runs. moments: of a rank of the pipeline, what it holds
+    in each of its passes, in order.
+    """
+
+    step_time_s: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    inputs_s: tuple[float, ...]
+    weights_s: tuple[float, ...]
+    memory: tuple[MemoryParts, ...]
+    kept_bytes: tuple[float, ...]
+    timeline: Timeline
+    explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
+    moments: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
+    costs: StepCosts = field(repr=False, compare=False)
+
+    @cached_property
+    def breakdown_s(self) -> dict[str, float]:
+        """Seconds of the rank with the most to do; they add up to ``step_time_s``."""
+        return self.explain()
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The step with compute and communication on streams of their own, for a rank of each place in the pipeline."""
+        return run_step(self.costs)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Seconds of a step by ``spans``, where ``step_time_s`` has a closed form for what overlaps."""
+        return self.spans[-1].end_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(parts.total for parts in self.memory)
+
+
+def predict(
+    pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
+) -> Predicted:
+    """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
+    cluster, waits = pricing.ops.cluster, Waits.of(pricing, leaders, priced, stages, shape)
+    priced, pricing = waits.calm, waits.pricing
+    blocks = priced.blocks
+    forward, backward, inputs, weights, gathered = [], [], [], [], []
+    for number, stage in enumerate(stages):
+        inside = range(stage.first, stage.last + 1)
+        ahead, whole, exposed = pass_seconds(priced, stage, pricing.prefetch)
+        whole += waits.backward_s[number]
+        later = sum(blocks[b].weights_s for b in inside)
+        forward.append(ahead + waits.forward_s[number])
+        backward.append(whole)
+        gathered.append(exposed)
+        # The first stage sends no gradient: its whole backward can wait.
+        inputs.append(whole - later if number else 0.0)
+        weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
+    held = [[stages[number] for number in shape.stages_of(rank)] for rank in range(shape.num_ranks)]
+    optimiser, sync = [], []
+    for rank, own in enumerate(held):
+        mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
+        sync.append(exposed_step_sync(mine) + waits.sync_s[rank])
+        optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
+    links = [
+        cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
+        for number in range(len(stages) - 1)
+    ]
+    sends = [
+        point_to_point_time(blocks[stage.first].send_bytes or 0.0, link)
+        for stage, link in zip(stages[1:], links, strict=True)
+    ]
+    copies = [0.0] * len(stages)
+    if cluster.device.is_cpu:
+        # The core that computes also sends and receives.
+        for number, link in enumerate(links):
+            if shape.rank_of(number) != shape.rank_of(number + 1):
+                for neighbour in (number, number + 1):
+                    copies[neighbour] += point_to_point_time(0.0, link)
+        for passes in (forward, backward, inputs):
+            passes[:] = map(sum, zip(passes, copies, strict=True))
+    timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
+    summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
+    shared = sums_over_stages(pricing, priced, stages, shape)
+    for holders, seconds in shared.items():
+        end = max(summed[rank] for rank in holders) + seconds
+        for rank in holders:
+            summed[rank] = end
+            sync[rank] += seconds
+    tails = list(map(sum, zip(sync, optimiser, strict=True)))
+    ends = list(map(sum, zip(summed, optimiser, strict=True)))
+    busy = timeline.busy_s
+    fullest = max(range(len(ends)), key=lambda rank: busy[rank] + tails[rank])
+    return Predicted(
+        step_time_s=max(ends),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        inputs_s=tuple(inputs) if shape.splits_backward else (),
+        weights_s=tuple(weights) if shape.splits_backward else (),
+        memory=tuple(
+            fullest_moment(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
+            for own, order in zip(held, shape.orders(), strict=True)
+        ),
+        moments=partial(_moments, pricing, priced, stages, shape),
+        kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
+        timeline=timeline,
+        explain=partial(
+            _breakdown,
+            pricing,
+            leaders,
+            priced,
+            held[fullest],
+            max(ends),
+            sync[fullest] - waits.sync_s[fullest],
+            optimiser[fullest],
+            sum(gathered[number] for number in shape.stages_of(fullest)),
+            waits.sync_s[fullest]
+            + pricing.num_microbatches * sum(waits.of_passes()[number] for number in shape.stages_of(fullest)),
+        ),
+        costs=StepCosts(
+            blocks=blocks,
+            names=[block.name for block in pricing.workload.folding.blocks],
+            stages=stages,
+            shape=shape,
+            sends=sends,
+            shared_s=shared,
+            passing_s=[own + passes / 2 for own, passes in zip(copies, waits.of_passes(), strict=True)],
+            prefetch=pricing.prefetch,
+            prelude_s=priced.prelude_s,
+            launch_s=cluster.device.kernel_launch_s,
+        ),
+    )
+
+
+def sums_over_stages(
+    pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining
+) -> dict[tuple[int, ...], float]:
+    """Ranks of the pipeline -> seconds to sum the gradients of the parameters that stages of all of them use."""
+    found: dict[tuple[int, ...], float] = {}
+    if len(stages) == 1:
+        return found
+    for name, used in pricing.workload.shared_parameters.items():
+        own = {shape.rank_of(n) for n, s in enumerate(stages) if any(s.first <= block <= s.last for block in used)}
+        price = priced.parameters[name]
+        if len(own) > 1 and price.requires_grad:
+            holders = tuple(sorted(own))
+            payload = MASTER * price.numel / (price.shards if price.zero_axes else 1)
+            seconds = time_over_stages(payload, pricing.mesh, holders, pricing.ops.cluster)
+            found[holders] = found.get(holders, 0.0) + seconds
+    return found
+
+
+def _moments(
+    pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
+) -> list[tuple[Action, MemoryParts]]:
+    copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
+    return list(each_moment(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
+
+
+def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:
+    """What it adds that a parameter of two stages of a rank is held once, but whole, while ZeRO shards one of each."""
+    total = MemoryParts()
+    if len(stages) == 1:
+        return total
+    for name, used in pricing.workload.shared_parameters.items():
+        copies = len({block for block in used for s in stages if s.first <= block <= s.last})
+        if sum(any(s.first <= block <= s.last for block in used) for s in stages) > 1:
+            price = priced.parameters[name]
+            total += pricing.state(price, whole=True) + -copies * pricing.state(price)
+    return total
+
+
+def _breakdown(
+    pricing: Pricing,
+    leaders: tuple[Assignment, ...],
+    priced: Priced,
+    stages: Sequence[Stage],
+    step_s: float,
+    sync_s: float,
+    optimiser_s: float,
+    gathered_s: float,
+    waiting_s: float,
+) -> dict[str, float]:
+    count = pricing.num_microbatches
+    inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
+    blocks = [priced.blocks[b] for _, b in inside]
+    parts = {"compute": count * (len(stages) * priced.prelude_s + sum(b.compute.total_s for b in blocks))}
+    recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for stage, b in inside)
+    if recomputed:
+        parts["rematerialization"] = recomputed
+    parts.update(_by_axis(pricing, leaders, stages, count * sum(b.communication.total_s for b in blocks)))
+    if sync_s + count * gathered_s > 0:
+        parts["gradient_sync"] = sync_s + count * gathered_s
+    if waiting_s:
+        parts["waiting"] = waiting_s
+    parts["optimizer"] = optimiser_s
+    parts["bubble"] = max(0.0, step_s - sum(parts.values()))
+    return parts
+
+
+def _by_axis(
+    pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage], total_s: float
+) -> dict[str, float]:
+    """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
+    load, mesh = pricing.workload, pricing.mesh
+    assignments = spread(load, leaders)
+    passing, spent = load.passing(assignments), [0.0] * len(mesh)
+
+    def here(block: int) -> bool:
+        return any(stage.first <= block <= stage.last for stage in stages)
+
+    for transfer in load.transfers:
+        times = sum(map(here, transfer.blocks))
+        if not times:
+            continue
+        source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
+        for need in needs_of(load, transfer, assignments, passing):
+            for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
+                spent[step.axis] += times * time.total_s
+    for node, assignment in assignments.items():
+        block = load.folding.block_of.get(node)
+        lowered = load.rule(node).lowered
+        for axis, choice in enumerate(assignment):
+            if block is not None and choice in lowered and here(block):
+                spent[axis] += pricing.lowering(node, assignment).total_s
+    whole = sum(spent)
+    if not whole or not total_s:
+        return {}
+    return {f"communication_{mesh.names[a]}": total_s * s / whole for a, s in enumerate(spent) if s}
+
+
+def tokens_per_step(load: Workload) -> int:
+    """Tokens of the first step input, or samples if it holds no token ids."""
+    for node in load.clusters.input_dims:
+        value = node.meta["val"]
+        if not value.is_floating_point() and value.dim() >= 2:
+            return int(value.numel())
+    return load.captured.batch_size

@@ -1,0 +1,139 @@
+"""From a result of the search to the plan file's terms: op keys, axis names, stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.cost_model.compute.flops import is_contraction
+from autopar.ir.analysis.op_clusters import BATCH, first_instances
+from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
+from autopar.ir.rule import Assignment
+from autopar.ir.rules import rule_for
+from autopar.ir.schedule import Pipelining
+from autopar.ir.sequence import SequenceLayout
+from autopar.search.predict.predict import Predicted, tokens_per_step
+from autopar.search.pricing.block_prices import spread
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.allowed_choices import role_of
+from autopar.search.problem.workload import Workload
+from autopar.search.stages.stage import Stage
+
+
+def plan_of(
+    pricing: Pricing,
+    leaders: tuple[Assignment, ...],
+    stages: Sequence[Stage],
+    shape: Pipelining,
+    predicted: Predicted,
+) -> Plan:
+    """The plan that says what the arguments say. Free axes get names by what they do."""
+    load, cluster = pricing.workload, pricing.ops.cluster
+    captured, folding, clusters = load.captured, load.folding, load.clusters
+    mesh = named(load, pricing.mesh, leaders)
+    inputs = leaders[clusters.inputs.index]
+    blocks: list[BlockPlan] = []
+    for kind, index in zip(folding.kinds, first_instances(folding), strict=True):
+        ops = {}
+        for node in folding.blocks[index].nodes:
+            group = clusters.of.get(node)
+            if group is not None and group.leader is node:
+                chosen = {name: c for name, c in zip(mesh.names, leaders[group.index], strict=True) if c is not None}
+                if chosen:
+                    ops[folding.key[node]] = chosen
+        level = None if pricing.levels is None else pricing.levels[len(blocks)]
+        blocks.append(
+            BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if level == pricing.zero else level)
+        )
+    return Plan(
+        model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
+        cluster=ClusterRef(gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node),
+        batch=Batch(global_size=captured.batch_size, num_microbatches=pricing.num_microbatches),
+        mesh={axis.name: axis.size for axis in mesh.axes},
+        inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
+        schedule=shape.schedule,
+        virtual_stages=shape.virtual_stages,
+        sequence_layout=_sequence_layout(pricing, leaders),
+        zero=pricing.zero,
+        shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
+        prefetch=pricing.prefetch,
+        reshard_after_forward=pricing.reshard,
+        precision=load.precision,
+        blocks=blocks,
+        stages=[_stage(stage) for stage in stages],
+        prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),
+    )
+
+
+def _sequence_layout(pricing: Pricing, leaders: tuple[Assignment, ...]) -> SequenceLayout:
+    """Zigzag where ranks share a causal attention, and its sequence divides."""
+    if not pricing.ops.balanced:
+        return "contiguous"
+    folded = pricing.workload.folded
+    ranks = folded.num_folds(spread(pricing.workload, leaders), pricing.mesh)
+    return "zigzag" if ranks > 1 and folded.divides(ranks) else "contiguous"
+
+
+def _stage(stage: Stage) -> StagePlan:
+    levels = {"full": stage.full, "alternate": stage.alternate, "selective": stage.selective}
+    return StagePlan(
+        first=stage.first,
+        last=stage.last,
+        remat={level: count for level, count in levels.items() if count},  # type: ignore[misc]  # literal keys
+        offload=stage.offload,
+    )
+
+
+def prediction_of(
+    pricing: Pricing, predicted: Predicted, old_names: Sequence[str] = (), new_names: Sequence[str] = ()
+) -> Prediction:
+    """The prediction as the plan file has it. Axis names in the breakdown are translated."""
+    load, cluster = pricing.workload, pricing.ops.cluster
+    renamed = {f"communication_{old}": f"communication_{new}" for old, new in zip(old_names, new_names, strict=True)}
+    step = predicted.step_time_s
+    flops = load.model_flops / step / cluster.num_gpus
+    return Prediction(
+        step_time_s=step,
+        tokens_per_s_per_gpu=tokens_per_step(load) / step / cluster.num_gpus,
+        model_tflops_per_gpu=flops / 1e12,
+        mfu=flops / cluster.device.peak_flops(load.precision),
+        peak_memory_bytes=int(predicted.peak_bytes),
+        stage_memory_bytes=[int(parts.total) for parts in predicted.memory],
+        stage_forward_s=list(predicted.forward_s),
+        stage_backward_s=list(predicted.backward_s),
+        stage_inputs_s=list(predicted.inputs_s),
+        stage_weights_s=list(predicted.weights_s),
+        memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
+        breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
+    )
+
+
+def named(load: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Mesh:
+    """``mesh`` with each free axis named after what the heavy ops do on it: dp, cp, ep, or tp; duplicates numbered."""
+    heavy = [node for node in load.repeats if _is_heavy(load, node)]
+    taken: set[str] = set()
+    axes = []
+    for position, axis in enumerate(mesh.axes):
+        name = axis.name
+        if name.startswith("free") or not name:
+            roles = {role_of(load, n, _own(load, n, leaders)[position]) for n in heavy} - {""}
+            name = "ep" if "ep" in roles and roles <= {"ep", "dp"} else roles.pop() if len(roles) == 1 else "tp"
+            if not roles and not heavy:
+                name = "dp"
+            base, number = name, 2
+            while name in taken or any(name == other.name for other in mesh.axes):
+                name, number = f"{base}{number}", number + 1
+        taken.add(name)
+        axes.append(MeshAxis(name, axis.size))
+    return Mesh(tuple(axes))
+
+
+def _own(load: Workload, node: fx.Node, leaders: tuple[Assignment, ...]) -> Assignment:
+    group = load.cluster_of(node)
+    return group.assignment(node, leaders[group.index])
+
+
+def _is_heavy(load: Workload, node: fx.Node) -> bool:
+    return node in load.folding.block_of and is_contraction(node, rule_for(node))

@@ -1,0 +1,424 @@
+"""What a full assignment costs, block by block: the input of stage cuts and of the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import fx
+
+from autopar.cost_model.communication.collectives import point_to_point_time
+from autopar.cost_model.communication.gradient_sync import SyncTime, branch_s, exposed_time, rematerialised_s
+from autopar.cost_model.compute.flops import is_contraction
+from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.memory.backward_peak import BackwardPeak
+from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
+from autopar.ir.analysis.derived_parameters import Passing, left_to_sum
+from autopar.ir.placement import Layout, replicated
+from autopar.ir.redistribution import reduces_or_exchanges
+from autopar.ir.rule import Assignment
+from autopar.search.pricing.pricing import ParameterPrice, Pricing
+from autopar.search.problem.workload import PRELUDE, Tensor, Transfer, Workload
+from autopar.search.stages.stage import LEVELS, BlockCost, Stage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrice:
+    """One block instance, one rank.
+
+    compute, communication: of one microbatch, forward and backward. recomputed_s: forward seconds run again in
+    the backward, at each of LEVELS.
+    sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: that which cannot.
+    optimiser_s: once a step.
+    weights_s: of the backward of a microbatch, what a schedule may leave for later; twice_s: what it then does twice,
+    and the bytes that it keeps until then.
+    states: bytes held inside a step, lasting_bytes of them gradients that are there from the step before. resting,
+    optimiser_bytes: what is there while the optimiser runs, and what a parameter needs then.
+    saved_bytes: kept of a microbatch at each level. peak: what the backward needs beside. gathered_bytes: parameters
+    that ZeRO has whole while the block runs, those that are gathered ahead not counted; unsharded_bytes: their
+    gradients, as computed; scattered_bytes: the buffer that those leave from.
+    send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
+    """
+
+    compute: OpTime
+    communication: OpTime
+    recomputed_s: tuple[float, ...]
+    weights_s: float
+    twice_s: float
+    later_bytes: float
+    sync: SyncTime
+    waited: SyncTime
+    optimiser_s: float
+    states: MemoryParts
+    lasting_bytes: float
+    resting: MemoryParts
+    optimiser_bytes: float
+    saved_bytes: tuple[float, ...]
+    peak: BackwardPeak
+    gathered_bytes: float
+    unsharded_bytes: float
+    scattered_bytes: float
+    send_bytes: float | None
+
+    def working_bytes(self, prefetch: int) -> float:
+        """At most, while the block runs backward, beside states and what is saved."""
+        if not self.scattered_bytes:
+            return self.peak.merged + (1 + prefetch) * self.gathered_bytes
+        inside = self.peak.unsharded + self.gathered_bytes
+        return max(inside, self.peak.end + self.unsharded_bytes) + self.scattered_bytes + prefetch * self.gathered_bytes
+
+    @property
+    def forward_s(self) -> float:
+        """One microbatch, without what ZeRO gathers."""
+        return self.compute.forward_s + self.communication.forward_s
+
+    def backward_s(self, level: int) -> float:
+        """One microbatch, without what ZeRO gathers and scatters."""
+        return self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
+
+
+def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float, float]:
+    """Seconds that ZeRO adds to forward and backward of one microbatch, as far as compute does not hide them.
+
+    What is gathered ahead by ``prefetch`` blocks hides behind that many blocks together.
+    """
+    forward = backward = 0.0
+    for start in range(0, len(blocks), prefetch):
+        window = blocks[start : start + prefetch]
+        forward += exposed_time(sum(b.sync.forward_s for b in window), sum(b.compute.forward_s for b in window))
+        backward += exposed_time(sum(b.sync.backward_s for b in window), sum(b.compute.backward_s for b in window))
+        forward += sum(b.waited.forward_s for b in window)
+        backward += sum(b.waited.backward_s for b in window)
+    return forward, backward
+
+
+def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
+    """Seconds that the sums of gradients add to a step, as far as the last backward does not hide them."""
+    hidden = exposed_time(sum(b.sync.step_s for b in blocks), sum(b.compute.backward_s for b in blocks))
+    return hidden + sum(b.waited.step_s for b in blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """All blocks under one assignment. parameters, layouts: by placeholder name.
+
+    prelude_s: of one microbatch on every stage, its step inputs' way to the device included.
+    """
+
+    blocks: tuple[BlockPrice, ...]
+    prelude_s: float
+    parameters: Mapping[str, ParameterPrice]
+    layouts: Mapping[str, Layout]
+
+    def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
+        """For ``cuts.cut``: what happens once a step is spread over the microbatches."""
+        cluster = pricing.ops.cluster
+        link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
+        count = pricing.num_microbatches
+        known: dict[int, BlockCost] = {}
+        costs = []
+        for number, block in enumerate(self.blocks):
+            known_cost = known.get(id(block)) if number > 1 else None
+            if known_cost is not None:
+                costs.append(known_cost)
+                continue
+            once = exposed_step_sync([block]) + block.optimiser_s
+            send = 0.0
+            if link is not None and number > 0:
+                send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
+            plain = block.forward_s + sum(exposed_sync([block])) + once / count
+            made = BlockCost(
+                time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
+                saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
+                static_bytes=block.states.total,
+                workspace_bytes=block.working_bytes(pricing.prefetch),
+                send_s=send,
+            )
+            if number:
+                known[id(block)] = made
+            costs.append(made)
+        return tuple(costs)
+
+
+def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: bool) -> Priced:
+    """Price every block when the leader of cluster ``c`` has assignment ``leaders[c]``.
+
+    shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by
+    each of them, as if on stages of their own.
+    """
+    load = pricing.workload
+    assignments = spread(load, leaders)
+    inputs, passing = leaders[load.clusters.inputs.index], load.passing(assignments)
+
+    # What does not depend on ZeRO comes up again with each of its levels.
+    def ops(kind: int) -> _Ops:
+        return _Ops.of(pricing, assignments, kind)
+
+    def move(number: int) -> Moves:
+        return _moved(pricing, load.transfers[number], assignments, inputs, passing)
+
+    own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
+    moves = _known(pricing, leaders, "moves", load.clusters_of_transfers, move)
+    prices, layouts, by_block = _parameters(pricing, assignments, passing, shared_once)
+    made: dict[tuple[object, ...], BlockPrice] = {}
+    blocks = []
+    for block in load.folding.blocks:
+        arrivals, held = load.arrivals[block.index], by_block.get(block.index, ())
+        key = (block.kind, id(arrivals), *(id(price) for price in held))
+        if key not in made:
+            reaches = load.activations[block.kind]
+            past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in load.transfers[n].uses)]
+            moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
+            send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
+            made[key] = own[block.kind].block(pricing, moved, left, held, send)
+        blocks.append(made[key])
+    if load.unread_bytes:
+        # Parameters that no op reads are there all the time, on the first stage.
+        unread = MemoryParts(parameters=load.unread_bytes)
+        first = blocks[0]
+        blocks[0] = replace(first, states=first.states + unread, resting=first.resting + unread)
+    prelude = pricing.feeding_s(inputs)
+    prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
+    prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
+    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
+
+
+def _known(
+    pricing: Pricing,
+    leaders: tuple[Assignment, ...],
+    what: str,
+    clusters: Sequence[tuple[int, ...]],
+    make: Callable[[int], T],
+) -> list[T]:
+    """``make`` of every number, worked out once for equal assignments of the clusters that it depends on."""
+    known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
+    found = []
+    for number, own in enumerate(clusters):
+        key = (number, pricing.num_microbatches, *(leaders[index] for index in own))
+        if key not in known:
+            known[key] = make(number)
+        found.append(known[key])
+    return found
+
+
+def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:
+    """Price every block for the stage it is in, which may be offloaded."""
+    kinds = {stage.offload for stage in stages}
+    made = {
+        offload: evaluate(replace(pricing, offload=offload), leaders, shared_once=len(stages) == 1) for offload in kinds
+    }
+    blocks = [made[stage.offload].blocks[b] for stage in stages for b in range(stage.first, stage.last + 1)]
+    return replace(made[stages[0].offload], blocks=tuple(blocks))
+
+
+def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
+    """Data axes as the passes define them: some gradient is a partial sum there, and every parameter is whole or the
+    step inputs are divided. inputs: choices of the step inputs."""
+    prices = [price for price in priced.parameters.values() if price.requires_grad]
+    summed = {axis for price in prices for axis in (*price.sync_axes, *price.zero_axes)}
+    return tuple(
+        axis
+        for axis in sorted(summed)
+        if inputs[axis] is not None or all(layout[axis].is_replicate() for layout in priced.layouts.values())
+    )
+
+
+def spread(load: Workload, leaders: tuple[Assignment, ...]) -> dict[fx.Node, Assignment]:
+    """Assignment of every representative op."""
+    return {
+        member: group.assignment(member, leader)
+        for group, leader in zip(load.clusters.clusters, leaders, strict=True)
+        for member in group.members
+    }
+
+
+def layout_of(
+    pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> Layout:
+    """Layout that a tensor is produced in. inputs: choices of the step inputs."""
+    node, clusters = tensor.node, pricing.workload.clusters
+    if node in assignments:
+        return pricing.workload.rule(node).result_layout(tensor.result, assignments[node])
+    if node in clusters.input_dims:
+        return tuple(clusters.input_placement(node, choice) for choice in inputs)
+    return replicated(pricing.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Redistributions. again_s: forward seconds of those whose results selective rematerialisation does not keep."""
+
+    all: OpTime = ZERO
+    again_s: float = 0.0
+
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(self.all + other.all, self.again_s + other.again_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ops:
+    """What all blocks of a kind have in common.
+
+    unreached_s: forward seconds of what a second run does not reach; unreached_dear_s: the part of them in contractions
+    and collectives.
+    """
+
+    compute: OpTime
+    inside: OpTime
+    contraction_s: float
+    again_s: float
+    unreached_s: float
+    unreached_dear_s: float
+    weights_s: float
+    twice_s: float
+    later_bytes: float
+    saved: tuple[float, ...]
+    peak: BackwardPeak
+
+    @classmethod
+    def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
+        load = pricing.workload
+        first = next(block for block in load.folding.blocks if block.kind == kind)
+        compute = inside = ZERO
+        contraction = weights = twice = later = unreached = unreached_dear = 0.0
+        activations = load.activations[kind]
+        for node in first.nodes:
+            if node not in assignments:
+                continue
+            total = pricing.op(node, assignments[node])
+            lowered = pricing.lowering(node, assignments[node])
+            compute += total + -1.0 * lowered
+            inside += lowered
+            contracts = is_contraction(node, load.rule(node))
+            if contracts:
+                contraction += (total + -1.0 * lowered).forward_s
+            if node in activations.unreached:
+                unreached += total.forward_s
+                unreached_dear += total.forward_s if contracts else lowered.forward_s
+            share = load.weights_share(node)
+            weights += share * (total + -1.0 * lowered).backward_s
+            if 0.0 < share < 1.0:
+                later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.num_microbatches)
+                # A matrix product has one product for each part; others read the incoming gradient again.
+                twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
+                twice += branch_s(pricing.ops.cluster.device)
+        batches = pricing.mesh, pricing.num_microbatches
+        none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
+        again = {tensor.node for tensor in activations.run_again(assignments)}
+        return cls(
+            compute=compute,
+            inside=inside,
+            contraction_s=contraction,
+            again_s=sum(pricing.op(node, assignments[node]).forward_s for node in again),
+            unreached_s=unreached,
+            unreached_dear_s=unreached_dear,
+            weights_s=weights,
+            twice_s=twice,
+            later_bytes=later,
+            saved=(none, min(none, selective), min(none, alternate), min(none, full)),
+            peak=activations.backward.peak(assignments, *batches),
+        )
+
+    def block(
+        self,
+        pricing: Pricing,
+        moved: Moves,
+        past: Moves,
+        held: tuple[ParameterPrice, ...],
+        send: float | None,
+    ) -> BlockPrice:
+        """moved: into ops of the block. past: those of them that a second run does not reach."""
+        micro = sum((p.micro for p in held), ZERO)
+        communication = self.inside + moved.all
+        forward = self.compute.forward_s + communication.forward_s
+        states = sum((pricing.state(p) for p in held), MemoryParts())
+        gathered, unsharded, scattered = pricing.zero_bytes(held)
+        sync, waited = pricing.bucket_sync(held)
+        dear = self.contraction_s + communication.forward_s - moved.again_s
+        # Without what a second run does not reach.
+        forward -= self.unreached_s + past.all.forward_s
+        dear -= self.unreached_dear_s + past.all.forward_s - past.again_s
+        return BlockPrice(
+            compute=self.compute + micro,
+            communication=communication,
+            recomputed_s=tuple(rematerialised_s(level, forward, dear, self.again_s) for level in LEVELS),
+            weights_s=self.weights_s + micro.backward_s,
+            twice_s=self.twice_s,
+            later_bytes=self.later_bytes,
+            sync=sync,
+            waited=waited,
+            optimiser_s=sum(pricing.optimiser_s(p) for p in held),
+            states=states,
+            lasting_bytes=sum(pricing.lasting_bytes(p) for p in held),
+            resting=sum((pricing.resting(p) for p in held), MemoryParts()),
+            optimiser_bytes=pricing.optimiser_bytes(held),
+            saved_bytes=self.saved,
+            peak=self.peak,
+            gathered_bytes=gathered,
+            unsharded_bytes=unsharded,
+            scattered_bytes=scattered,
+            send_bytes=send,
+        )
+
+
+def needs_of(
+    load: Workload, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], passing: Passing
+) -> Mapping[tuple[Layout, Layout], list[fx.Node]]:
+    """What the users of a transfer need: layouts of the value and, of the gradient, what is left to sum -> who does."""
+    found: dict[tuple[Layout, Layout], list[fx.Node]] = {}
+    for node, position in transfer.uses:
+        value, grad = load.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
+        found.setdefault((value, left_to_sum(grad, passing.get(transfer.tensor.node, ()))), []).append(node)
+    return found
+
+
+def _moved(
+    pricing: Pricing,
+    transfer: Transfer,
+    assignments: Mapping[fx.Node, Assignment],
+    inputs: Assignment,
+    passing: Passing,
+) -> Moves:
+    """Redistributions of a transfer."""
+    source = layout_of(pricing, transfer.tensor, assignments, inputs)
+    wanted = needs_of(pricing.workload, transfer, assignments, passing)
+    made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
+    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
+    return Moves(sum(made.values(), ZERO), redone)
+
+
+def _crossing_bytes(
+    pricing: Pricing, crossing: Sequence[Tensor], assignments: Mapping[fx.Node, Assignment], inputs: Assignment
+) -> float | None:
+    """Bytes that cross the cut before a block; None if it cannot be cut there."""
+    if not all(tensor.floating for tensor in crossing):
+        return None
+    return sum(pricing.local_bytes(t, layout_of(pricing, t, assignments, inputs)) for t in crossing)
+
+
+def _parameters(
+    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], passing: Passing, shared_once: bool
+) -> tuple[dict[str, ParameterPrice], dict[str, Layout], dict[int, tuple[ParameterPrice, ...]]]:
+    """Price and layout of every parameter, and the parameters that each block holds."""
+    prices: dict[str, ParameterPrice] = {}
+    layouts: dict[str, Layout] = {}
+    held: dict[int, list[ParameterPrice]] = {}
+    for group in pricing.workload.parameters:
+        uses = [
+            pricing.workload.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
+            for node, position in group.uses
+        ]
+        made: dict[int | None, ParameterPrice] = {}
+        for name, blocks in zip(group.names, group.blocks, strict=True):
+            users = tuple(dict.fromkeys(blocks))
+            for block in users[:1] if shared_once else users:
+                kind = pricing.workload.folding.blocks[block].kind
+                alone = None if pricing.levels is None or (shared_once and len(users) > 1) else kind
+                if alone not in made:
+                    made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
+                held.setdefault(block, []).append(made[alone])
+                prices[name], layouts[name] = made[alone], uses[0][0]
+    return prices, layouts, {block: tuple(own) for block, own in held.items()}

@@ -1,0 +1,159 @@
+"""What a cluster may do on a mesh, as arrays: all of its options are looked at together.
+
+A *pick* is the position of a choice among ``Cluster.choices``; an option is one pick for each mesh axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from autopar.ir.analysis.op_clusters import BATCH, Cluster
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Replicate
+from autopar.ir.rule import Assignment, factors_of_choice
+from autopar.search.assign.instance import Ints
+from autopar.search.pricing.placement_codes import BASE, MOST_AXES, Moves, code_of
+from autopar.search.problem.workload import Tensor, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """``size`` elements that the axes on which a cluster takes a pick that ``picks`` marks have to divide.
+
+    by_batch: they are of the whole batch; a microbatch has its part.
+    """
+
+    picks: tuple[bool, ...]
+    size: int
+    by_batch: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a cluster may do on a mesh. picks: (options, axes). degrees: (distinct, picks), the ranks that each pick
+    divides among; of: the row of ``degrees`` of each option; first: an option with it."""
+
+    group: Cluster
+    mesh: Mesh
+    picks: Ints
+    degrees: Ints
+    of: Ints
+    first: Ints
+
+    @classmethod
+    def made(cls, group: Cluster, mesh: Mesh, picks: Ints) -> Options:
+        sizes = np.array(mesh.sizes, dtype=np.int64)
+        chosen = picks[:, :, None] == np.arange(len(group.choices))
+        every = np.where(chosen, sizes[None, :, None], 1).prod(axis=1)
+        rows: dict[bytes, int] = {}  # faster than np.unique of rows
+        of = np.array([rows.setdefault(row.tobytes(), len(rows)) for row in every], dtype=np.int64)
+        first = np.unique(of, return_index=True)[1]
+        return cls(group=group, mesh=mesh, picks=picks, degrees=every[first], of=of, first=first)
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def leader(self, option: int) -> Assignment:
+        """What the leader does."""
+        return tuple(self.group.choices[pick] for pick in self.picks[option].tolist())
+
+    def member(self, node: fx.Node, option: int) -> Assignment:
+        return self.group.assignment(node, self.leader(option))
+
+    def layouts(self, of_pick: Ints) -> Ints:
+        """Code of the layout under each option, from the codes of placements by pick."""
+        powers: Ints = BASE ** np.arange(self.picks.shape[1], dtype=np.int64)
+        found: Ints = of_pick[self.picks] @ powers
+        return found
+
+    @cached_property
+    def code(self) -> bytes:
+        """The same for equal options, on whatever mesh."""
+        return self.picks.tobytes()
+
+    @cached_property
+    def memo(self) -> dict[object, object]:
+        """Prices of these options that were worked out before."""
+        return {}
+
+
+@dataclass(slots=True)
+class Codes:
+    """The placements of a workload's tensors by the picks of the clusters that decide them. Remembers them."""
+
+    load: Workload
+    _moves: dict[int, Moves] = field(default_factory=dict)
+    _results: dict[tuple[fx.Node, int], Ints] = field(default_factory=dict)
+    _needs: dict[tuple[fx.Node, int], tuple[Ints, Ints]] = field(default_factory=dict)
+    _limits: dict[int, tuple[Limit, ...]] = field(default_factory=dict)
+
+    def moves(self, num_axes: int) -> Moves:
+        """What is known of redistributions on meshes of so many axes. Raises InfeasiblePlan if there are too many."""
+        if num_axes > MOST_AXES:
+            raise InfeasiblePlan(
+                f"a stage mesh of {num_axes} axes cannot be planned; expected at most {MOST_AXES}.\n"
+                "  try: axes of one role joined into one"
+            )
+        return self._moves.setdefault(num_axes, Moves(num_axes))
+
+    def tensor(self, tensor: Tensor) -> Ints:
+        """Placement that a tensor is produced in, by pick of its producer's cluster."""
+        key = (tensor.node, tensor.result)
+        found = self._results.get(key)
+        if found is None:
+            group = self.load.cluster_of(tensor.node)
+            if tensor.node in self.load.repeats:
+                rule = self.load.rule(tensor.node)
+                own = [rule.result(tensor.result, group.follow[choice][tensor.node]) for choice in group.choices]
+            elif tensor.node in self.load.clusters.input_dims:
+                own = [self.load.clusters.input_placement(tensor.node, choice) for choice in group.choices]
+            else:
+                own = [Replicate()] * len(group.choices)
+            found = self._results[key] = np.array([code_of(placement) for placement in own], dtype=np.int64)
+        return found
+
+    def need(self, node: fx.Node, position: int) -> tuple[Ints, Ints]:
+        """Placements of an operand and of its gradient, by pick of the op's cluster."""
+        found = self._needs.get((node, position))
+        if found is None:
+            group, rule = self.load.cluster_of(node), self.load.rule(node)
+            pairs = [rule.operand(position, group.follow[choice][node]) for choice in group.choices]
+            values, grads = ([code_of(pair[side]) for pair in pairs] for side in (0, 1))
+            found = (np.array(values, dtype=np.int64), np.array(grads, dtype=np.int64))
+            self._needs[node, position] = found
+        return found
+
+    def allows(
+        self, group: Cluster, picks: Ints, mesh: Mesh, num_microbatches: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which options of a cluster divide every factor of every member."""
+        sizes = np.array(mesh.sizes, dtype=np.int64)
+        kept = np.ones(len(picks), dtype=bool)
+        for limit in self.limits(group):
+            degree = np.where(np.array(limit.picks)[picks], sizes, 1).prod(axis=1)
+            kept &= (limit.size // (num_microbatches if limit.by_batch else 1)) % degree == 0
+        return kept
+
+    def limits(self, group: Cluster) -> tuple[Limit, ...]:
+        found = self._limits.get(group.index)
+        if found is None:
+            made: dict[Limit, None] = {}
+            for member in group.members:
+                rule, batch = self.load.rule(member), self.load.roles.batch.get(member)
+                picks: dict[str, set[int]] = {}
+                for pick, choice in enumerate(group.choices):
+                    for factor in factors_of_choice(group.follow[choice][member]):
+                        picks.setdefault(factor, set()).add(pick)
+                for factor, own in picks.items():
+                    marked = tuple(pick in own for pick in range(len(group.choices)))
+                    made[Limit(picks=marked, size=rule.sizes[factor], by_batch=factor == batch)] = None
+            if group.leader is None:
+                marked = tuple(choice == BATCH for choice in group.choices)
+                made[Limit(picks=marked, size=self.load.captured.batch_size, by_batch=True)] = None
+            found = self._limits[group.index] = tuple(made)
+        return found

@@ -1,0 +1,209 @@
+"""What has been priced once, for all configurations of a search: ops by the degrees of their factors, and on each mesh
+redistributions, flows and gradient sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.communication.gradient_sync import SyncTime, sync_time
+from autopar.cost_model.communication.lowered_ops import lowering_time
+from autopar.cost_model.communication.redistribution_table import LinkPrices, Times
+from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.cost_model.compute.op_roofline import OpCost
+from autopar.cost_model.compute.op_time import Affine, OpTime
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout
+from autopar.ir.rule import Assignment, Choice, factors_of_choice
+from autopar.search.assign.instance import Floats, Ints, User
+from autopar.search.pricing.cluster_options import Codes, Options
+from autopar.search.pricing.placement_codes import Moves, encode, encode_need, rows_class
+from autopar.search.problem.workload import Workload
+
+# Bytes at which affine costs are sampled.
+_SAMPLE = 1e6
+
+
+@dataclass(slots=True)
+class OpPrices:
+    """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out.
+
+    balanced: sequences that ranks share are folded, so that a causal attention is equal work for all. loads: rows that
+    experts got, by layer.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    balanced: bool = False
+    loads: Loads = ()
+    codes: Codes = field(init=False)
+    _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
+    # Seconds of a microbatch of all members of a cluster, by its number, that of microbatches, and degrees.
+    totals: dict[tuple[int, int, bytes], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.codes = Codes(self.workload)
+
+    def cost(self, node: fx.Node) -> OpCost:
+        found = self._costs.get(node)
+        if found is None:
+            load = self.workload
+            found = self._costs[node] = OpCost.of(
+                node,
+                load.rule(node),
+                self.cluster.device,
+                precision=load.precision,
+                batch_factor=load.roles.batch.get(node),
+                needs_grad=load.differentiable,
+                balanced=self.balanced,
+                loads=self.loads,
+            )
+        return found
+
+    def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:
+        degrees: dict[Choice, int] = {}
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if factors_of_choice(choice):
+                degrees[choice] = degrees.get(choice, 1) * axis.size
+        key = (node, num_microbatches, *sorted(degrees.items()))
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self.cost(node).time(assignment, mesh, num_microbatches)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlowShape:
+    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Flow``.
+
+    summed: for what a derived op makes, (mesh axes, pieces) -> 1 where the gradient of so large a part of it is summed
+    over them once a step, with the gradients of parameters, 0 elsewhere.
+    """
+
+    sources: Ints
+    users: tuple[User, ...]
+    fixed: Floats
+    per_byte: Floats
+    summed: Mapping[tuple[tuple[int, ...], int], Floats] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> bool:
+        """Whether anything costs anything."""
+        return bool(self.summed or self.fixed.any() or self.per_byte.any())
+
+
+class ParameterSeconds(NamedTuple):
+    """What a parameter of ``numel`` elements takes a step, and the bytes of its state on a rank.
+
+    micro_s: in microbatches, without its casts. masters_s: casts and the optimiser. sync_s: communication of ZeRO and
+    of its gradient, before any overlap.
+    """
+
+    micro_s: float
+    masters_s: float
+    sync_s: float
+    state_bytes: float
+    numel: int
+
+
+@dataclass(slots=True)
+class MeshPrices:
+    """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
+
+    options: of each cluster, in its inner problems so far. shapes: flows of those. parameters: by what they are.
+    evaluated: what ``evaluate`` knows of answers, by what it is.
+    """
+
+    fabric: Fabric
+    known: Moves
+    options: dict[tuple[object, ...], Options] = field(default_factory=dict)
+    shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
+    parameters: dict[tuple[object, ...], ParameterSeconds] = field(default_factory=dict)
+    evaluated: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    links: LinkPrices = field(init=False)
+    _calm: MeshPrices | None = None
+    _times: dict[float, Times] = field(default_factory=dict)
+    _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
+    _rates: dict[tuple[tuple[int, ...], int, str, bool], SyncTime] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.links = LinkPrices.of(self.fabric)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.fabric.mesh
+
+    @property
+    def calm(self) -> MeshPrices:
+        """The same where ranks never wait for each other."""
+        if self._calm is None:
+            cluster = self.fabric.cluster
+            calm = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
+            self._calm = MeshPrices(Fabric(calm, self.mesh), self.known)
+        return self._calm
+
+    def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf) -> Affine:
+        """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).
+
+        rows: size of dimension 0 of the microbatch.
+        """
+        codes = np.array([encode(source)]), np.array([encode_need(value, grad)])
+        number = self.known.numbers(*codes, differentiable)
+        return self._at(rows_class(rows, self.mesh)).at(int(number[0, 0]))
+
+    def table(self, numbers: Ints, rows: float) -> tuple[Floats, Floats]:
+        """Fixed seconds and seconds per byte, both directions together, of redistributions by ``Moves.numbers``.
+
+        rows: a ``rows_class``.
+        """
+        times = self._at(rows)
+        fixed = times.forward_fixed[numbers] + times.backward_fixed[numbers]
+        return fixed, times.forward_per_byte[numbers] + times.backward_per_byte[numbers]
+
+    def _at(self, rows: float) -> Times:
+        """Of all redistributions that are known."""
+        found = self._times.get(rows)
+        done = 0 if found is None else len(found.forward_fixed)
+        if found is None or done < len(self.known):
+            more = self.known.since(done).times(self.links, rows)
+            found = self._times[rows] = more if found is None else found.followed_by(more)
+        return found
+
+    def lowering(self, node: fx.Node, assignment: Assignment, ops: OpPrices, num_microbatches: int) -> OpTime:
+        """Collectives inside a lowered op."""
+        key = (node, assignment, num_microbatches)
+        found = self._lowerings.get(key)
+        if found is None:
+            found = self._lowerings[key] = lowering_time(
+                node,
+                ops.workload.rule(node),
+                assignment,
+                self.fabric,
+                batch_factor=ops.workload.roles.batch.get(node),
+                num_microbatches=num_microbatches,
+                precision=ops.workload.precision,
+                balanced=ops.balanced,
+                loads=ops.loads,
+                compute=ops.time(node, assignment, self.mesh, num_microbatches),
+            )
+        return found
+
+    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True) -> SyncTime:
+        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient."""
+        key = (axes, zero, precision, trains)
+        found = self._rates.get(key)
+        if found is None:
+            one, two = (
+                sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision, trained=float(trains))
+                for n in (1, 2)
+            )
+            found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)
+        return found

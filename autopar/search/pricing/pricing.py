@@ -1,0 +1,333 @@
+"""Prices on one stage mesh: of an op, of a redistribution, of a parameter. Seconds and bytes of one rank.
+
+Everything that plans are compared by comes from here, in the search and in the prediction of a finished plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from autopar.cost_model.communication.gradient_sync import (
+    SyncTime,
+    buffer_copies,
+    hooks_time,
+    master_work,
+    offload_time,
+    optimizer_time,
+    sync_time,
+)
+from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
+from autopar.cost_model.hardware.device import ITEMSIZE
+from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Layout, Partial, Replicate, Shard
+from autopar.ir.primitives.read_parameter import ALONE_BYTES
+from autopar.ir.rule import Assignment
+from autopar.search.pricing.placement_codes import decode_need
+from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
+from autopar.search.problem.workload import Tensor, Workload
+
+MASTER = 4  # bytes of a stored parameter and of its gradient
+
+# Elements of a parameter whose price stands for those of others.
+_SAMPLE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPrice:
+    """One parameter under its uses.
+
+    numel: elements that a rank has of it before ZeRO, which cuts it into ``shards``. requires_grad: whether it has a
+    gradient. sync_axes: gradients are summed over these, once a step; zero_axes: those that ZeRO works over, of a
+    frozen parameter at level 3 alone, which gathers it. micro: added to every microbatch (casts,
+    redistributions of later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back
+    after forward. itemsize: bytes of an element as it is stored, of a frozen parameter.
+    """
+
+    numel: float
+    requires_grad: bool
+    sync_axes: tuple[int, ...]
+    zero_axes: tuple[int, ...]
+    micro: OpTime
+    cast_s: float
+    zero: int
+    reshard: bool
+    shards: int
+    itemsize: int = MASTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
+
+    data_axes: axes that divide the step inputs or have every parameter whole; what is whole on one is sharded there.
+    Without ZeRO they mean nothing. prefetch: blocks that level 3 gathers ahead. levels, reshards: of the parameters of
+    each kind of block, instead of ``zero`` and ``reshard``. offload: what ZeRO shards is in host memory. named: the
+    mesh with the names of its axes, if those of ``moves`` are others.
+    """
+
+    ops: OpPrices
+    moves: MeshPrices
+    num_microbatches: int
+    zero: int = 0
+    data_axes: tuple[int, ...] = ()
+    prefetch: int = 1
+    reshard: bool = True
+    levels: tuple[int, ...] | None = None
+    reshards: tuple[bool, ...] | None = None
+    offload: bool = False
+    named: Mesh | None = None
+
+    @property
+    def workload(self) -> Workload:
+        return self.ops.workload
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.named or self.moves.mesh
+
+    @property
+    def zero_degree(self) -> int:
+        return self._size(self.data_axes) if self.zero else 1
+
+    def _size(self, axes: Iterable[int]) -> int:
+        return prod(self.mesh.axes[axis].size for axis in axes)
+
+    def op(self, node: fx.Node, assignment: Assignment) -> OpTime:
+        """One microbatch of one op, collectives of its lowering included."""
+        time = self.ops.time(node, assignment, self.mesh, self.num_microbatches)
+        return time + self.lowering(node, assignment)
+
+    def lowering(self, node: fx.Node, assignment: Assignment) -> OpTime:
+        """One microbatch of the collectives inside an op."""
+        rule = self.workload.rule(node)
+        if not any(choice in rule.lowered for choice in assignment):
+            return ZERO
+        return self.moves.lowering(node, assignment, self.ops, self.num_microbatches)
+
+    def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
+        """One microbatch of one redistribution."""
+        if source == value and not tensor.differentiable:
+            return ZERO
+        rows = tensor.rows_of_microbatch(self.num_microbatches)
+        affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
+        return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+
+    def feeding_s(self, choices: Assignment) -> float:
+        """One microbatch of the step inputs, from the host. choices: of their cluster."""
+        clusters, num_bytes = self.workload.clusters, 0.0
+        for node in clusters.input_dims:
+            value = node.meta["val"]
+            pieces = self.pieces(tuple(clusters.input_placement(node, choice) for choice in choices))
+            num_bytes += value.numel() * value.itemsize / pieces
+        return self.ops.cluster.device.host.copy_seconds(num_bytes) / self.num_microbatches
+
+    def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
+        """Bytes of a microbatch of ``tensor`` on one rank."""
+        return tensor.bytes_of_microbatch(self.num_microbatches) / self.pieces(layout)
+
+    def pieces(self, layout: Layout) -> int:
+        """Into how many pieces ``layout`` cuts a tensor."""
+        count = 1
+        for placement, axis in zip(layout, self.mesh.axes, strict=True):
+            if isinstance(placement, Shard):
+                count *= axis.size
+        return count
+
+    def parameter(
+        self,
+        numel: int,
+        requires_grad: bool,
+        uses: Sequence[tuple[Layout, Layout]],
+        kind: int | None = None,
+        itemsize: int = MASTER,
+    ) -> ParameterPrice:
+        """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored.
+
+        kind: of the block that alone uses it; None if several do. itemsize: bytes of an element of the model's.
+        """
+        layout = uses[0][0]
+        zero = self.zero if kind is None or self.levels is None else self.levels[kind]
+        reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
+        # Without a gradient and its moments there is nothing of it that levels 1 and 2 would divide.
+        divides = zero >= (1 if requires_grad else 3)
+        zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
+        shards = self._size(zero_axes)
+        if shards == 1:
+            # Nothing is divided: it is as without ZeRO.
+            zero_axes, zero = (), 0
+        elif zero == 1 and self.num_microbatches == 1:
+            # The only backward scatters each gradient as it comes, as level 2 does in every one.
+            zero = 2
+        partial = {
+            axis
+            for axis, placement in enumerate(layout)
+            if placement.is_replicate()
+            and requires_grad
+            and any(value[axis].is_replicate() and grad[axis] == Partial() for value, grad in uses)
+        }
+        compute = ITEMSIZE[self.workload.precision]
+        local = numel / self.pieces(layout)
+        micro = ZERO
+        for value, grad in uses[1:]:
+            wanted = tuple(
+                Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
+            )
+            micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
+        masters = master_work(local, shards, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches)
+        device = self.ops.cluster.device
+        cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
+        if not requires_grad:
+            cast = OpTime(cast.forward_s, 0.0)
+        if zero_axes:
+            copies = buffer_copies(
+                local, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches, reshard=reshard
+            )
+            if not requires_grad:
+                copies = copies[0], copies[0] if reshard else 0.0
+            micro += OpTime(*(device.memory_seconds(moved) for moved in copies))
+        return ParameterPrice(
+            numel=local,
+            requires_grad=requires_grad,
+            sync_axes=tuple(sorted(partial - set(zero_axes))),
+            zero_axes=zero_axes,
+            micro=micro + cast,
+            cast_s=cast.total_s,
+            zero=zero,
+            reshard=reshard,
+            shards=shards,
+            itemsize=MASTER if requires_grad else itemsize,
+        )
+
+    def parameter_seconds(self, numel: int, requires_grad: bool, uses: tuple[int, ...]) -> ParameterSeconds:
+        """A parameter under uses in codes."""
+        # With a single use, all is in proportion to its elements.
+        size = numel if len(uses) > 1 else _SAMPLE
+        zero = (self.zero, self.data_axes, self.reshard, self.offload) if self.zero else ()
+        key = (size, requires_grad, uses, self.num_microbatches, *zero)
+        found = self.moves.parameters.get(key)
+        if found is None:
+            count = self.num_microbatches
+            price = self.parameter(size, requires_grad, [decode_need(use, len(self.mesh)) for use in uses])
+            found = self.moves.parameters[key] = ParameterSeconds(
+                micro_s=count * (price.micro.total_s - price.cast_s),
+                masters_s=count * price.cast_s + self.optimiser_s(price),
+                sync_s=self.sync(price).total_s(count),
+                state_bytes=self.state(price).total,
+                numel=size,
+            )
+        return found
+
+    def sync(self, price: ParameterPrice) -> SyncTime:
+        """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.
+
+        Latency is that of a bucket, not of a parameter; see ``bucket_sync``.
+        """
+        total = SyncTime()
+        if price.zero_axes:
+            total += price.numel * self.moves.sync_rate(
+                price.zero_axes, price.zero, self.workload.precision, trains=price.requires_grad
+            )
+        if price.sync_axes:
+            share = price.numel / (price.shards if price.zero_axes else 1)
+            total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
+        return total
+
+    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
+        """Communication of the parameters of one block, in one bucket for each set of axes: what can run beside
+        compute, and what cannot."""
+        sharded = by_level(prices)
+        summed: dict[tuple[int, ...], float] = {}
+        for price in prices:
+            if price.sync_axes:
+                share = price.numel / (price.shards if price.zero_axes else 1)
+                summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
+        beside = waited = SyncTime()
+        precision, fabric = self.workload.precision, self.moves.fabric
+
+        def add(found: SyncTime, axes: tuple[int, ...], zero: int) -> None:
+            nonlocal beside, waited
+            share = fabric.overlap(axes, zero)
+            beside, waited = beside + share * found, waited + (1.0 - share) * found
+
+        for (zero, reshard, axes), (numel, count, trained) in sharded.items():
+            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard, trained=trained)
+            if self.offload:
+                found += offload_time(
+                    numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard, trained=trained
+                )
+            add(found, axes, zero)
+            waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
+        for axes, numel in summed.items():
+            add(sync_time(fabric, numel, axes, precision=precision), axes, 0)
+        return beside, waited
+
+    def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
+        """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
+        count, precision = self.num_microbatches, self.workload.precision
+        memory = state_memory(
+            price.numel,
+            zero=0 if whole else price.zero,
+            data_size=price.shards,
+            precision=precision,
+            num_microbatches=count,
+            reshard=price.reshard,
+            offload=self.offload and bool(price.zero_axes),
+            itemsize=price.itemsize,
+        )
+        return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
+
+    def optimiser_s(self, price: ParameterPrice) -> float:
+        """Seconds of the optimiser over one parameter, without the launch of its kernel."""
+        if not price.requires_grad:
+            return 0.0
+        device = self.ops.cluster.device
+        offload, numel = self.offload and bool(price.zero_axes), price.numel / price.shards
+        return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
+
+    def zero_bytes(self, prices: Iterable[ParameterPrice]) -> tuple[float, float, float]:
+        """What ZeRO has whole of the parameters of one block while it runs: parameters that are given back after it,
+        gradients as computed, and the buffer that those leave from."""
+        gathered = unsharded = scattered = 0.0
+        compute = ITEMSIZE[self.workload.precision]
+        for (zero, reshard, _), (numel, _, trained) in by_level(prices).items():
+            leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
+            gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
+            scattered += leaving
+            unsharded += compute * numel * trained if leaving else 0.0
+        return gathered, unsharded, scattered
+
+    def lasting_bytes(self, price: ParameterPrice) -> float:
+        """Of its gradient, if it is summed in a bucket, which stays from step to step."""
+        size = MASTER * price.numel
+        return size if price.sync_axes and not price.zero_axes and size < ALONE_BYTES else 0.0
+
+    def resting(self, price: ParameterPrice) -> MemoryParts:
+        """What is there of it after the last backward, with its gradient."""
+        if self.offload and price.zero_axes:
+            return MemoryParts()
+        share = price.itemsize * price.numel / (price.shards if price.zero else 1)
+        if not price.requires_grad:
+            return MemoryParts(parameters=share)
+        return MemoryParts(parameters=share, gradients=share, optimizer=2 * share)
+
+    def optimiser_bytes(self, prices: Iterable[ParameterPrice]) -> float:
+        """What AdamW computes on the way, of one parameter after the other: the root of its second moment, and that
+        over its correction."""
+        return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
+
+
+def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
+    """Elements and tensors that ZeRO shards, and the share of the elements that train, by level, whether they are given
+    back after forward, and the axes."""
+    found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]] = {}
+    for price in prices:
+        if price.zero_axes:
+            key = (price.zero, price.reshard, price.zero_axes)
+            numel, count, trained = found.get(key, (0.0, 0, 0.0))
+            found[key] = numel + price.numel, count + 1, trained + price.numel * price.requires_grad
+    return {key: (numel, count, trained / numel) for key, (numel, count, trained) in found.items()}

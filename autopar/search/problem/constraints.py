@@ -1,0 +1,322 @@
+"""What the user pins: degrees, axes, microbatches, precision, rematerialisation.
+
+A pinned degree becomes a mesh axis of its own, on which every op may only do what the name of the axis says:
+
+    dp      its batch factor, or nothing
+    tp      any factor but the batch; sequence factors only if sequence parallelism is not off
+    cp      sequence factors, and any factor but the batch inside attention (heads: Ulysses)
+    ep      experts; the batch for ops without experts
+    other   every factor that belongs to no pinned degree
+
+A degree pinned to 1 has no axis, but forbids its use on free axes too. Hybrid sharding divides the dp axis into
+``dp_replicate``, over which ZeRO never shards, and ``dp_shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import prod
+from typing import Literal, get_args
+
+from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.ir.annotations import ParameterAnnotation
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.plan import Precision, split_obstacle
+from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
+from autopar.ir.sequence import SequenceLayout
+from autopar.search.problem.forbidden_placements import Forbidden
+
+Remat = Literal["none", "selective", "alternate", "full"]
+ROLES = ("dp", "cp", "ep", "tp")
+
+# What a search considers. naive takes longest and least memory, so it is the last resort. A layer a
+# stage of Llama 3 405B, whose 126 layers were trained on 16 ranks, takes eight virtual stages.
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
+MAX_VIRTUAL_STAGES = 8
+
+
+class NoOption(InfeasiblePlan):
+    """An op has no choice left in one configuration; with other degrees or microbatches it may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """None leaves a question to the search.
+
+    pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
+    schedule, virtual_stages: of the pipeline. zero: level 0 to 3. shard: data ranks that ZeRO shards over, the
+    others replicate. reshard_after_forward, prefetch: of level 3, see ``Plan``. offload: what ZeRO shards in host
+    memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
+    if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
+    plan to fit. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
+    ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
+    as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
+    (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
+    whole_backward: without schedules that run a backward in two parts, which compiled blocks cannot.
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    shard: int | None = None
+    sequence_layout: SequenceLayout | None = None
+    reshard_after_forward: bool | None = None
+    prefetch: int | None = None
+    offload: bool | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    precision: Precision = "fp32"
+    remat: Remat | None = None
+    memory_fraction: float = 0.94
+    expert_capacity: float | None = None
+    expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
+    axes: tuple[MeshAxis, ...] | None = None
+    annotations: tuple[ParameterAnnotation, ...] = ()
+    forbidden: tuple[Forbidden, ...] = ()
+    whole_backward: bool = False
+
+    @classmethod
+    def of_mesh(cls, sizes: dict[str, int], **others: object) -> Constraints:
+        """Constraints from the named axes of a DeviceMesh, outermost first; ``pp`` is the pipeline."""
+        axes = tuple(MeshAxis(name, size) for name, size in sizes.items() if name != "pp")
+        return cls(pp=sizes.get("pp", 1), axes=axes, **others)  # type: ignore[arg-type]  # the dataclass checks names
+
+    def degree(self, role: str) -> int | None:
+        """Pinned degree of ``role``, by its own field or by the axes of that name."""
+        if self.axes is not None:
+            return prod(axis.size for axis in self.axes if role_of_axis(axis.name) == role)
+        value: int | None = getattr(self, role)
+        return value
+
+    def pins(self, role: str) -> bool:
+        """Whether free axes may not play ``role``."""
+        if self.axes is not None:
+            return any(role_of_axis(axis.name) == role for axis in self.axes)
+        return getattr(self, role) is not None
+
+    def pinned_axes(self) -> tuple[MeshAxis, ...]:
+        """Axes of the pinned degrees above 1, outermost first (without those of ``axes``)."""
+        found = [(role, getattr(self, role)) for role in ROLES]
+        return tuple(MeshAxis(role, size) for role, size in found if size is not None and size > 1)
+
+    def check(self, num_gpus: int, batch_size: int) -> None:
+        """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
+        for name in ("pp", *ROLES, "shard", "prefetch", "num_microbatches", "microbatch_size", "virtual_stages"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
+        if self.zero is not None and not 0 <= self.zero <= 3:
+            raise InfeasiblePlan(f"zero is {self.zero}; expected 0, 1, 2 or 3")
+        self._check_shard(num_gpus)
+        if self.sequence_layout not in (None, *get_args(SequenceLayout)):
+            raise InfeasiblePlan(
+                f"sequence_layout is {self.sequence_layout!r}; expected {' or '.join(get_args(SequenceLayout))}"
+            )
+        self._check_schedule()
+        if not 0 < self.memory_fraction <= 1:
+            raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
+        if any(count < 0 for load in self.expert_load for count in load):
+            raise InfeasiblePlan("expert_load has negative counts; expected rows of each expert")
+        if self.expert_capacity is not None and self.expert_capacity <= 0:
+            raise InfeasiblePlan(f"expert_capacity is {self.expert_capacity}; expected a number above 0")
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            dp = self.degree("dp")
+            if dp is not None and self.num_microbatches * self.microbatch_size * dp != batch_size:
+                raise InfeasiblePlan(
+                    f"{self.num_microbatches} microbatches of {self.microbatch_size} samples on {dp} data-parallel "
+                    f"ranks make {self.num_microbatches * self.microbatch_size * dp} samples; the global batch has "
+                    f"{batch_size}.\n  try: give only one of num_microbatches and microbatch_size"
+                )
+        if self.axes is not None:
+            ranks = (self.pp or 1) * prod(axis.size for axis in self.axes)
+            if ranks != num_gpus:
+                names = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+                raise InfeasiblePlan(f"the mesh (pp={self.pp or 1}, {names}) has {ranks} ranks; there are {num_gpus}")
+        else:
+            self._check_degrees(num_gpus)
+        dp = self.degree("dp") or 1
+        pieces = dp * (self.num_microbatches or 1) * (self.microbatch_size or 1)
+        if batch_size % pieces:
+            parts = [f"dp={dp}"] if dp > 1 else []
+            if self.num_microbatches:
+                parts.append(f"num_microbatches={self.num_microbatches}")
+            if self.microbatch_size:
+                parts.append(f"microbatch_size={self.microbatch_size}")
+            raise InfeasiblePlan(
+                f"the global batch of {batch_size} does not divide by {' * '.join(parts)} = {pieces}.\n"
+                f"  try: a batch of {-(-batch_size // pieces) * pieces}, or smaller degrees"
+            )
+
+    def _check_schedule(self) -> None:
+        """Contradictions that hold for every plan; with what is open taken as it suits the schedule best."""
+        if self.schedule is not None:
+            least, _ = virtual_stages_of(self.schedule)
+            ranks, virtual = self.pp or 2, self.virtual_stages or least
+            count = self.num_microbatches or 2 * ranks
+            obstacle = Pipelining(self.schedule, ranks, count, virtual).obstacle()
+            remat = self.remat not in (None, "none")
+            obstacle = obstacle or split_obstacle(self.schedule, self.zero or 0, remat=remat)
+            if obstacle is not None:
+                raise InfeasiblePlan(f"schedule: {obstacle}")
+        elif self.virtual_stages is not None and self.virtual_stages > 1 and self.pp == 1:
+            raise InfeasiblePlan(
+                f"virtual_stages is {self.virtual_stages}, but there is no pipeline.\n"
+                "  try: --pp 2, or no virtual stages"
+            )
+
+    def shapes(
+        self, num_ranks: int, num_microbatches: int, num_blocks: int, zero: int = 0, *, remat: bool = False
+    ) -> tuple[Pipelining, ...]:
+        """Schedules to consider for a pipeline of ``num_ranks``, the plainest first.
+
+        num_blocks: bounds the stages. remat: whether every block is rematerialised. GPipe is not among them unless
+        it is pinned, as 1F1B takes the same time in less memory.
+        """
+        names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
+        sizes = range(1, MAX_VIRTUAL_STAGES + 1) if self.virtual_stages is None else (self.virtual_stages,)
+        found = []
+        for name in names if self.schedule is None else (self.schedule,):
+            for size in sizes:
+                shape = Pipelining(name, num_ranks, num_microbatches, size)
+                possible = shape.num_stages <= num_blocks and shape.obstacle() is None
+                if self.whole_backward and shape.splits_backward and self.schedule is None:
+                    continue
+                if possible and split_obstacle(name, zero, remat=remat) is None:
+                    found.append(shape)
+        return tuple(found)
+
+    def _check_degrees(self, num_gpus: int) -> None:
+        named = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}
+        ranks = prod(named.values())
+        text = " * ".join(f"{name}={size}" for name, size in named.items())
+        text += f" = {ranks}" if len(named) > 1 else ""
+        if num_gpus % ranks:
+            raise InfeasiblePlan(
+                f"{text} does not divide the {num_gpus} ranks.\n  try: degrees whose product divides {num_gpus}"
+            )
+        if len(named) == 1 + len(ROLES) and ranks != num_gpus:
+            raise InfeasiblePlan(f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search")
+
+    def levels(self) -> tuple[int, ...]:
+        """ZeRO levels above 0 to consider."""
+        if self.reshard_after_forward is False:
+            return (3,)
+        return (1, 2, 3) if self.zero is None else (self.zero,) if self.zero else ()
+
+    def may_be_whole(self) -> bool:
+        """Whether nothing that is pinned needs ZeRO."""
+        return self.shard in (None, 1) and self.reshard_after_forward is not False and not self.offload
+
+    def _check_shard(self, num_gpus: int) -> None:
+        if self.offload and self.zero == 0:
+            raise InfeasiblePlan("offload moves what ZeRO shards, and zero is 0.\n  try: --zero 1, 2 or 3")
+        if self.reshard_after_forward is False and self.zero not in (None, 3):
+            raise InfeasiblePlan(f"reshard_after_forward is about level 3, and zero is {self.zero}.\n  try: --zero 3")
+        if self.shard is None:
+            return
+        if self.zero == 0:
+            raise InfeasiblePlan(f"shard is {self.shard}, but there is nothing to shard at zero 0.\n  try: --zero 1")
+        ranks = num_gpus // (self.pp or 1)
+        if ranks % self.shard:
+            raise InfeasiblePlan(f"shard is {self.shard}, which does not divide the {ranks} ranks of a stage")
+
+    def may(self, axis: str, role: str) -> bool:
+        """Whether an op may play ``role`` ("dp", "cp", "ep", "tp") on an axis of this name."""
+        kind = role_of_axis(axis)
+        if kind == "dp":
+            return role == "dp"
+        if kind == "tp":
+            return role in ("tp", "ep") or (role == "cp" and self.sequence_parallel is not False)
+        if kind == "cp":
+            return role == "cp"
+        if kind == "ep":
+            return role in ("ep", "dp")
+        if role == "cp":
+            allowed = not self.pins("cp") or not self.pins("tp")
+            return allowed and self.sequence_parallel is not False
+        return not self.pins(role)
+
+    def meshes(self, size: int, gpus_per_node: int | None = None, max_free: int = 2) -> tuple[Mesh, ...]:
+        """Stage meshes of ``size`` ranks to consider: pinned axes, and up to ``max_free`` free ones between them.
+
+        Free axes are called ``free0``, ``free1``; they come after dp and before the pinned inner axes. gpus_per_node:
+        if given, a pinned dp is also divided into the part inside a node and the part across.
+        """
+        if self.axes is not None:
+            mesh = Mesh(tuple(axis for axis in self.axes if axis.size > 1))
+            return (mesh,) if mesh.size == size else ()
+        pinned = self.pinned_axes()
+        rest, remainder = divmod(size, prod(axis.size for axis in pinned))
+        if remainder or (rest > 1 and all(self.pins(role) for role in ROLES)):
+            return ()
+        inner = tuple(axis for axis in pinned if axis.name != "dp")
+        free = max(1, max_free - len(pinned))
+        found = []
+        for outer in self._data_axes(gpus_per_node):
+            for sizes in factorisations(rest, free):
+                axes = tuple(MeshAxis(f"free{number}", n) for number, n in enumerate(sizes))
+                found.append(Mesh((*outer, *axes, *inner)))
+        return tuple(found)
+
+    def _data_axes(self, gpus_per_node: int | None) -> list[tuple[MeshAxis, ...]]:
+        """A pinned dp as one axis, and divided for hybrid sharding."""
+        dp = self.dp or 1
+        if dp == 1:
+            return [()]
+        whole = (MeshAxis("dp", dp),)
+        inside = self.shard
+        if inside is None and gpus_per_node is not None:
+            inside = gpus_per_node // prod(axis.size for axis in self.pinned_axes() if axis.name != "dp")
+        if self.zero == 0 or inside is None or not 1 < inside < dp or dp % inside:
+            return [whole]
+        divided = (MeshAxis("dp_replicate", dp // inside), MeshAxis("dp_shard", inside))
+        return [divided] if self.shard is not None else [whole, divided]
+
+    def shard_axes(self, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+        """Sets of mesh axes that ZeRO may shard over, those of the most axes first."""
+        able = [
+            axis
+            for axis, name in enumerate(mesh.names)
+            if role_of_axis(name) != "tp"
+            and not name.startswith("dp_replicate")
+            and (self.may(name, "dp") or self.may(name, "cp"))
+        ]
+        for count in range(len(able), 0, -1):
+            for axes in combinations(able, count):
+                if self.shard in (None, prod(mesh.axes[axis].size for axis in axes)):
+                    yield axes
+
+
+def role_of_axis(name: str) -> str:
+    """Role that an axis name promises: ``dp``, ``dp2`` and ``dp_shard`` play dp; "" for a free name."""
+    for role in ROLES:
+        rest = name.removeprefix(role)
+        if rest != name and (not rest or not rest[0].isalpha()):
+            return role
+    return ""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def factorisations(number: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """``number`` as an ordered product of at most ``parts`` factors above 1; ``((),)`` for 1."""
+    if number == 1:
+        return ((),)
+    found: list[tuple[int, ...]] = [(number,)]
+    if parts > 1:
+        for first in divisors(number)[1:-1]:
+            found.extend((first, *rest) for rest in factorisations(number // first, parts - 1))
+    return tuple(found)

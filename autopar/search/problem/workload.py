@@ -1,0 +1,437 @@
+"""What the search knows of a model before any mesh is chosen.
+
+Ops of repeated blocks are seen once, through their representative. Tensors are seen as *transfers*: one tensor
+and the ops of one block that use it, which share its redistributions. Transfers that look alike (equal
+representatives of producer and users) are one, with the list of blocks they lead into; so the tensors that
+run from one repeat to the next, into the first and out of the last are all there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.cost_model.compute.flops import training_flops
+from autopar.cost_model.compute.traffic import compute_itemsize
+from autopar.cost_model.memory.activations import BlockActivations
+from autopar.cost_model.memory.saved_tensors import Saved
+from autopar.ir.analysis.batch_and_sequence import Roles, find_roles, microbatch_obstacle
+from autopar.ir.analysis.blocks import Folding, fold
+from autopar.ir.analysis.derived_parameters import DerivedUses, Passing, find_derived, passing_axes
+from autopar.ir.analysis.gradient_flow import computed, gradient_flow
+from autopar.ir.analysis.op_clusters import Cluster, Clusters, cluster, first_instances
+from autopar.ir.analysis.zigzag import FoldedSequence, find_folds
+from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
+from autopar.ir.plan import Precision
+from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.rules.moe import EXPERTS, expert_factors
+
+PRELUDE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor by its (representative) producer: an op, a step input, a buffer or a constant.
+
+    numel, rows: elements and size of dimension 0, of the whole batch. itemsize: bytes of an element in compute.
+    carries_batch: a microbatch has a part of it, of its rows if ``by_rows``. differentiable: a gradient flows
+    through it.
+    """
+
+    node: fx.Node
+    result: int
+    numel: int
+    rows: int
+    itemsize: int
+    carries_batch: bool
+    by_rows: bool
+    differentiable: bool
+    floating: bool
+
+    def bytes_of_microbatch(self, num_microbatches: int) -> float:
+        return self.numel * self.itemsize / (num_microbatches if self.carries_batch else 1)
+
+    def rows_of_microbatch(self, num_microbatches: int) -> float:
+        return self.rows / (num_microbatches if self.carries_batch and self.by_rows else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A tensor and its uses inside one block.
+
+    uses: (representative op, operand position). blocks: index of every block instance it looks like this in.
+    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude).
+    """
+
+    tensor: Tensor
+    uses: tuple[tuple[fx.Node, int], ...]
+    blocks: tuple[int, ...]
+    from_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrivals:
+    """What blocks that are alike have to do with others.
+
+    transfers: numbers of those that lead into such a block. crossing: tensors that cross a cut before it.
+    """
+
+    transfers: tuple[int, ...]
+    crossing: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are used alike.
+
+    uses: (representative op, operand position) of every use in execution order; the first decides the storage.
+    names: placeholder names. blocks: for each of them the block of each use. itemsize: bytes of an element.
+    """
+
+    numel: int
+    shape: tuple[int, ...]
+    requires_grad: bool
+    itemsize: int
+    uses: tuple[tuple[fx.Node, int], ...]
+    names: tuple[str, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """A captured model, analysed. ``precision`` is of compute.
+
+    ends_early: whether a block's second run ends when all that autograd saves is there again, as with torch since 2.1.
+    """
+
+    captured: CapturedModel
+    folding: Folding
+    roles: Roles
+    clusters: Clusters
+    precision: Precision
+    ends_early: bool = True
+
+    @classmethod
+    def of(cls, captured: CapturedModel, precision: Precision) -> Workload:
+        """Analyse ``captured``; linear in its ops."""
+        folding, roles = fold(captured), find_roles(captured)
+        return cls(
+            captured=captured,
+            folding=folding,
+            roles=roles,
+            clusters=cluster(captured, folding, roles),
+            precision=precision,
+        )
+
+    @cached_property
+    def derived(self) -> DerivedUses:
+        """Representative ops on parameters alone, with all uses of what they make."""
+        found: dict[fx.Node, dict[tuple[fx.Node, int], None]] = {}
+        for node, uses in find_derived(self.captured, self.roles).items():
+            own = found.setdefault(self.representative(node), {})
+            own.update(((self.representative(user), position), None) for user, position in uses)
+        return {node: tuple(uses) for node, uses in found.items()}
+
+    def passing(self, assignments: Mapping[fx.Node, Assignment]) -> Passing:
+        """Axes on which summands pass through derived ops, by representative op."""
+        return passing_axes(self.derived, assignments, self.roles)
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why the batch may not be cut into microbatches."""
+        return microbatch_obstacle(self.captured, self.roles)
+
+    @cached_property
+    def experts(self) -> frozenset[int]:
+        """Numbers of experts of the model's mixtures."""
+        return frozenset(self.rule(n).sizes[EXPERTS] for n in self.repeats if EXPERTS in self.rule(n).sizes)
+
+    @cached_property
+    def expert_factors(self) -> Mapping[fx.Node, frozenset[str]]:
+        """The factors of ops that are experts: of a mixture, and of a stack of matrices, each times rows of its own."""
+        found = {node: expert_factors(node, self.rule(node), self.captured.parameters) for node in self.repeats}
+        return {node: factors for node, factors in found.items() if factors}
+
+    @cached_property
+    def folded(self) -> FoldedSequence:
+        """How its sequence could be folded."""
+        return find_folds(self.captured, self.folding, self.roles)
+
+    @cached_property
+    def flow(self) -> frozenset[fx.Node]:
+        """The tensors that have a gradient, in every block."""
+        return gradient_flow(self.captured)
+
+    @cached_property
+    def differentiable(self) -> frozenset[fx.Node]:
+        """These, and the representatives of any that has one: of equal blocks the first may read what has none."""
+        return self.flow | {self.representative(node) for node in self.flow}
+
+    @cached_property
+    def repeats(self) -> Mapping[fx.Node, int]:
+        """How often each op of the prelude and of the first block of each kind runs; others are absent."""
+        found: dict[fx.Node, int] = {}
+        for group in self.clusters.clusters:
+            for node in group.members:
+                block = self.folding.block_of.get(node)
+                found[node] = 1 if block is None else self.folding.kinds[self.folding.blocks[block].kind].repeats
+        return found
+
+    def rule(self, node: fx.Node) -> FactorRule:
+        """Rule of an op."""
+        return self.roles.rules[node]
+
+    def factors_of_matrices(self, node: fx.Node) -> frozenset[str]:
+        """Factors of the parameters with two dimensions or more that an op reads."""
+        rule = self.rule(node)
+        return frozenset(
+            factor
+            for operand, dims in zip(tensor_operands(node), rule.operands, strict=True)
+            if operand.name in self.captured.parameters and len(operand.meta["val"].shape) > 1
+            for dim in dims
+            for factor in dim
+        )
+
+    def representative(self, node: fx.Node) -> fx.Node:
+        return self.folding.representative.get(node, node)
+
+    def cluster_of(self, node: fx.Node) -> Cluster:
+        """Cluster of a representative op or of a step input."""
+        return self.clusters.of.get(node, self.clusters.inputs)
+
+    @cached_property
+    def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Clusters of the ops of each kind of block."""
+        blocks = (self.folding.blocks[index] for index in first_instances(self.folding))
+        nodes = ([node for node in block.nodes if node in self.repeats] for block in blocks)
+        return tuple(tuple(sorted({self.cluster_of(node).index for node in own})) for own in nodes)
+
+    @cached_property
+    def clusters_of_transfers(self) -> tuple[tuple[int, ...], ...]:
+        """Those that the redistributions of each of ``transfers`` depend on."""
+        every = tuple(range(len(self.clusters.clusters)))
+        found = []
+        for transfer in self.transfers:
+            nodes = (transfer.tensor.node, *(node for node, _ in transfer.uses))
+            # Whether summands pass through a derived op is decided by all that use what it makes.
+            apart = self.derived.keys().isdisjoint(nodes)
+            found.append(tuple(self.cluster_of(node).index for node in nodes) if apart else every)
+        return tuple(found)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return len(self.folding.blocks)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every tensor that is no parameter, with its uses, folded."""
+        gathered: dict[tuple[fx.Node, int, int], list[tuple[fx.Node, int]]] = {}
+        for node in op_nodes(self.captured.graph):
+            block = self.folding.block_of.get(node, PRELUDE)
+            for position, operand in enumerate(tensor_operands(node)):
+                producer, result = source(operand)
+                if producer.name in self.captured.parameters and producer.op == "placeholder":
+                    continue
+                gathered.setdefault((producer, result, block), []).append((self.representative(node), position))
+        order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
+        folded: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+        first: dict[tuple[object, ...], tuple[fx.Node, int, tuple[tuple[fx.Node, int], ...]]] = {}
+        for (producer, result, block), users in gathered.items():
+            uses = tuple(sorted(set(users), key=lambda use: (order[use[0]], use[1])))
+            known = self.representative(producer)
+            key = (known, result, uses)
+            first.setdefault(key, (known, result, uses))
+            blocks, from_blocks = folded.setdefault(key, ([], []))
+            blocks.append(block)
+            from_blocks.append(self.folding.block_of.get(producer, PRELUDE))
+        return tuple(
+            Transfer(
+                tensor=self.tensor(*first[key][:2]),
+                uses=first[key][2],
+                blocks=tuple(blocks),
+                from_blocks=tuple(from_blocks),
+            )
+            for key, (blocks, from_blocks) in folded.items()
+        )
+
+    @cached_property
+    def arrivals(self) -> Mapping[int, Arrivals]:
+        """Of every block and of the PRELUDE; the same object where it is the same."""
+        into: dict[int, list[int]] = {}
+        reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
+        for number, transfer in enumerate(self.transfers):
+            tensor = transfer.tensor
+            for block, start in zip(transfer.blocks, transfer.from_blocks, strict=True):
+                into.setdefault(block, []).append(number)
+                if start != PRELUDE and block > start:
+                    key = (tensor.node, tensor.result, start)
+                    reach[key] = (tensor, max(block, reach[key][1] if key in reach else block))
+        over: dict[int, list[Tensor]] = {}
+        for (_, _, start), (tensor, end) in reach.items():
+            for block in range(start + 1, end + 1):
+                over.setdefault(block, []).append(tensor)
+        made: dict[tuple[object, ...], Arrivals] = {}
+        found = {}
+        for block in (PRELUDE, *range(self.num_blocks)):
+            transfers, crossing = tuple(into.get(block, ())), tuple(over.get(block, ()))
+            alike = (transfers, tuple((tensor.node, tensor.result) for tensor in crossing))
+            found[block] = made.setdefault(alike, Arrivals(transfers=transfers, crossing=crossing))
+        return found
+
+    def tensor(self, node: fx.Node, result: int) -> Tensor:
+        """Description of result ``result`` of ``node``."""
+        return self._tensors[node, result]
+
+    @cached_property
+    def _tensors(self) -> Mapping[tuple[fx.Node, int], Tensor]:
+        carrying: dict[tuple[fx.Node, int], bool] = {}
+        flowing: set[tuple[fx.Node, int]] = set()
+        for node in self.captured.graph.nodes:
+            if node.op in ("placeholder", "call_function"):
+                key = source(node)
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    carrying[key] = self.roles.batch_dim.get(node) is not None
+                    if node in self.differentiable:
+                        flowing.add(key)
+        found: dict[tuple[fx.Node, int], Tensor] = {}
+        for node in self.captured.graph.nodes:
+            if node.op not in ("placeholder", "call_function") or source(node)[0] is not node:
+                continue
+            for result, value in enumerate(tensor_results(node)):
+                found[node, result] = Tensor(
+                    node=node,
+                    result=result,
+                    numel=value.numel(),
+                    rows=value.shape[0] if value.dim() else 1,
+                    itemsize=compute_itemsize(value.dtype, self.precision),
+                    carries_batch=carrying.get((node, result), self.roles.batch.get(node) is not None),
+                    by_rows=self.roles.batch_dim.get(node) in (0, None),
+                    differentiable=(node, result) in flowing and has_gradient_dtype(value),
+                    floating=has_gradient_dtype(value),
+                )
+        return found
+
+    @cached_property
+    def reads_weights(self) -> frozenset[fx.Node]:
+        """Representative ops that read a trainable parameter."""
+        return frozenset(node for group in self.parameters if group.requires_grad for node, _ in group.uses)
+
+    def weights_share(self, node: fx.Node) -> float:
+        """Share of the backward of a representative op that computes gradients of parameters."""
+        if node not in self.reads_weights:
+            return 0.0
+        return 0.5 if any(o in self.differentiable and o.op != "placeholder" for o in tensor_operands(node)) else 1.0
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterGroup, ...]:
+        """Parameters, those alike together."""
+        uses: dict[str, list[tuple[int, fx.Node, int]]] = {name: [] for name in self.captured.parameters}
+        for node in op_nodes(self.captured.graph):
+            block = self.folding.block_of.get(node, PRELUDE)
+            for position, operand in enumerate(tensor_operands(node)):
+                if operand.op == "placeholder" and operand.name in uses:
+                    uses[operand.name].append((block, self.representative(node), position))
+        grouped: dict[tuple[object, ...], list[str]] = {}
+        for name, used in uses.items():
+            if used:
+                parameter = self.captured.parameters[name]
+                key = (tuple(u[1:] for u in used), parameter.shape, parameter.dtype, name in self.trained)
+                grouped.setdefault(key, []).append(name)
+        found = []
+        for names in grouped.values():
+            parameter, trains = self.captured.parameters[names[0]], names[0] in self.trained
+            found.append(
+                ParameterGroup(
+                    numel=prod(parameter.shape),
+                    shape=tuple(parameter.shape),
+                    requires_grad=trains,
+                    itemsize=parameter.dtype.itemsize,
+                    uses=tuple(u[1:] for u in uses[names[0]]),
+                    names=tuple(names),
+                    blocks=tuple(tuple(u[0] for u in uses[name]) for name in names),
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        return sum(parameter.numel for name, parameter in self.captured.parameters.items() if name in self.trained)
+
+    @cached_property
+    def unread_bytes(self) -> float:
+        """Of the parameters that no op reads."""
+        read = {name for group in self.parameters for name in group.names}
+        unread = (parameter for name, parameter in self.captured.parameters.items() if name not in read)
+        return float(sum(parameter.numel * parameter.dtype.itemsize for parameter in unread))
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Placeholder names of the parameters that have a gradient."""
+        return frozenset(node.name for node in self.flow if node.op == "placeholder")
+
+    @cached_property
+    def shared_parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters that several blocks use, and which."""
+        named = (
+            (name, used) for group in self.parameters for name, used in zip(group.names, group.blocks, strict=True)
+        )
+        return {name: used for name, used in named if len(set(used)) > 1}
+
+    @cached_property
+    def activations(self) -> tuple[BlockActivations, ...]:
+        """What each kind of block keeps for its backward."""
+        return tuple(
+            BlockActivations.of(
+                [node for node in self.folding.blocks[index].nodes if node in self.repeats],
+                precision=self.precision,
+                batch_factors=self.roles.batch,
+                shared=frozenset(self.folding.prelude),
+                needs_grad=self.differentiable,
+                ends_early=self.ends_early,
+            )
+            for index in first_instances(self.folding)
+        )
+
+    @cached_property
+    def kept(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """What ops keep for backward, each storage of a block with the first op that keeps it."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.activations:
+            seen = set()
+            for tensor in (*activations.saved, *activations.extra):
+                if tensor.storage not in seen:
+                    seen.add(tensor.storage)
+                    found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
+
+    @cached_property
+    def contracted(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """Results of contractions."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.activations:
+            for tensor in activations.kept:
+                found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """Floating point operations of a forward on the whole batch, of all outputs of the model."""
+        return sum(self.rule(node).flops * count for node, count in self.repeats.items())
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Floating point operations of a step on the whole batch: of its forward and of the gradients it computes.
+
+        Of a weight that is frozen there is no gradient, of what it reads only where something before it trains.
+        """
+        run = computed(self.captured)
+        return sum(
+            training_flops(node, self.rule(self.representative(node)), self.flow)
+            for node in op_nodes(self.captured.graph)
+            if node in run
+        )

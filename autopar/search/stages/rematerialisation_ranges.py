@@ -1,0 +1,229 @@
+"""The best rematerialisation levels for every range of blocks that could be a stage, all ranges at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.assign.instance import Floats, Ints
+from autopar.search.stages.stage import LEVELS, BlockCost, Stage
+
+# (range, block) pairs that are looked at together.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Which ranges (columns) may fit into ``budget`` with how many microbatches alive (rows), whatever that takes.
+
+    live: of each stage. rows: of each number of them.
+    """
+
+    ranges: Ranges
+    live: Sequence[int]
+    budget: float
+    rows: dict[int, int]
+    fits: NDArray[np.bool_]
+
+    def cover(self) -> bool:
+        """Whether stages that may fit cover all blocks. Each takes as many as it can: what fits, fits in part."""
+        end, known = 0, self.ranges.known
+        for count in self.live:
+            end += int(np.count_nonzero(self.fits[self.rows[count]][known[end, end + 1 :]]))
+        return end >= self.ranges.n
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """Of every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
+    inf where nothing fits or it is too long, and the levels for that."""
+
+    ranges: Ranges
+    rows: dict[int, int]
+    times: Floats
+    full: Ints
+    partly: Ints
+    middle: Ints
+
+    def of(self, live: int) -> Floats:
+        """Seconds of the ranges, by number as in ``Ranges.known``."""
+        return np.asarray(self.times[self.rows[live]])
+
+    def stage(self, begin: int, end: int, live: int) -> Stage:
+        """The best use of levels for a range."""
+        at = self.rows[live], self.ranges.known[begin, end]
+        level, count = LEVELS[self.middle[at]], int(self.partly[at])
+        return Stage(
+            first=begin,
+            last=end - 1,
+            full=int(self.full[at]),
+            alternate=count if level == "alternate" else 0,
+            selective=count if level == "selective" else 0,
+        )
+
+
+class Ranges:
+    """Ranges [a, b) of blocks, those that differ by number: ``known[a, b]`` is that of [a, b).
+
+    With m the end of the fully and k the end of the partly rematerialised blocks, a <= m <= k <= b, time and saved
+    bytes are sums over prefixes: both separate into a term of m, one of k, and one of the range. The level of the
+    blocks between m and k is tried both ways.
+    """
+
+    def __init__(self, blocks: tuple[BlockCost, ...], levels: tuple[str, ...]) -> None:
+        self.n = len(blocks)
+        self.fastest = _prefix([min(b.time_s) for b in blocks])
+        self.blocks = blocks
+        self.allowed = [level in levels for level in LEVELS]
+        self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
+        every = range(len(LEVELS))
+        self.time = [_prefix([b.time_s[level] for b in blocks]) for level in every]
+        self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
+        # The least that blocks keep if none is rematerialised more strongly than at a level.
+        usable = [[other for other in range(level + 1) if self.allowed[other]] for level in every]
+        self.least = [
+            _prefix([min(b.saved_bytes[other] for other in own) for b in blocks]) if own else None for own in usable
+        ]
+        self.static = _prefix([b.static_bytes for b in blocks])
+        self.begins, self.ends, self.known = _distinct(_runs(blocks))
+        self.workspace = self._largest([b.workspace_bytes for b in blocks])
+        self.recomputed = [self._largest([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
+
+    def _largest(self, values: Sequence[float]) -> Floats:
+        """Of the values in each range that differs."""
+        bounds = np.column_stack([self.begins, self.ends]).ravel()
+        return np.asarray(np.maximum.reduceat(np.array([*values, -np.inf]), bounds)[::2])
+
+    def reach(self, bound: float) -> Ints:
+        """[a]: the end of the longest range from a on that may take less than ``bound`` seconds."""
+        if np.isinf(bound):
+            return np.full(self.n + 1, self.n)
+        ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
+        return np.asarray(ends, dtype=np.int64)
+
+    def fitting(self, live: Sequence[int], budget: float) -> Fitting:
+        """The ranges that may fit with as many microbatches alive as some stage has."""
+        lives, begins, ends = tuple(dict.fromkeys(live)), self.begins, self.ends
+        fixed = self.static[ends] - self.static[begins] + self.workspace
+        fits = np.zeros((len(lives), len(begins) + 1), dtype=bool)
+        for level, least in enumerate(self.least):
+            if least is not None and self.allowed[level]:
+                room = budget * (1 + 2e-9) + 2e-6 - fixed - self.recomputed[level]
+                fits[:, :-1] |= np.array(lives)[:, None] * (least[ends] - least[begins]) <= room
+        return Fitting(self, live, budget, {count: row for row, count in enumerate(lives)}, fits)
+
+    def solve(self, fitting: Fitting, bound: float) -> Solved:
+        """The ranges that may fit and take less than ``bound`` seconds."""
+        begins, ends, shape, budget = self.begins, self.ends, fitting.fits.shape, fitting.budget
+        best = np.full(shape, np.inf)
+        full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        live = np.array(list(fitting.rows))[:, None]
+        wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
+        longest = int((ends - begins)[wanted[1]].max(initial=0))
+        tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
+        for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
+            self._solve_some(row * shape[1] + number, number, live[row, 0], budget, *tables)
+        return Solved(self, fitting.rows, best, full, partly, middle)
+
+    def _solve_some(
+        self, some: Ints, number: Ints, lives: Ints, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
+    ) -> None:
+        """Fill in the places ``some`` of the tables: of the ranges ``number`` with ``lives`` microbatches alive."""
+        length = int((self.ends - self.begins)[number].max(initial=0))
+        for use_full, level in product((False, True), range(3)):
+            if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
+                continue
+            if not self.allowed[0] and not (use_full or level):
+                continue
+            if self.costly and (use_full or level):
+                # What fits without rematerialisation is best without it.
+                undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
+                some, number, lives = some[undecided], number[undecided], lives[undecided]
+            if not len(some):
+                return
+            # What changes when the blocks before k go from level none to the one tried.
+            extra_time, extra_saved = self.time[level] - self.time[0], self.saved[level] - self.saved[0]
+            monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
+            begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
+            fixed = self.static[end] - self.static[begin] + self.workspace[number, None]
+            room = budget - fixed - self.recomputed[3 if use_full else level][number, None]
+            slack = 1e-9 * np.abs(room) + 1e-6
+            m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
+            inside = m <= end
+            m = np.minimum(m, end)
+            candidates: list[Ints]
+            if not self.allowed[0]:
+                # Every block is rematerialised: the middle part reaches to the end, or there is none.
+                if not level:
+                    m, inside = end, np.ones((len(some), 1), dtype=bool)
+                candidates = [np.broadcast_to(end, m.shape)]
+            elif not level:
+                candidates = [m]
+            elif monotonous:
+                # More blocks at that level take less memory and more time: the fewest that fit are best.
+                target = (room + slack) / live - self._saved(begin, end, m, m, level) + extra_saved[m]
+                k = np.searchsorted(-extra_saved, -target, side="left")
+                candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
+            else:
+                candidates = [np.minimum(m + more, self.n) for more in range(1, length + 1)]
+            for k in candidates:
+                fits = (k <= end) & (live * self._saved(begin, end, m, k, level) <= room + slack)
+                fits &= inside
+                fits &= (k > m) if level else (k == m)
+                seconds = np.where(fits, self._seconds(begin, end, m, k, level), np.inf)
+                column = seconds.argmin(axis=1)
+                rows = np.arange(len(some))
+                better = seconds[rows, column] < best[some]
+                at = some[better]
+                best[at] = seconds[rows, column][better]
+                full[at] = m[rows, column][better] - begin[better, 0]
+                partly[at] = (k - m)[rows, column][better]
+                middle[at] = level
+
+    def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
+        none, some, everything = self.time[0], self.time[level], self.time[3]
+        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
+
+    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
+        """Bytes of one microbatch."""
+        none, some, everything = self.saved[0], self.saved[level], self.saved[3]
+        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
+
+
+# Plans of a leaf differ in schedule and memory, not in blocks.
+ranges_of = lru_cache(maxsize=16)(Ranges)
+
+
+def _runs(blocks: Sequence[BlockCost]) -> tuple[int, ...]:
+    """For every block the first of the run of equal blocks that it is in."""
+    begins = [0]
+    for b in range(1, len(blocks)):
+        alike = blocks[b] is blocks[b - 1] or blocks[b] == blocks[b - 1]
+        begins.append(begins[-1] if alike else b)
+    return tuple(begins)
+
+
+@lru_cache(maxsize=64)
+def _distinct(runs: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+    """The ranges that differ, by begin and end: inside a run of equal blocks only the length of a range matters.
+
+    Third, for all [a, b): the number of the one that [a, b) is like; the last number of all where there is no range.
+    """
+    n = len(runs)
+    begin, end = np.triu_indices(n + 1, 1)
+    first, last = np.array([*runs, n])[begin], np.array([0, *runs])[end]
+    inside = first == last  # the last block is in the run of the first
+    like = np.where(inside, first, begin), np.where(inside, first + end - begin, end)
+    distinct, number = np.unique(like[0] * (n + 1) + like[1], return_inverse=True)
+    known = np.full((n + 1, n + 1), len(distinct), dtype=np.int64)
+    known[begin, end] = number
+    return distinct // (n + 1), distinct % (n + 1), known
+
+
+def _prefix(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

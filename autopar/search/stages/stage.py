@@ -1,0 +1,73 @@
+"""One stage of a pipeline: its blocks, the rematerialisation level of each, what it takes and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# From the one that keeps most; ``autopar.cost_model.memory.activations`` says what each keeps.
+LEVELS = ("none", "selective", "alternate", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """One block in one plan.
+
+    time_s, saved_bytes: per microbatch, at each of LEVELS. static_bytes: parameters, gradients, optimiser.
+    workspace_bytes: held only while the block runs. send_s: of a cut before this block.
+    """
+
+    time_s: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    static_bytes: float
+    workspace_bytes: float = 0.0
+    send_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Blocks ``first`` to ``last``: the first ``full`` at level full, ``alternate`` at level alternate, and so on.
+
+    offload: what ZeRO shards of them is in host memory.
+    """
+
+    first: int
+    last: int
+    full: int = 0
+    alternate: int = 0
+    selective: int = 0
+    offload: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return self.last - self.first + 1
+
+    def level(self, block: int) -> int:
+        """Index into LEVELS for block ``block``."""
+        offset = block - self.first
+        for level, count in ((3, self.full), (2, self.alternate), (1, self.selective)):
+            if offset < count:
+                return level
+            offset -= count
+        return 0
+
+    @property
+    def strongest(self) -> int:
+        """Index into LEVELS of the strongest level of a block."""
+        return self.level(self.first)
+
+
+def stage_time(blocks: Sequence[BlockCost], stage: Stage) -> float:
+    """Seconds of one microbatch, forward and backward."""
+    return sum(blocks[b].time_s[stage.level(b)] for b in range(stage.first, stage.last + 1))
+
+
+def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
+    """Bytes a rank of the stage needs with ``live`` microbatches in flight."""
+    inside = range(stage.first, stage.last + 1)
+    return (
+        sum(blocks[b].static_bytes for b in inside)
+        + live * sum(blocks[b].saved_bytes[stage.level(b)] for b in inside)
+        + max(blocks[b].workspace_bytes for b in inside)
+        + max(blocks[b].saved_bytes[0] - blocks[b].saved_bytes[stage.strongest] for b in inside)
+    )

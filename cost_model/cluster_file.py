@@ -1,0 +1,229 @@
+"""Cluster files: a catalogued GPU, with any figure replaced by what was measured.
+
+gpu: a100-80gb
+num_gpus: 64
+gpus_per_node: 8
+memory_gb: 80
+host_gb_s: 24.8
+inter_node: {bandwidth_gb_s: 12.5, efficiency: 0.85, latency_us: 8}
+
+Fewer NICs than GPUs, switches that pass on less than NICs send, and nodes of several kinds:
+
+nodes: [{gpu: a100-80gb, num_nodes: 16}, {gpu: h100-sxm, num_nodes: 16}]
+gpus_per_node: 8
+nics: {per_node: 4, bandwidth_gb_s: 25}
+pods: {num_nodes: 16, oversubscription: 4}
+
+Plans share work evenly, so ranks wait for the slowest kind of node: a cluster of several kinds is planned as one whose
+devices have the least of every figure. Rail switches, which join the NICs of equal number of many nodes, make one pod
+of those nodes: what goes to another NIC takes the links inside a node first.
+
+``autopar profile`` measures a machine and writes such a file with every figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from autopar.cost_model.catalogue import find_gpu, make_cluster
+from autopar.cost_model.hardware.cluster import Cluster, Pods
+from autopar.cost_model.hardware.device import GB, Link, MatmulRate
+from autopar.cost_model.hardware.slowest_node import slowest_of
+from autopar.ir.errors import InvalidCluster
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LinkDescription(_Model):
+    """Figures of a link that replace the catalogue's.
+
+    bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
+    ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce; FSDP's are zero_gather and
+    zero_scatter. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap: share of an
+    all-reduce that can run beside compute.
+    """
+
+    bandwidth_gb_s: PositiveFloat | None = None
+    efficiency: Fraction | None = None
+    base_latency_us: Annotated[float, Field(ge=0)] | None = None
+    latency_us: Annotated[float, Field(ge=0)] | None = None
+    relative_time: dict[Kind, PositiveFloat] = {}
+    alone_gb_s: PositiveFloat | None = None
+    overlap: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    def applied_to(self, link: Link) -> Link:
+        if self.bandwidth_gb_s is not None:
+            # What the catalogue knows of pairs and switches belongs to the link that is replaced.
+            link = replace(link, bandwidth=self.bandwidth_gb_s * GB, peer_bandwidth=None, switch_reduce=None)
+        if self.efficiency is not None:
+            link = replace(link, efficiency=self.efficiency)
+        if self.base_latency_us is not None:
+            link = replace(link, base_latency_s=self.base_latency_us * 1e-6)
+        if self.latency_us is not None:
+            link = replace(link, hop_latency_s=self.latency_us * 1e-6)
+        if self.relative_time:
+            link = replace(link, relative_time=tuple(self.relative_time.items()))
+        if self.alone_gb_s is not None:
+            link = replace(link, alone=self.alone_gb_s * GB)
+        if self.overlap is not None:
+            link = replace(link, overlap=self.overlap)
+        return link
+
+
+class RateDescription(_Model):
+    """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve."""
+
+    peak_tflops: PositiveFloat
+    efficiency: Fraction
+    attention_efficiency: Fraction
+
+    def rate(self, precision: str) -> MatmulRate:
+        return MatmulRate(
+            precision=precision,
+            peak_flops=self.peak_tflops * 1e12,
+            efficiency=self.efficiency,
+            attention_efficiency=self.attention_efficiency,
+        )
+
+
+class NodesDescription(_Model):
+    """Nodes of one kind."""
+
+    gpu: str
+    num_nodes: PositiveInt
+
+
+class NicsDescription(_Model):
+    """Network cards of a node, and GB/s of each in one direction."""
+
+    per_node: PositiveInt
+    bandwidth_gb_s: PositiveFloat
+
+
+class PodsDescription(_Model):
+    """See ``cluster.Pods``."""
+
+    num_nodes: PositiveInt
+    oversubscription: Annotated[float, Field(ge=1)]
+
+
+class ClusterDescription(_Model):
+    """A cluster file. What it does not say is the catalogue's entry for ``gpu``, or for those of ``nodes``.
+
+    rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
+    large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
+    element. optimizer_gb_s: achieved by a fused AdamW. jitter_us: by which the slowest of the ranks is late after a
+    millisecond of equal work; it grows with the root of the time. host_gb_s: achieved between host and device.
+    """
+
+    gpu: str | None = None
+    num_gpus: PositiveInt | None = None
+    nodes: list[NodesDescription] = []
+    gpus_per_node: PositiveInt | None = None
+    nics: NicsDescription | None = None
+    pods: PodsDescription | None = None
+    memory_gb: PositiveFloat | None = None
+    matmul_efficiency: Fraction | None = None
+    rates: dict[PrecisionName, RateDescription] = {}
+    half_depth: PositiveFloat | None = None
+    memory_bandwidth_gb_s: PositiveFloat | None = None
+    launch_us: Annotated[float, Field(ge=0)] | None = None
+    transcendental_ns: Annotated[float, Field(ge=0)] | None = None
+    optimizer_gb_s: PositiveFloat | None = None
+    jitter_us: Annotated[float, Field(ge=0)] | None = None
+    host_gb_s: PositiveFloat | None = None
+    intra_node: LinkDescription = LinkDescription()
+    inter_node: LinkDescription = LinkDescription()
+
+    @pydantic.model_validator(mode="after")
+    def _one_way_to_say_which(self) -> ClusterDescription:
+        if self.nodes and (self.gpu is not None or self.num_gpus is not None):
+            raise ValueError("nodes say which GPUs there are; leave gpu and num_gpus out")
+        if not self.nodes and (self.gpu is None or self.num_gpus is None):
+            raise ValueError("expected gpu and num_gpus, or nodes")
+        return self
+
+    def _catalogued(self) -> Cluster:
+        if self.gpu is not None and self.num_gpus is not None:
+            return make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
+        counts = {self.gpus_per_node or int(find_gpu(kind.gpu).gpus_per_node.value) for kind in self.nodes}
+        if len(counts) > 1:
+            raise InvalidCluster(
+                f"nodes of {' and '.join(map(str, sorted(counts)))} GPUs; expected as many on each\n"
+                "  try: gpus_per_node, the fewest that a node has"
+            )
+        (count,) = counts
+        known = [make_cluster(kind.gpu, kind.num_nodes * count, count) for kind in self.nodes]
+        return slowest_of(known, sum(kind.num_nodes for kind in self.nodes))
+
+    def cluster(self) -> Cluster:
+        base = self._catalogued()
+        device = base.device
+        if self.memory_gb is not None:
+            device = replace(device, memory_bytes=int(self.memory_gb * GB))
+        if self.matmul_efficiency is not None:
+            device = replace(device, matmul=tuple(replace(r, efficiency=self.matmul_efficiency) for r in device.matmul))
+        if self.rates:
+            known = {rate.precision: rate for rate in device.matmul}
+            known |= {precision: described.rate(precision) for precision, described in self.rates.items()}
+            device = replace(device, matmul=tuple(known.values()))
+        if self.half_depth is not None:
+            device = replace(device, tiling=replace(device.tiling, half_depth=self.half_depth))
+        if self.memory_bandwidth_gb_s is not None:
+            device = replace(device, memory_bandwidth=self.memory_bandwidth_gb_s * GB, memory_efficiency=1.0)
+        if self.launch_us is not None:
+            device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
+        if self.transcendental_ns is not None:
+            device = replace(device, transcendental_s=self.transcendental_ns * 1e-9)
+        if self.optimizer_gb_s is not None:
+            device = replace(device, optimizer_bandwidth=self.optimizer_gb_s * GB)
+        if self.jitter_us is not None:
+            device = replace(device, jitter_s=self.jitter_us * 1e-6)
+        if self.host_gb_s is not None:
+            host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
+            device = replace(device, host=host)
+        inter_node = base.inter_node
+        if self.nics is not None:
+            each = self.nics.bandwidth_gb_s * GB
+            shared = min(each, each * self.nics.per_node / base.gpus_per_node)
+            inter_node = replace(inter_node, bandwidth=shared, alone=each * inter_node.efficiency)
+        pods = None if self.pods is None else Pods(**self.pods.model_dump())
+        return replace(
+            base,
+            device=device,
+            intra_node=self.intra_node.applied_to(base.intra_node),
+            inter_node=self.inter_node.applied_to(inter_node),
+            pods=pods,
+        )
+
+
+def cluster_from_dict(data: object, *, source: str = "cluster") -> Cluster:
+    """A cluster from a mapping. Raises InvalidCluster with the path of each bad field."""
+    if not isinstance(data, dict):
+        raise InvalidCluster(f"{source}: expected a mapping with gpu and num_gpus, or nodes, got {type(data).__name__}")
+    try:
+        description = ClusterDescription.model_validate(data)
+    except pydantic.ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'cluster'}: {e['msg']}" for e in error.errors()]
+        raise InvalidCluster(f"{source} is not a valid cluster:\n" + "\n".join(lines)) from error
+    return description.cluster()
+
+
+def cluster_from_yaml(text: str, *, source: str = "cluster") -> Cluster:
+    """A cluster from YAML text. Raises InvalidCluster."""
+    try:
+        data: object = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidCluster(f"{source} is not YAML: {error}") from error
+    return cluster_from_dict(data, source=source)

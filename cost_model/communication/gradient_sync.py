@@ -1,0 +1,206 @@
+"""What a step costs besides its ops: gradient synchronisation, gathered parameters, the optimiser.
+
+Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of compute:
+
+    ZeRO    each microbatch                                        once a step
+    0       -                                                      all_reduce 4n
+    1       -                                                      reduce_scatter 4n, all_gather cn
+    2       reduce_scatter 4n                                      all_gather cn
+    3       all_gather cn (forward), all_gather cn and             -
+            reduce_scatter 4n (backward)
+
+So level 3 moves 1.5 times the bytes of level 0 in float32. Without resharding after forward it gathers once.
+
+Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
+one to the host with each scatter, and runs AdamW at the bandwidth of host memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.hardware.device import ITEMSIZE, Device
+from autopar.ir.redistribution import Collective
+
+_MASTER = 4
+
+# Share of the compute beside it that a prefetched or bucketed collective can hide under: the first and last
+# buckets and the waits between blocks stay exposed.
+OVERLAP = 0.8
+
+# Slow-down of compute while a collective runs beside it: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
+OVERLAP_SLOWDOWN = 0.126
+
+# What it takes on a CPU to start the second part of a backward at one op with weights, in launches of a kernel: 14 to
+# 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where the second part
+# finds nothing in the caches any more. A GPU has its kernels queued meanwhile.
+_BRANCH_LAUNCHES = 60
+
+# What FSDP's Python takes on a CPU, in launches of a kernel, for a block and for each of its tensors: around each of
+# its passes, to gather it and to scatter its gradients. Measured over a fake process group, on blocks of 2 to 16 small
+# tensors: 24 to 40 and 17 to 32 around, 44 to 80 to gather, 30 to 100 to scatter. A GPU has its kernels queued
+# meanwhile.
+_PASS_LAUNCHES, _GATHER_LAUNCHES, _SCATTER_LAUNCHES = (20.0, 1.0), (42.0, 2.5), (27.0, 4.0)
+
+# An element of fused AdamW: parameter, gradient and two moments are read, all but the gradient written, in float32.
+ADAMW_BYTES = 28
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTime:
+    """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step.
+
+    regather_s: the part of ``backward_s`` that the backward waits for; first_s: the part of ``step_s`` that the first
+    forward does. What remains of both comes after the backward.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+    regather_s: float = 0.0
+    first_s: float = 0.0
+
+    def __add__(self, other: SyncTime) -> SyncTime:
+        return SyncTime(*map(operator.add, _parts(self), _parts(other)))
+
+    def __mul__(self, factor: float) -> SyncTime:
+        return SyncTime(*(part * factor for part in _parts(self)))
+
+    __rmul__ = __mul__
+
+    def total_s(self, num_microbatches: int) -> float:
+        return (self.forward_s + self.backward_s) * num_microbatches + self.step_s
+
+
+_parts = operator.attrgetter(*(field.name for field in fields(SyncTime)))
+
+
+def sync_time(
+    fabric: Fabric,
+    numel: float,
+    axes: int | Sequence[int],
+    *,
+    zero: int = 0,
+    precision: str = "fp32",
+    num_collectives: int = 1,
+    reshard: bool = True,
+    trained: float = 1.0,
+) -> SyncTime:
+    """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
+
+    trained: share of them that has a gradient to scatter; level 3 gathers the others too.
+    num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
+    at a bucket that is summed beside compute, only at the step's end, which every plan has.
+    """
+    if not isinstance(axes, int) and not axes:
+        return SyncTime()
+    count = max(1, num_collectives)
+    gradient, copy = _MASTER * numel / count, ITEMSIZE[precision] * numel / count
+    if zero == 0:
+        once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
+        return SyncTime(step_s=count * once)
+    scatter = (
+        count * fabric.time(Collective.REDUCE_SCATTER, gradient * trained, axes, "zero_scatter") if trained else 0.0
+    )
+    gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")
+    return _when(zero, gather, scatter, reshard=reshard)
+
+
+def _when(zero: int, gather_s: float, scatter_s: float, *, reshard: bool) -> SyncTime:
+    """When parameters are gathered and gradients scattered."""
+    if zero == 1:
+        return SyncTime(step_s=scatter_s + gather_s, first_s=gather_s)
+    if zero == 2:
+        return SyncTime(backward_s=scatter_s, step_s=gather_s, first_s=gather_s)
+    again = gather_s if reshard else 0.0
+    return SyncTime(forward_s=gather_s, backward_s=again + scatter_s, regather_s=again)
+
+
+def hooks_time(num_tensors: int, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
+    """What FSDP's Python adds for a block of ``num_tensors`` on a CPU, where nothing hides it."""
+    if not device.is_cpu:
+        return SyncTime()
+    around, gather, scatter = (
+        device.kernel_launch_s * (block + num_tensors * tensor)
+        for block, tensor in (_PASS_LAUNCHES, _GATHER_LAUNCHES, _SCATTER_LAUNCHES)
+    )
+    return SyncTime(forward_s=around, backward_s=around) + _when(zero, gather, scatter, reshard=reshard)
+
+
+def branch_s(device: Device) -> float:
+    """Seconds that a backward in two parts adds for an op whose weights have the second part."""
+    return _BRANCH_LAUNCHES * device.kernel_launch_s if device.is_cpu else 0.0
+
+
+def buffer_copies(
+    numel: float, *, zero: int, itemsize: int, num_microbatches: int, reshard: bool = True
+) -> tuple[float, float]:
+    """Bytes that FSDP moves in device memory for its buffers: in forward and backward, a microbatch on average.
+
+    What is gathered is copied out of the buffer into parameters, gradients are copied into one to be scattered.
+    """
+    out, into = 2 * itemsize * numel, (itemsize + _MASTER) * numel
+    if zero == 1:
+        return out / num_microbatches, into / num_microbatches
+    if zero == 2:
+        return out / num_microbatches, into
+    return out, into + (out if reshard else 0.0)
+
+
+def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int) -> tuple[float, float]:
+    """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
+
+    Parameters are cast for compute once a step, at level 3 in every microbatch, the ``shards``-th part of them. Where
+    gradients are kept whole, those of the first microbatch are cast back and later ones are added as they come; at
+    levels 2 and 3 they are added once they are summed.
+    """
+    cast = (_MASTER + itemsize) * numel if itemsize != _MASTER else 0.0
+    forward = cast / shards if zero == 3 else cast / shards / num_microbatches
+    again = num_microbatches - 1
+    if zero >= 2:
+        return forward, 3 * _MASTER * numel / shards * again / num_microbatches
+    first = cast if again or not zero else 0.0
+    return forward, (first + (itemsize + 2 * _MASTER) * numel * again) / num_microbatches
+
+
+def offload_time(
+    shard_numel: float, device: Device, *, zero: int, reshard: bool = True, trained: float = 1.0
+) -> SyncTime:
+    """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters.
+
+    trained: share of them that has a gradient.
+    """
+    copy = device.host.copy_seconds(_MASTER * shard_numel)
+    return _when(zero, copy, trained * copy, reshard=reshard)
+
+
+def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
+    """Seconds that communication adds to ``compute_s`` seconds of work it may run beside.
+
+    What hides still slows the compute down.
+    """
+    hidden = min(communication_s, overlap * compute_s)
+    return communication_s - hidden + OVERLAP_SLOWDOWN * hidden
+
+
+def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> float:
+    """Seconds of a fused AdamW step over ``numel`` float32 elements: bound by memory, of the host if offloaded."""
+    if offload:
+        return device.host.memory_seconds(ADAMW_BYTES * numel)
+    return device.kernel_launch_s + device.optimizer_seconds(ADAMW_BYTES * numel)
+
+
+def rematerialised_s(remat: str, forward_s: float, contraction_s: float, again_s: float = 0.0) -> float:
+    """Forward seconds that a block runs again in its backward.
+
+    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions
+    and exchanges, which "selective" does not run again; again_s: the part of that which "alternate" does.
+    """
+    if remat == "full":
+        return forward_s
+    if remat == "none":
+        return 0.0
+    return max(0.0, forward_s - contraction_s) + (again_s if remat == "alternate" else 0.0)

@@ -1,0 +1,296 @@
+"""Roofline of one op on one rank, forward and backward.
+
+    forward  = max(FLOPs / achieved FLOP/s, bytes / achieved bandwidth, elements * transcendental) + launches
+    backward = the same over what the gradient computation does
+
+What a matrix product achieves depends on its local shape (``matmul_efficiency``), of each product of the backward on
+its own; on a core its bytes add to it. Of a recurrent layer, the products of the steps come one after another. Experts
+are two products for each of them, of the rows that it gets on average; where ranks share experts the time is that of
+the rank with most rows, as far as it is known how many each expert gets.
+FLOPs and bytes are those of the local shard: the rule's FLOPs divided by the ranks that share the work, each
+tensor divided by the axes that cut it, and both by the number of microbatches where they carry the batch. Where
+ranks share the queries of a causal attention, the time is that of the rank that sees the most keys.
+
+The backward of a contraction (``flops.py``) is one such product for each operand that needs a gradient. Every other
+op is bound by the bytes it reads and writes (``traffic.py``), backward the gradients and what it saved. A view costs
+nothing forward; backward it fills the gradient of what it left out. Nothing else is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
+from autopar.cost_model.compute.flops import (
+    contracted_operands,
+    forward_flops,
+    gradient_passes,
+    is_attention,
+    is_view,
+    op_name,
+    wanted_gradients,
+)
+from autopar.cost_model.compute.local_products import (
+    ITSELF,
+    Product,
+    gradient_orders,
+    launches_of_recurrence,
+    product_of,
+    products_of_experts,
+    products_of_recurrence,
+)
+from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.compute.scans import is_scan, launches_of_scan
+from autopar.cost_model.compute.traffic import WORK, MovedTensor, extra_passes, moved_tensor, transcendental_elements
+from autopar.cost_model.hardware.device import Device, MatmulRate
+from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
+from autopar.ir.errors import UnsupportedOp
+from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
+from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
+from autopar.ir.rules import recurrent
+from autopar.ir.rules.moe import EXPERTS
+from autopar.ir.sequence import Sight, folds_for, imbalance
+
+# Fused attention computes the scores again in its backward: one more product, of the forward's two.
+_SCORES_AGAIN = 0.5
+
+# Ops whose first operand is a table of which they read only what they return.
+_LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
+
+# Launches of a composite op on a core, forward and backward, where there is no kernel for all of it.
+_LAUNCHES_ON_CPU = {"rms_norm": (6, 9)}
+
+# Kernels around the two products of experts, forward and backward; and those of a product of one expert where there is
+# no kernel for all of them (``ir.ops.expert_ffn`` has one in bf16 on GPUs): selecting rows and weight, transposing,
+# product, and backward both gradients.
+_AROUND_EXPERTS = (12, 12)
+_OF_AN_EXPERT = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Everything about an op that its time depends on, so that each assignment takes microseconds.
+
+    read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
+    products: of matrices, () for an op that is none and no mixture of experts; gradients: for each of them the products
+    that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
+    backward, beside num_loops products that are computed expert by expert.
+    is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
+    elements: of the first operand, weighted, where a transcendental function of them is taken.
+    sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
+    sequence is folded so that all ranks see alike much. loads: rows that experts got, by layer.
+    """
+
+    name: str
+    device: Device
+    rate: MatmulRate
+    free: bool
+    free_backward: bool
+    flops: float
+    backward_flops: float
+    carries_batch: bool
+    read: tuple[MovedTensor, ...]
+    written: tuple[MovedTensor, ...]
+    backward_read: tuple[MovedTensor, ...]
+    backward_written: tuple[MovedTensor, ...]
+    products: tuple[Product, ...]
+    gradients: tuple[tuple[int, ...], ...]
+    joint: frozenset[str]
+    is_contraction: bool
+    sizes: dict[str, int]
+    batch_factor: str | None
+    efficiency: float
+    launches: tuple[int, int]
+    num_loops: int = 0
+    elements: MovedTensor | None = None
+    sight: Sight | None = None
+    lengths: tuple[int, int] = (1, 1)
+    balanced: bool = False
+    loads: Loads = ()
+
+    @classmethod
+    def of(
+        cls,
+        node: fx.Node,
+        rule: FactorRule | None,
+        device: Device,
+        *,
+        precision: str = "fp32",
+        batch_factor: str | None = None,
+        needs_grad: AbstractSet[fx.Node] | None = None,
+        balanced: bool = False,
+        loads: Loads = (),
+    ) -> OpCost:
+        """Measure ``node``.
+
+        precision: of compute (fp32, bf16 or fp16): what float32 tensors of the capture become. batch_factor: the
+        factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
+        gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
+        Raises UnsupportedOp for an op without a rule.
+        """
+        if rule is None:
+            raise UnsupportedOp(
+                f"no cost for {node.target} ({node.name}): it has no factor rule"
+                f"\n  at: {node.meta.get('source', 'unknown line')}"
+            )
+        operands, results = tensor_operands(node), tensor_results(node)
+        read = [
+            moved_tensor(o.meta["val"], f, precision, batch_factor)
+            for o, f in zip(operands, rule.operands, strict=True)
+        ]
+        written = [moved_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
+        differentiable = wanted_gradients(node, needs_grad)
+        flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
+        gradients = [read[position] for position in differentiable]
+        contracted = contracted_operands(node, rule)
+        attention = is_attention(node)
+        free = is_view(node)
+        if op_name(node) in _LOOKUPS and read:
+            read[0] = written[0]
+        elif op_name(node) == "embedding_bag":
+            rows = operands[1].meta["val"].numel() / max(results[0].shape[0], 1)
+            read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
+        forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
+        flops = forward_flops(rule, contracted)
+        rate = device.matmul_rate(precision)
+        passes = gradient_passes(node, contracted, differentiable)
+        if attention and passes:
+            passes += _SCORES_AGAIN
+        experts = op_name(node) == "moe"
+        in_steps = recurrent.is_recurrent(node)
+        if in_steps:
+            products = products_of_recurrence(node, rule)
+        else:
+            products = (
+                products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
+            )
+        launches = (1, max(1, len(gradients)) if contracted else 1)
+        if in_steps or is_scan(node):
+            launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
+        if device.is_cpu:
+            launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
+        same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
+        return cls(
+            name=op_name(node),
+            device=device,
+            rate=rate,
+            free=free,
+            free_backward=not gradients or not flowing or (free and same_size),
+            flops=flops,
+            backward_flops=flops * passes,
+            carries_batch=batch_factor is not None,
+            read=(*read, *forward_extra),
+            written=tuple(written),
+            backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
+            backward_written=tuple(gradients),
+            products=products,
+            gradients=gradient_orders(contracted, differentiable) if products else (),
+            joint=frozenset(rule.joint),
+            is_contraction=bool(contracted),
+            sizes=dict(rule.sizes),
+            batch_factor=batch_factor,
+            efficiency=rate.attention_efficiency if attention else rate.efficiency,
+            launches=_AROUND_EXPERTS if experts else launches,
+            num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
+            elements=transcendental_elements(node, rule, batch_factor),
+            sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
+            lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
+            balanced=balanced,
+            loads=loads,
+        )
+
+    def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
+        """Seconds of one microbatch on one rank. Never negative; positive unless the op is a view."""
+        degrees, sent = {WORK: 1}, 1
+        work = num_microbatches if self.carries_batch else 1
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            if choice in self.joint:
+                sent *= axis.size
+            for factor in factors_of_choice(choice):
+                degrees[factor] = degrees.get(factor, 1) * axis.size
+            if choice is not None and choice[0] != "+":
+                work *= axis.size
+                degrees[WORK] *= axis.size
+        one_by_one = self.num_loops * self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
+        launch, launch_back = (
+            self.device.kernel_launch_s * (around + one_by_one * own)
+            for around, own in zip(self.launches, _OF_AN_EXPERT, strict=True)
+        )
+        most = self._largest_share(degrees)
+        busy = most / work / (self.rate.peak_flops * self.efficiency)
+        computing, computing_back = self.flops * busy, self.backward_flops * busy
+        if self.products:
+            computing = computing_back = 0.0
+            for product in self.products:
+                shape = product.local_shape(self.sizes, degrees, self.batch_factor, num_microbatches, sent)
+                steps = product.steps
+                computing += product.flops * busy / self._fraction(shape, ITSELF, steps)
+                computing_back += sum(
+                    product.flops * busy / self._fraction(shape, order, steps) for order in self.gradients
+                )
+        forward = backward = functions = 0.0
+        if self.elements is not None:
+            functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
+        if not self.free:
+            moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
+            forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch
+        if not self.free_backward:
+            tensors = (*self.backward_read, *self.backward_written)
+            moved = self._moved(tensors, degrees, num_microbatches, most)
+            backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back
+        return OpTime(forward, backward)
+
+    def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
+        """Bytes of the results of one microbatch on one rank."""
+        degrees: dict[str, int] = {}
+        for choice, axis in zip(assignment, mesh.axes, strict=True):
+            for factor in factors_of_choice(choice):
+                degrees[factor] = degrees.get(factor, 1) * axis.size
+        return sum(t.local(degrees, num_microbatches) for t in self.written)
+
+    def _largest_share(self, degrees: dict[str, int]) -> float:
+        """Work of the rank that has most, over the mean."""
+        if EXPERTS in self.sizes:
+            return share_of_busiest(self.loads, self.sizes[EXPERTS], degrees.get(EXPERTS, 1))
+        count = degrees.get(QUERIES, 1)
+        if self.sight is None or count == 1:
+            return 1.0
+        folds = folds_for(self.lengths, count, balanced=self.balanced)
+        return imbalance(self.sight, self.lengths, folds, count)
+
+    def _moved(
+        self, tensors: tuple[MovedTensor, ...], degrees: dict[str, int], num_microbatches: int, most: float
+    ) -> float:
+        """Bytes of a microbatch on the rank that has most to do."""
+        return sum(t.local(degrees, num_microbatches) * (most if WORK in t.factors else 1.0) for t in tensors)
+
+    def _together(self, computing: float, moving: float, functions: float) -> float:
+        if self.products and self.device.is_cpu:
+            return computing + moving
+        return max(computing, moving, functions)
+
+    def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...], steps: int) -> float:
+        rows, *others = (shape[number] for number in order)
+        return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
+
+
+def op_time(
+    node: fx.Node,
+    rule: FactorRule | None,
+    assignment: Assignment,
+    mesh: Mesh,
+    device: Device,
+    *,
+    precision: str = "fp32",
+    batch_factor: str | None = None,
+    num_microbatches: int = 1,
+    needs_grad: AbstractSet[fx.Node] | None = None,
+) -> OpTime:
+    """Seconds of one microbatch of one op on one rank. ``OpCost`` is the form for many assignments."""
+    cost = OpCost.of(node, rule, device, precision=precision, batch_factor=batch_factor, needs_grad=needs_grad)
+    return cost.time(assignment, mesh, num_microbatches)

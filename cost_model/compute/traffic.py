@@ -1,0 +1,121 @@
+"""The bytes that an op moves on one rank: its operands and results, and what kernels inside a composite op pass on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.compute.scans import elements_of_scan, is_scan
+from autopar.cost_model.hardware.device import ITEMSIZE, Device
+from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.rule import FactorRule, TensorFactors
+
+# Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
+# backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
+_EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
+
+# The same on a core, where there is no kernel for all of it: squares, their mean, the two products; backward seven
+# kernels that read or write 19 tensors.
+_EXTRA_PASSES_ON_CPU = {"rms_norm": (20.0, 64.0)}
+
+# Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand: time of an
+# element, forward and backward, over that of a GELU by tanh. Measured on a core with AVX-512, where most of them are
+# vectors and hardly take longer than their memory. Another GELU than that takes the second figure.
+_TRANSCENDENTAL = {
+    "cross_entropy": 0.5,
+    "elu": 0.7,
+    "erf": 0.8,
+    "exp": 0.25,
+    "gelu": 1.0,
+    "log": 0.7,
+    "log_softmax": 0.5,
+    "mish": 2.5,
+    "sigmoid": 0.3,
+    "silu": 0.3,
+    "softmax": 0.4,
+    "softplus": 0.75,
+    "tanh": 0.3,
+}
+_GELU_BY_ERF = 0.4
+
+# Stands for all factors of an op: a tensor "over" it is divided wherever the work is.
+WORK = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class MovedTensor:
+    """Bytes of a tensor of the whole batch, the factors it runs over, and what backward does with it."""
+
+    num_bytes: float
+    factors: frozenset[str]
+    carries_batch: bool
+
+    def local(self, degrees: dict[str, int], num_microbatches: int) -> float:
+        divisor = num_microbatches if self.carries_batch else 1
+        for factor, degree in degrees.items():
+            if factor in self.factors:
+                divisor *= degree
+        return self.num_bytes / divisor
+
+
+def compute_itemsize(dtype: torch.dtype, precision: str) -> int:
+    """Bytes of an element that the capture has as ``dtype``: float32 becomes the precision of compute."""
+    return ITEMSIZE[precision] if dtype == torch.float32 else dtype.itemsize
+
+
+def moved_tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_factor: str | None) -> MovedTensor:
+    """A tensor with the factors of its dimensions, in the precision of compute."""
+    names = frozenset(f for dim in factors for f in dim)
+    num_bytes = value.numel() * compute_itemsize(value.dtype, precision)
+    return MovedTensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
+
+
+def transcendental_elements(node: fx.Node, rule: FactorRule, batch_factor: str | None) -> MovedTensor | None:
+    """Elements that an op takes an exponential or the like of, weighted by how long one takes."""
+    weight = _TRANSCENDENTAL.get(op_name(node))
+    if weight is None:
+        return None
+    if op_name(node) == "gelu" and node.kwargs.get("approximate", "none") != "tanh":
+        weight = _GELU_BY_ERF
+    names = frozenset(f for dim in rule.operands[0] for f in dim)
+    return MovedTensor(weight * tensor_operands(node)[0].meta["val"].numel(), names, batch_factor in names)
+
+
+def extra_passes(
+    node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
+) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
+    """What the kernels inside a composite op move, forward and backward."""
+    if op_name(node) == "moe":
+        return _expert_passes(node, precision, batch_factor)
+    if is_scan(node):
+        width = compute_itemsize(tensor_results(node)[0].dtype, precision)
+        first, second = (
+            MovedTensor(n * width, frozenset({WORK}), batch_factor is not None) for n in elements_of_scan(node)
+        )
+        return (first,), (second,)
+    widths = _EXTRA_PASSES.get(op_name(node)) or (_EXTRA_PASSES_ON_CPU.get(op_name(node)) if device.is_cpu else None)
+    if widths is None:
+        return (), ()
+    numel = tensor_operands(node)[0].meta["val"].numel()
+    names = frozenset(f for dim in rule.operands[0] for f in dim)
+    forward, backward = (MovedTensor(numel * width, names, batch_factor in names) for width in widths)
+    return (forward,), (backward,)
+
+
+def _expert_passes(
+    node: fx.Node, precision: str, batch_factor: str | None
+) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
+    """Rows of tokens on their way through the experts: gathered, two products, activation, weighted, added up."""
+    x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
+    hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
+    gate = wide - inner
+    row = index.numel() * compute_itemsize(x.dtype, precision)
+    # Elements that each kernel reads and writes, backward with both gradients of each product.
+    forward = 9 * hidden + wide + 3 * inner + 3 * gate
+    backward = 13 * hidden + 2 * wide + 5 * inner + 5 * gate
+    work = frozenset({WORK})
+    first, second = (MovedTensor(float(row * width), work, batch_factor is not None) for width in (forward, backward))
+    return (first,), (second,)

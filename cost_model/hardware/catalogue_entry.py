@@ -1,0 +1,149 @@
+"""What an entry of the catalogue holds: figures with their sources, and the device and links made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_model.hardware.device import GB, Device, Host, Link, MatmulRate
+from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
+from autopar.cost_model.hardware.matmul_efficiency import Tile, Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A figure from a datasheet, a paper or a published measurement."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """A figure of ours and what it rests on."""
+
+    value: float
+    reason: str
+
+    def by(self, _: Fitted) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``scale`` times the constant called ``constant`` of ``fitted_constants``. reason: where the scale is from."""
+
+    constant: str
+    reason: str
+    scale: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.by(FITTED)
+
+    def by(self, fitted: Fitted) -> float:
+        return self.scale * float(getattr(fitted, self.constant))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateEntry:
+    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by endless matmuls and by fused attention."""
+
+    peak_tflops: Published | Assumed
+    efficiency: Assumed | Fit
+    attention: Assumed | Fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilingEntry:
+    """Tiles of the matmul library, the units that compute them, and the depth at half of the rate."""
+
+    tiles: tuple[Tile, ...]
+    why_tiles: str
+    units: Published | Assumed
+    half_depth: Assumed | Fit
+
+    def tiling(self, fitted: Fitted) -> Tiling:
+        return Tiling(tiles=self.tiles, units=int(self.units.value), half_depth=self.half_depth.by(fitted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEntry:
+    """A kind of link: GB/s (decimal) per device and direction, microseconds."""
+
+    name: str
+    bandwidth_gb_s: Published | Assumed
+    efficiency: Assumed
+    base_latency_us: Assumed
+    hop_latency_us: Assumed
+    peer_gb_s: Published | None = None
+    switch_reduce_gb_s: Published | None = None
+
+    def link(self) -> Link:
+        return Link(
+            name=self.name,
+            bandwidth=self.bandwidth_gb_s.value * GB,
+            efficiency=self.efficiency.value,
+            base_latency_s=self.base_latency_us.value * 1e-6,
+            hop_latency_s=self.hop_latency_us.value * 1e-6,
+            peer_bandwidth=self.peer_gb_s.value * GB if self.peer_gb_s else None,
+            switch_reduce=self.switch_reduce_gb_s.value * GB if self.switch_reduce_gb_s else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEntry:
+    """One GPU's share of its host: GB/s (decimal) of the link in one direction and of memory."""
+
+    link_gb_s: Published | Assumed
+    link_efficiency: Assumed
+    memory_gb_s: Published | Assumed
+    memory_efficiency: Assumed
+
+    def host(self) -> Host:
+        return Host(
+            link_bandwidth=self.link_gb_s.value * GB,
+            link_efficiency=self.link_efficiency.value,
+            memory_bandwidth=self.memory_gb_s.value * GB,
+            memory_efficiency=self.memory_efficiency.value,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEntry:
+    """One device type in its usual node."""
+
+    name: str
+    rates: dict[str, RateEntry]
+    memory_gb: Published | Assumed
+    reserved_gb: Assumed
+    bandwidth_gb_s: Published | Assumed
+    memory_efficiency: Assumed | Fit
+    kernel_launch_us: Assumed | Fit
+    tiling: TilingEntry
+    gpus_per_node: Published | Assumed
+    intra_node: LinkEntry
+    inter_node: LinkEntry
+    host: HostEntry
+    is_cpu: bool = False
+
+    def device(self, fitted: Fitted = FITTED) -> Device:
+        return Device(
+            name=self.name,
+            matmul=tuple(
+                MatmulRate(
+                    precision=precision,
+                    peak_flops=rate.peak_tflops.value * 1e12,
+                    efficiency=rate.efficiency.by(fitted),
+                    attention_efficiency=rate.attention.by(fitted),
+                )
+                for precision, rate in self.rates.items()
+            ),
+            memory_bytes=int(self.memory_gb.value * GB),
+            reserved_bytes=int(self.reserved_gb.value * GB),
+            memory_bandwidth=self.bandwidth_gb_s.value * GB,
+            memory_efficiency=self.memory_efficiency.by(fitted),
+            kernel_launch_s=self.kernel_launch_us.by(fitted) * 1e-6,
+            tiling=self.tiling.tiling(fitted),
+            host=self.host.host(),
+            is_cpu=self.is_cpu,
+        )

@@ -1,0 +1,182 @@
+"""Devices and links.
+
+Every published figure (a datasheet's peak, a capacity) is a field of its own beside the fraction of it that
+training is assumed to achieve. ``catalogue`` holds the figures with their sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from autopar.cost_model.hardware.matmul_efficiency import Tiling
+from autopar.ir.errors import InvalidCluster
+
+GIB = 1 << 30
+GB = 1e9
+
+# Seconds of work after which a device's ``jitter_s`` is stated.
+JITTER_AFTER_S = 1e-3
+
+# Bytes of one floating point number in compute.
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# Collectives that FSDP issues, and what they are as fast as if nothing else is known.
+_ALIKE = {"zero_gather": "all_gather", "zero_scatter": "reduce_scatter"}
+
+# What a precision is costed as where a device lacks it.
+_SIXTEEN_BIT = {"bf16": "fp16", "fp16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulRate:
+    """Dense matrix multiplication in one precision.
+
+    peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
+    step achieves. attention_efficiency: what fused attention does.
+    """
+
+    precision: str
+    peak_flops: float
+    efficiency: float
+    attention_efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One device's share of its node's CPUs, for what is offloaded.
+
+    link_bandwidth: bytes/s between host and device memory in one direction. memory_bandwidth: bytes/s of host memory.
+    Both as specified, with the fractions achieved.
+    """
+
+    link_bandwidth: float
+    link_efficiency: float
+    memory_bandwidth: float
+    memory_efficiency: float
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Seconds to copy ``num_bytes`` to the device or back."""
+        return num_bytes / (self.link_bandwidth * self.link_efficiency)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move ``num_bytes`` to or from host memory."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or one CPU rank).
+
+    memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
+    of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
+    kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
+    is_cpu: whether it is a core of the host. Nothing runs beside its compute; what a matrix product reads and writes
+    adds to its time and does not hide behind it; experts are computed one after the other; and all-gathers and
+    reduce-scatters of a model are all-to-alls, as in ``ir.primitives.group_communication``.
+    transcendental_s: of a GELU by tanh for each element, on average of forward and backward; other functions take a
+    share of it. 0 where they take no longer than reading and writing it.
+    optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
+    jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
+    adds up at random, so after t milliseconds it is sqrt(t) times as much (``waiting_s``).
+    """
+
+    name: str
+    matmul: tuple[MatmulRate, ...]
+    memory_bytes: int
+    reserved_bytes: int
+    memory_bandwidth: float
+    memory_efficiency: float
+    kernel_launch_s: float
+    tiling: Tiling
+    host: Host
+    is_cpu: bool = False
+    transcendental_s: float = 0.0
+    optimizer_bandwidth: float | None = None
+    jitter_s: float = 0.0
+
+    def waiting_s(self, work_s: float, num_meetings: float) -> float:
+        """Seconds that ranks wait for the slowest, in ``work_s`` seconds between which they meet so often."""
+        return self.jitter_s * sqrt(max(0.0, work_s * num_meetings) / JITTER_AFTER_S)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions with a matrix rate of their own."""
+        return tuple(rate.precision for rate in self.matmul)
+
+    def matmul_rate(self, precision: str) -> MatmulRate:
+        """Rate in ``precision``. bf16 on a device that has only fp16 units is costed at the fp16 rate.
+
+        Raises InvalidCluster for a precision the device has no figure for.
+        """
+        for name in (precision, _SIXTEEN_BIT.get(precision)):
+            for rate in self.matmul:
+                if rate.precision == name:
+                    return rate
+        raise InvalidCluster(f"{self.name} has no {precision} rate; it has {', '.join(self.precisions)}")
+
+    def peak_flops(self, precision: str) -> float:
+        """Datasheet FLOP/s, the denominator of model FLOPs utilisation."""
+        return self.matmul_rate(precision).peak_flops
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move ``num_bytes`` to or from device memory."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        """Seconds in which a fused optimiser step reads and writes ``num_bytes`` of device memory."""
+        return num_bytes / (self.optimizer_bandwidth or self.memory_bandwidth * self.memory_efficiency)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for a training program."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects the devices of a node, or the nodes.
+
+    bandwidth: bytes/s of one device in one direction, by the datasheet. efficiency: fraction of it that a ring
+    of devices achieves. base_latency_s: cost of starting a collective. hop_latency_s: of each step of a ring.
+    peer_bandwidth: bytes/s between one pair of devices where a pair gets less than ``bandwidth`` (links without
+    a switch), else None.
+    switch_reduce: all-reduce bytes/s of a switch that reduces in the network (NVLink SHARP), used by groups of
+    at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
+    that are not named take as long. alone: achieved bytes/s of one device while no other of its node uses the link;
+    None if that is as with all of them. overlap: share of an all-reduce that can run beside compute; the rest needs the
+    device itself, as where its cores copy what is sent.
+    """
+
+    name: str
+    bandwidth: float
+    efficiency: float
+    base_latency_s: float
+    hop_latency_s: float
+    peer_bandwidth: float | None = None
+    switch_reduce: float | None = None
+    relative_time: tuple[tuple[str, float], ...] = ()
+    alone: float | None = None
+    overlap: float = 1.0
+
+    def among(self, num_senders: int, per_node: int) -> Link:
+        """The link while ``num_senders`` of the ``per_node`` devices of a node use it, as all of them do otherwise."""
+        if self.alone is None or num_senders >= per_node:
+            return self
+        share = self.bandwidth * per_node / num_senders
+        return replace(self, bandwidth=max(self.bandwidth, min(self.alone / self.efficiency, share)))
+
+    def slower(self, factor: float) -> Link:
+        """The link with that fraction of its bandwidth."""
+        return self if factor == 1.0 else replace(self, bandwidth=self.bandwidth / factor)
+
+    def relative(self, kind: str) -> float:
+        """Seconds a byte of a collective, or of a "send", of those of a ring all-reduce."""
+        known = dict(self.relative_time)
+        return known.get(kind, known.get(_ALIKE.get(kind, kind), 1.0))
+
+    def ring_bandwidth(self, size: int) -> float:
+        """Achieved bytes/s per device in a group of ``size`` devices."""
+        if self.peer_bandwidth is not None:
+            return min(self.bandwidth, self.peer_bandwidth * max(1, size - 1)) * self.efficiency
+        return self.bandwidth * self.efficiency

@@ -1,0 +1,63 @@
+"""One kind of node in place of several: what every rank waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import Device, Link, MatmulRate
+
+
+def slowest_of(clusters: Sequence[Cluster], num_nodes: int) -> Cluster:
+    """``num_nodes`` nodes with the least of every figure that the devices and links of ``clusters`` have."""
+    first = clusters[0]
+    return replace(
+        first,
+        device=_slowest_device([cluster.device for cluster in clusters]),
+        num_gpus=num_nodes * first.gpus_per_node,
+        intra_node=_slowest_link([cluster.intra_node for cluster in clusters]),
+        inter_node=_slowest_link([cluster.inter_node for cluster in clusters]),
+    )
+
+
+def _slowest_device(devices: Sequence[Device]) -> Device:
+    rates = [
+        _slowest_rate([device.matmul_rate(precision) for device in devices])
+        for precision in devices[0].precisions
+        if all(precision in device.precisions for device in devices)
+    ]
+    memory = min(devices, key=lambda device: device.memory_bandwidth * device.memory_efficiency)
+    room = min(devices, key=lambda device: device.usable_bytes)
+    host = min(devices, key=lambda device: device.host.link_bandwidth * device.host.link_efficiency)
+    slowest = min(devices, key=lambda device: device.matmul[-1].peak_flops * device.matmul[-1].efficiency)
+    return replace(
+        slowest,
+        name=" and ".join(dict.fromkeys(device.name for device in devices)),
+        matmul=tuple(rates),
+        memory_bytes=room.memory_bytes,
+        reserved_bytes=room.reserved_bytes,
+        memory_bandwidth=memory.memory_bandwidth,
+        memory_efficiency=memory.memory_efficiency,
+        kernel_launch_s=max(device.kernel_launch_s for device in devices),
+        transcendental_s=max(device.transcendental_s for device in devices),
+        jitter_s=max(device.jitter_s for device in devices),
+        host=host.host,
+        is_cpu=any(device.is_cpu for device in devices),
+    )
+
+
+def _slowest_rate(rates: Sequence[MatmulRate]) -> MatmulRate:
+    slowest = min(rates, key=lambda rate: rate.peak_flops * rate.efficiency)
+    attention = min(rate.peak_flops * rate.attention_efficiency for rate in rates)
+    return replace(slowest, attention_efficiency=attention / slowest.peak_flops)
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    slowest = min(links, key=lambda link: link.ring_bandwidth(8))
+    return replace(
+        slowest,
+        base_latency_s=max(link.base_latency_s for link in links),
+        hop_latency_s=max(link.hop_latency_s for link in links),
+        switch_reduce=None,
+    )

@@ -1,0 +1,239 @@
+"""Activations that a block keeps for its backward.
+
+Autograd saves operands and results of ops (``autopar.ir.rules.saved``); ``saved_tensors`` says what is counted once.
+
+    none        everything autograd saves
+    selective   results of contractions, of reductions and exchanges, and the block's inputs; the rest is recomputed.
+                A product that only a reduction or an exchange reads is not kept beside what comes out of it
+    alternate   the same without every second product, which runs again
+    full        the block's inputs; everything is recomputed
+
+The second run ends when all that autograd saves is there again. What comes after is not computed: additions at the end
+of a block, and the matrix product before them, of which autograd saves the operands alone (``unreached``).
+
+Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
+every block of a stage saves the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.compute.flops import is_contraction, is_view
+from autopar.cost_model.compute.traffic import compute_itemsize
+from autopar.cost_model.memory.backward_peak import BackwardOp, BlockBackward, is_read_outside
+from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, storage_of
+from autopar.ir.analysis.matrix_products import every_second, is_product
+from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
+from autopar.ir.rules import rule_for
+from autopar.ir.rules.saved import saved_for_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A tensor from one op to another. use: as it is read. made, read: rule, and which result or operand it is."""
+
+    use: Saved
+    producer: fx.Node
+    made: tuple[FactorRule, int]
+    read: tuple[FactorRule, int]
+
+    def is_reduced_or_exchanged(self, assignments: Mapping[fx.Node, Assignment]) -> bool:
+        """Whether ranks sum it, or send its parts to each other, and what comes out is another tensor on each."""
+        (maker, result), (reader, position) = self.made, self.read
+        for made, read in zip(assignments[self.producer], assignments[self.use.node], strict=True):
+            before, after = maker.result(result, made), reader.operand(position, read)[0]
+            if before != after and (before.is_partial() or (before.is_shard() and after.is_shard())):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockActivations:
+    """What one block may keep. Built once per distinct block; evaluated per assignment.
+
+    saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
+    kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
+    sum over. moved: what goes from op to op, where a collective may be between them.
+    inputs: operands from outside the block. unreached: ops that do not run again. ends_at: the one of them whose
+    operands are there again all the same.
+    """
+
+    saved: tuple[Saved, ...]
+    extra: tuple[Saved, ...]
+    kept: tuple[Saved, ...]
+    every_second: Mapping[fx.Node, frozenset[str]]
+    moved: tuple[Moved, ...]
+    inputs: tuple[Saved, ...]
+    backward: BlockBackward
+    unreached: frozenset[fx.Node]
+    ends_at: fx.Node | None
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[fx.Node],
+        *,
+        precision: str = "fp32",
+        batch_factors: Mapping[fx.Node, str | None] | None = None,
+        shared: AbstractSet[fx.Node] = frozenset(),
+        needs_grad: AbstractSet[fx.Node] | None = None,
+        rules: Callable[[fx.Node], FactorRule] = rule_for,
+        ends_early: bool = True,
+    ) -> BlockActivations:
+        """Measure the ops of a block.
+
+        batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
+        parameters, buffers, step inputs, and ops that depend on no parameter. needs_grad: tensors that a
+        gradient flows through; every floating point one if not given. ends_early: whether a second run ends as above.
+        """
+        inside = set(nodes)
+        batches = batch_factors or {}
+        differentiable = None if needs_grad is None else needs_grad.__contains__
+
+        def entry(node: fx.Node, tensor: fx.Node | None, position: int) -> Saved:
+            rule = rules(node)
+            if tensor is None:
+                storage, factors = (node, position), rule.results[position]
+                value = tensor_results(node)[position]
+            else:
+                storage, factors = storage_of(tensor), rule.operands[position]
+                value = tensor.meta["val"]
+            base = tensor_results(storage[0])[storage[1]]
+            num_bytes = base.numel() * compute_itemsize(value.dtype, precision)
+            itemsize = compute_itemsize(value.dtype, precision)
+            return Saved.of(node, storage, num_bytes, (factors,), batches.get(node), itemsize)
+
+        saved: list[Saved] = []
+        extra: list[Saved] = []
+        kept: list[Saved] = []
+        moved: list[Moved] = []
+        inputs: list[Saved] = []
+        outputs: list[Saved] = []
+        ops: list[BackwardOp] = []
+        unreached: list[fx.Node] = []
+        ends_at: fx.Node | None = None
+        for node in nodes:
+            if is_getitem(node):
+                continue
+            rule = rules(node)
+            operands = tensor_operands(node)
+            uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
+            counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
+            results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
+            operand_positions, result_positions, extra_bytes, extra_factors = saved_for_backward(node, differentiable)
+            if result_positions or extra_bytes:
+                unreached, ends_at = [], None
+            elif operand_positions:
+                unreached, ends_at = [node], node
+            else:
+                unreached.append(node)
+            saved += [uses[p] for p in operand_positions if uses[p] in counted]
+            saved += [results[p] for p in result_positions if p < len(results)]
+            if extra_bytes:
+                # A loss has no dimensions left; what it keeps is cut as its first operand is.
+                shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]
+                extra.append(Saved.of(node, (node, -1), extra_bytes, (*shaped, (extra_factors,)), batches.get(node)))
+            if is_contraction(node, rule):
+                kept += results
+            inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
+            for position, (tensor, use) in enumerate(zip(operands, uses, strict=True)):
+                producer, result = source(tensor)
+                if producer in inside and use in counted:
+                    made = rules(producer), result
+                    moved.append(Moved(use=use, producer=producer, made=made, read=(rule, position)))
+            if is_view(node):
+                continue
+            outputs += [result for result in results if is_read_outside(result.storage, inside)]
+            ops.append(BackwardOp.of(node, uses, results, rules, batches, inside, shared, differentiable))
+        kept_once, beside = tuple(dict.fromkeys(saved)), tuple(extra)
+        return cls(
+            saved=kept_once,
+            extra=beside,
+            kept=tuple(dict.fromkeys(kept)),
+            every_second={
+                node: frozenset(rules(node).summed)
+                for node in every_second([node for node in nodes if is_product(node.target)])
+            },
+            moved=tuple(moved),
+            inputs=tuple(dict.fromkeys(inputs)),
+            backward=BlockBackward(ops=tuple(reversed(ops)), outputs=tuple(outputs), saved=kept_once, extra=beside),
+            unreached=frozenset(unreached if ends_early else ()),
+            ends_at=ends_at,
+        )
+
+    def saved_bytes(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1, remat: str = "none"
+    ) -> float:
+        """Bytes one rank keeps of one microbatch between forward and backward, rematerialised at level ``remat``."""
+        if remat == "full":
+            return _total(self.inputs, assignments, mesh, num_microbatches)
+        if remat in ("selective", "alternate"):
+            contracted, exchanged = self._dear(assignments)
+            if remat == "alternate":
+                contracted = [t for t in contracted if not self._runs_again(t.node, assignments)]
+            # What comes out of a collective is another tensor than what went in, of the same storage in the graph.
+            least = sum(
+                _total(tensors, assignments, mesh, num_microbatches)
+                for tensors in ((*self.inputs, *contracted), exchanged)
+            )
+            return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
+        return _total(self.saved, assignments, mesh, num_microbatches) + _total(
+            self.extra, assignments, mesh, num_microbatches
+        )
+
+    def run_again(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
+        """Results of contractions that level selective keeps and level alternate computes again."""
+        contracted, _ = self._dear(assignments)
+        return [t for t in contracted if self._runs_again(t.node, assignments) and t.node not in self.unreached]
+
+    def is_past(self, readers: Iterable[fx.Node]) -> bool:
+        """Whether a second run ends before any of ``readers`` needs its operands."""
+        return all(node in self.unreached and node is not self.ends_at for node in readers)
+
+    def _runs_again(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
+        """Whether level alternate computes a product again. One that is reduced between ranks is kept as their sum."""
+        summed = self.every_second.get(node)
+        return summed is not None and not any(
+            factor in summed for choice in assignments[node] for factor in factors_of_choice(choice)
+        )
+
+    def _dear(self, assignments: Mapping[fx.Node, Assignment]) -> tuple[list[Saved], list[Saved]]:
+        """What level selective keeps: results of contractions, and of reductions and exchanges."""
+        exchanged = []
+        read: dict[fx.Node, bool] = {}  # whether more than reductions and exchanges read what an op makes
+        for moved in self.moved:
+            kept = moved.is_reduced_or_exchanged(assignments)
+            if kept:
+                exchanged.append(moved.use)
+            read[moved.producer] = read.get(moved.producer, False) or not kept
+        contracted = [t for t in self.kept if read.get(t.node, True) or not is_product(t.node.target)]
+        return contracted, exchanged
+
+    def additive_bytes(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
+        """Saved bytes that ``node`` is the first op to keep, for a price per op.
+
+        Summed over the block it is ``saved_bytes`` where every op that saves a tensor cuts it the same way.
+        """
+        total = 0.0
+        owned: set[Storage] = set()
+        for tensor in self.saved:
+            if tensor.storage in owned:
+                continue
+            owned.add(tensor.storage)
+            if tensor.node is node:
+                total += tensor.local_bytes(assignment, mesh, num_microbatches)
+        return total + sum(t.local_bytes(assignment, mesh, num_microbatches) for t in self.extra if t.node is node)
+
+
+def _total(
+    tensors: Iterable[Saved], assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
+) -> float:
+    """Bytes of the distinct storages among ``tensors``, each way of cutting one counted once."""
+    return sum(local_sizes(tensors, assignments, mesh, num_microbatches).values())

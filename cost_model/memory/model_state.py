@@ -1,0 +1,116 @@
+"""Bytes that one rank holds for parameters, gradients and optimiser state, by ZeRO level and precision.
+
+With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks and ``c`` bytes of compute
+(4 or 2), AdamW:
+
+    level   parameters      gradients   optimiser   16 bit, all together
+    0       4n (+ 2n 16-bit) 4n         8n          18n
+    1       4n/d + cn       4n          8n/d        6n + 12n/d
+    2       4n/d + cn       4n/d        8n/d        2n + 16n/d
+    3       4n/d            4n/d        8n/d        16n/d   + transient: gathered blocks
+
+Parameters stay float32 and are their own master copy; bf16 and fp16 compute add 2n, the copies that matmuls read. So
+fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
+precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 0, 1 and 2 keep the
+copies from the first microbatch to the last; level 3 gathers block by block and holds the one that runs and those that
+are prefetched, one if the plan does not say more. With one microbatch there is nothing to accumulate, and level 1
+scatters each gradient as it comes, like level 2. Between steps copies are gone: 16n at level 0, 16n/d at the others.
+``tests/runtime/test_memory_held.py`` measures all of it.
+
+Level 3 without resharding after forward keeps cn like level 2, from a microbatch's forward to its backward. Offload
+moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; what is gathered or accumulated whole stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+from autopar.cost_model.hardware.device import ITEMSIZE
+
+_MASTER = 4  # float32 parameters and gradients
+_ADAM = 8  # two float32 moments
+
+# Share of the live activations that the caching allocator loses to fragmentation and rounding: what it has reserved at
+# the peak less what is allocated, 5 to 15 % of all. The published peaks (``benchmarks/published.py``; four runs of 8B,
+# reserved) are met by 12 to 37 %; with expandable segments it is less.
+FRAGMENTATION = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one rank at its fullest.
+
+    transient: gathered parameters, gradients of the largest op, what one block recomputes.
+    workspace: allocator fragmentation.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    transient: float = 0.0
+    workspace: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(_values(self)))
+
+    def __add__(self, other: MemoryParts) -> MemoryParts:
+        return MemoryParts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __mul__(self, factor: float) -> MemoryParts:
+        return MemoryParts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+    __rmul__ = __mul__
+
+    def as_bytes(self) -> dict[str, int]:
+        """Part name -> whole bytes, rounded up."""
+        return {f.name: int(-(-getattr(self, f.name) // 1)) for f in fields(self)}
+
+
+_values = attrgetter(*(field.name for field in fields(MemoryParts)))
+
+
+def state_memory(
+    numel: float,
+    *,
+    zero: int,
+    data_size: int,
+    precision: str,
+    num_microbatches: int | None = None,
+    reshard: bool = True,
+    offload: bool = False,
+    itemsize: int = _MASTER,
+) -> MemoryParts:
+    """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
+
+    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether level 3 gives
+    parameters back after forward. offload: count only what stays on the device. itemsize: of a parameter as it is
+    stored, which is narrower than a master if it is frozen and of a narrow model. Excludes what level 3 gathers; see
+    ``gathered_bytes``.
+    """
+    compute = ITEMSIZE[precision]
+    copy = compute if compute < itemsize else 0
+    if zero == 0 or data_size == 1:
+        return MemoryParts(parameters=(itemsize + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
+    shard = 0.0 if offload else numel / data_size
+    return MemoryParts(
+        parameters=itemsize * shard + (min(compute, itemsize) * numel if zero < 3 or not reshard else 0.0),
+        gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
+        optimizer=_ADAM * shard,
+    )
+
+
+def gathered_bytes(numel: float, *, zero: int, precision: str, reshard: bool = True) -> float:
+    """Gathered parameters of ``numel`` elements that level 3 gives back when their block is done.
+
+    It holds those of the block that runs and of the ones that are gathered ahead.
+    """
+    return ITEMSIZE[precision] * numel if zero == 3 and reshard else 0.0
+
+
+def scattered_bytes(numel: float, *, zero: int, num_microbatches: int | None = None) -> float:
+    """The float32 gradients of ``numel`` elements on their way to the ranks that keep them, at levels that scatter
+    gradients as they come. A block's leave while the next one runs."""
+    return _MASTER * numel if zero >= 2 or (zero == 1 and num_microbatches == 1) else 0.0
