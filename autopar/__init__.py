@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import importlib
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from autopar.ir.plan_page import PlanPage, draw_with
 
 if TYPE_CHECKING:
     from autopar.api import ParallelModule as ParallelModule
     from autopar.api import from_pretrained as from_pretrained
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
+    from autopar.cost_model.cluster_file import cluster_from_yaml as cluster_from_yaml
     from autopar.cost_model.hardware.cluster import Cluster as Cluster
     from autopar.ir.annotations import constrain as constrain
     from autopar.ir.errors import AutoparError as AutoparError
@@ -38,6 +42,7 @@ _PUBLIC = {
     "LossScaler": "autopar.runtime.loss_scaler",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
+    "cluster_from_yaml": "autopar.cost_model.cluster_file",
     "constrain": "autopar.ir.annotations",
     "from_pretrained": "autopar.api",
     "load": "autopar.runtime.checkpoint.loading",
@@ -53,6 +58,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "__version__",
+    "cluster_from_yaml",
     "constrain",
     "from_pretrained",
     "load",
@@ -86,3 +92,14 @@ class _SearchPackage(types.ModuleType):
 
 # Cheap: the package itself imports nothing.
 importlib.import_module("autopar.search").__class__ = _SearchPackage
+
+
+def _write_page(plan: Plan, path: str | Path) -> None:
+    importlib.import_module("autopar.report.page").plan_report(plan, path)
+
+
+def _render_page(plan: Plan) -> str:
+    return str(importlib.import_module("autopar.report.page").render_plain(plan))
+
+
+draw_with(PlanPage(write=_write_page, render=_render_page))

@@ -1,5 +1,5 @@
 """``python -m autopar``, which torchrun can start."""
 
-from autopar.cli import command
+from autopar.cli.main import command
 
 command()

@@ -50,5 +50,5 @@ def catalogue_name(device: torch.device) -> str:
             return name
     raise InvalidCluster(
         f"this GPU, {found!r}, is not in the catalogue, so nothing is known of its speed.\n"
-        "  try: autopar profile --like and the most similar GPU, and parallelize(model, Cluster.from_yaml(...))"
+        "  try: autopar profile --like and the most similar GPU, and parallelize(model, autopar.cluster_from_yaml(...))"
     )

@@ -61,12 +61,8 @@ class ModelFile:
             return self.inputs(batch_size, seq_len)
 
 
-def load_model_file(model: str) -> ModelFile:
-    """The model that ``model`` names. Raises InvalidModelFile, which says what the file should look like."""
-    if model.startswith("hf:"):
-        from autopar.huggingface.config import load_hf_config
-
-        return load_hf_config(model.removeprefix("hf:"))
+def model_of_file(model: str) -> ModelFile:
+    """The model of ``file.py`` or ``file.py:name``. Raises InvalidModelFile, which says how the file should look."""
     path, _, name = model.partition(":")
     module = _import_file(Path(path), model)
     build = _function(module, name or "model", path)

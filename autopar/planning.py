@@ -14,12 +14,12 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
-from autopar.report.units import plural, seconds
 from autopar.search.api import estimate_captured, search_captured
+from autopar.search.divided_share import DividedFlops, divided_by_axes
 from autopar.search.outer.best_first import Progress
-from autopar.search.predict.divided_share import DividedFlops, divided_by_axes
 from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
+from autopar.units import plural, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

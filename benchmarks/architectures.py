@@ -47,7 +47,7 @@ from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.local_cluster import local_cluster
-from autopar.search.predict.divided_share import divided_flops
+from autopar.search.divided_share import divided_flops
 
 RANKS = 4
 STEPS = Steps(sgd=2, adamw=0, compared=(0, 1))

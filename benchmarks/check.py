@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from autopar.checking import check
 from autopar.checking.ranks import Programs, RankTrace, run_ranks
-from autopar.cli import main as autopar
+from autopar.cli.main import main as autopar
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.primitives.collectives import COLLECTIVES, divide, identity, split

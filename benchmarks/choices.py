@@ -26,7 +26,7 @@ from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
 from autopar.search.problem.constraints import Constraints, role_of_axis

@@ -22,7 +22,7 @@ import torch
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.assign.instance import Instance, value
 from autopar.search.assign.solve import solve, solve_program

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.search.api import predict_plan
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"

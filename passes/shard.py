@@ -36,7 +36,7 @@ from autopar.ir.analysis.op_clusters import BATCH, Clusters
 from autopar.ir.analysis.zigzag import Fold, FoldedSequence, fold_sequence, unfold_sequence
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, source, tensor_operands, tensor_results
-from autopar.ir.lowered import LOWERINGS, lowering_of
+from autopar.ir.lowered.table import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.placement import Layout, Placement, Replicate, Shard, local_shape, replicated
 from autopar.ir.plan import Plan

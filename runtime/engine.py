@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from autopar.runtime.gradients import GradientReducer
 from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
+from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
 from autopar.runtime.optimizer_settings import OptimizerSettings
@@ -36,10 +37,6 @@ from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored, load_full
 from autopar.runtime.variants import Programs, Results, Variant, Variants
 from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
-
-if TYPE_CHECKING:
-    from autopar.runtime.loss_scaler import LossScaler
-
 
 # What ranks say of themselves before each call.
 _CALL, _OPTIMIZER, _GROUPS = "the call", "the optimizer", "the optimizer's settings on pipeline rank {}"

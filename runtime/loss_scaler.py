@@ -12,7 +12,7 @@ a power of two, so that scaling changes no digit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.primitives.read_parameter import local_of
-from autopar.runtime.module import ParallelModule
+
+
+class Scaled(Protocol):
+    """What a scaler scales the loss of: a ``ParallelModule``."""
+
+    def attach_scaler(self, scaler: LossScaler) -> None:
+        """Have ``scaler`` scale the loss of every step."""
+        ...
 
 
 class LossScaler:
@@ -29,7 +36,7 @@ class LossScaler:
 
     def __init__(
         self,
-        pm: ParallelModule,
+        pm: Scaled,
         *,
         scale: float = 2.0**16,
         growth_factor: float = 2.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +15,9 @@ from autopar.runtime.checkpoint.finite import check_finite_parameters
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
+from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
 from autopar.runtime.whole import ordered, stages_of, whole_tensors
-
-if TYPE_CHECKING:
-    from autopar.runtime.loss_scaler import LossScaler
 
 # Makes the engine from the first call's args, kwargs and target.
 Builder = Callable[[tuple[Any, ...], Mapping[str, Any], Any], Engine]
@@ -338,7 +336,7 @@ class ParallelModule(nn.Module):
             )
         self.engine.agree_to(f"save_pretrained({os.fspath(path)!r})")
         check_finite_parameters(self, path)
-        self._pretrained.save(self, path, max_shard_size)
+        self._pretrained.save(self.engine, path, max_shard_size)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Every parameter's whole gradient on the CPU of every rank; zeros where there is none. All ranks call."""

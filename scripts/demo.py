@@ -16,7 +16,7 @@ from rich.console import Console
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.launching.launch import launch
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.planning import Planned
 from autopar.report.page import plan_report

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +22,24 @@ ALLOWED = {
     "autopar.runtime": ("autopar.ir",),
     "autopar.search": ("autopar.ir", "autopar.cost_model"),
     "autopar.data": ("autopar.ir",),
+    "autopar.huggingface": ("autopar.ir", "autopar.runtime", "autopar.model_file"),
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
-}
+    "autopar.planning": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units"),
+    "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
+    "autopar.report": (
+        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.planning", "autopar.profiling", "autopar.units",
+    ),
+    "autopar.training": (
+        "autopar.ir", "autopar.runtime", "autopar.data", "autopar.load_model", "autopar.model_file",
+        "autopar.process_end", "autopar.standard_output",
+    ),
+    "autopar.launching": ("autopar.ir", "autopar.runtime", "autopar.training", "autopar.standard_output"),
+    "autopar.export": (
+        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.report", "autopar.training", "autopar.units",
+    ),
+}  # fmt: skip
+# Packages of packages whose own imports go one way too.
+IN_ORDER = ("autopar", "autopar.search", "autopar.cost_model", "autopar.passes")
 # Heavy or optional packages, and the only layers that may need them.
 ONLY_IN = {
     "highspy": ("autopar.search",),
@@ -45,22 +62,28 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every absolute import outside ``if TYPE_CHECKING``, at any depth."""
-    tree = ast.parse(path.read_text(), str(path))
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(child for statement in node.body for child in ast.walk(statement))
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    """(line, module) of every import at any depth: deferred ones, those of types alone, and those by name too."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
             yield node.lineno, node.module or ""
-            if node.module == "autopar":
-                yield from ((node.lineno, f"autopar.{alias.name}") for alias in node.names)
+            if (node.module or "").partition(".")[0] == "autopar":
+                yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+            yield from ((node.lineno, arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+@pytest.fixture(scope="module")
+def arrows() -> nx.DiGraph[str]:
+    """Which module imports which, but for public names, which ``autopar/__init__.py`` resolves when they are used."""
+    known = dict(modules())
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for name, path in known.items():
+        if name != "autopar":
+            graph.add_edges_from((name, module) for _, module in imports(path) if module in known and module != name)
+    return graph
 
 
 def within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -74,9 +97,26 @@ def test_imports_point_down() -> None:
         if layer is None:
             continue
         for line, module in imports(path):
-            if module.startswith("autopar") and module != "autopar" and not within(module, (layer, *ALLOWED[layer])):
+            below = (layer, *ALLOWED[layer], "autopar.__version__")
+            if module.startswith("autopar.") and not within(module, below):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}; {layer} may import {ALLOWED[layer]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_circle_of_imports(arrows: nx.DiGraph[str]) -> None:
+    assert nx.is_directed_acyclic_graph(arrows), nx.find_cycle(arrows)
+
+
+@pytest.mark.parametrize("package", IN_ORDER)
+def test_packages_inside_a_package_have_an_order(package: str, arrows: nx.DiGraph[str]) -> None:
+    depth = package.count(".") + 2
+    between: nx.DiGraph[str] = nx.DiGraph()
+    for name, module in arrows.edges:
+        if within(name, (package,)) and within(module, (package,)) and package not in (name, module):
+            ends = [".".join(one.split(".")[:depth]) for one in (name, module)]
+            if ends[0] != ends[1]:
+                between.add_edge(*ends)
+    assert nx.is_directed_acyclic_graph(between), nx.find_cycle(between)
 
 
 def test_heavy_packages_stay_in_their_layer() -> None:

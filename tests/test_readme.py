@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 

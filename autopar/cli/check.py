@@ -16,9 +16,9 @@ from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.report.table import plain_table
-from autopar.report.units import gib
+from autopar.units import gib
 
 if TYPE_CHECKING:
     from autopar.checking.check import Checked, CheckedRank

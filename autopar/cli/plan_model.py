@@ -8,7 +8,7 @@ from pathlib import Path
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 
 
 def capture_for(

@@ -19,7 +19,7 @@ from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, with_axes_of
 from autopar.search.problem.forbidden_placements import parse_forbidden

@@ -25,7 +25,7 @@ from autopar.runtime.lazy_tensor import LazyTensor
 from autopar.runtime.whole import whole_tensors
 
 if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+    from autopar.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class AdapterFormat:
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         return cls(copy.deepcopy(model, memo))
 
-    def save(self, pm: ParallelModule, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    def save(self, engine: Engine, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
         """Write every adapter. All ranks call together; rank 0 writes. An adapter is one file of any size."""
-        tensors = whole_tensors(pm.engine)
+        tensors = whole_tensors(engine)
         names = agree(lambda: self._saved(tensors))
         # Reading gathers, so every rank reads everything.
         values = {name: tensors[name].read() for name in names}

@@ -23,7 +23,7 @@ from autopar.runtime.checkpoint.safetensors_files import TensorFiles
 from autopar.runtime.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+    from autopar.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class HuggingFaceFormat:
     config: Any
     generation_config: Any
 
-    def save(self, pm: ParallelModule, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    def save(self, engine: Engine, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
         """Write the folder ``path``. All ranks call together."""
-        save_pretrained(pm, self, path, max_shard_size)
+        save_pretrained(engine, self, path, max_shard_size)
 
     def file_tensors(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, torch.Tensor]:
         """By name in the files; tied ones once."""

@@ -5,7 +5,6 @@ A person can read, edit and commit it. Loading validates it and names the path o
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from autopar.ir import plan_page
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward
@@ -295,12 +295,11 @@ class Plan(_Model):
 
     def report(self, path: str | Path) -> None:
         """Write the plan as a page of HTML that needs nothing else."""
-        # The report stands above the plan: found by name when asked for, so that imports go one way.
-        import_module("autopar.report.page").plan_report(self, path)
+        plan_page.write(self, path)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return str(import_module("autopar.report.page").render_plain(self))
+        return plan_page.render(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

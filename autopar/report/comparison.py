@@ -14,8 +14,8 @@ from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.table import plain_table
-from autopar.report.units import gib, percent, plural, seconds, significant
 from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
+from autopar.units import gib, percent, plural, seconds, significant
 
 # Parts of a step that are less of the difference between two steps are not named.
 _NEGLIGIBLE = 0.05

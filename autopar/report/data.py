@@ -21,7 +21,7 @@ from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, 
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
 from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
-from autopar.search.predict.divided_share import divided_by_axes
+from autopar.search.divided_share import divided_by_axes
 
 Json = Any
 """What ``json.dumps`` takes."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from autopar.report.units import of_flop
 from autopar.search.problem.constraints import role_of_axis
+from autopar.units import of_flop
 
 if TYPE_CHECKING:
-    from autopar.search.predict.divided_share import DividedFlops
+    from autopar.search.divided_share import DividedFlops
 
 # Ops that are named of those that every rank of an axis repeats.
 _MOST = 3

@@ -16,7 +16,7 @@ from autopar.cost_model.schedule.pipeline_simulator import Timeline
 from autopar.ir.plan import Plan
 from autopar.report.axes import axes
 from autopar.report.table import plain_table
-from autopar.report.units import plural
+from autopar.units import plural
 
 # Ranks of the pipeline that are drawn; of more, so many that are evenly spread.
 _MAX_ROWS = 16

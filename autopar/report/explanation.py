@@ -15,11 +15,11 @@ from autopar.ir.plan import Plan
 from autopar.report.comparison import comparison, in_words
 from autopar.report.divided import divided_data
 from autopar.report.table import plain_table
-from autopar.report.units import gib, percent, seconds
 from autopar.search.api import priced_plan
+from autopar.search.divided_share import divided_by_axes
 from autopar.search.explanation import Alternative, Explanation
 from autopar.search.predict.communications import Communication, communications
-from autopar.search.predict.divided_share import divided_by_axes
+from autopar.units import gib, percent, seconds
 
 # Of the communications of a plan, those that together are so much of its time are printed.
 _MOST = 0.98

@@ -11,8 +11,8 @@ from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.planning import Planned
-from autopar.report.units import percent
 from autopar.search.api import estimate_captured, search_captured
+from autopar.units import percent
 
 # Factors of the network's speed, of the memory and of the batch.
 NETWORKS, MEMORIES, BATCHES = (0.5, 2.0), (0.8, 1.2), (0.5, 2.0)

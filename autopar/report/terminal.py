@@ -13,8 +13,8 @@ from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
-from autopar.report.units import gib, percent, plural, seconds, significant
 from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
+from autopar.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
     from autopar.planning import Planned

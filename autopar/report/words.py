@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.ir.plan import Plan
-from autopar.report.units import plural
+from autopar.units import plural
 
 
 def one_line(plan: Plan) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from autopar.data.corpus import STDLIB, Corpus, open_corpus
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
-from autopar.model_file import ModelFile, load_model_file
+from autopar.load_model import load_model_file
+from autopar.model_file import ModelFile
 from autopar.runtime.environment import Environment
 
 

@@ -25,8 +25,8 @@ from autopar.cost_model.communication.collectives import Fabric, point_to_point_
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.ir.graph import tensor_operands, tensor_results
-from autopar.ir.lowered import lowering_of
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
+from autopar.ir.lowered.table import lowering_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.sequence import RingShape, block_work, folds_for, hops_needed

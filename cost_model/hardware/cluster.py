@@ -132,20 +132,6 @@ class Cluster:
         """The same cluster whose links, inside nodes and between them, carry ``speed`` times as much."""
         return replace(self, intra_node=self.intra_node.slower(1 / speed), inter_node=self.inter_node.slower(1 / speed))
 
-    @classmethod
-    def from_yaml(cls, text: str, *, source: str = "cluster") -> Cluster:
-        """A cluster from its YAML description; see ``description.ClusterDescription``."""
-        from autopar.cost_model.cluster_file import cluster_from_yaml
-
-        return cluster_from_yaml(text, source=source)
-
-    @classmethod
-    def from_dict(cls, data: object, *, source: str = "cluster") -> Cluster:
-        """A cluster from the mapping that ``from_yaml`` reads."""
-        from autopar.cost_model.cluster_file import cluster_from_dict
-
-        return cluster_from_dict(data, source=source)
-
 
 def _badness(count: Counter[int], pod_nodes: int) -> tuple[int, int, int, int]:
     """Orders ranks by where they are: on more nodes and with fewer on each, the same of pods. count: of each node."""

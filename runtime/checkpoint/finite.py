@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.ir.errors import NotFinite
 from autopar.ir.primitives.read_parameter import local_of
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
 
-
-def check_finite_parameters(pm: ParallelModule, path: str | os.PathLike[str], step: int | None = None) -> None:
+def check_finite_parameters(pm: nn.Module, path: str | os.PathLike[str], step: int | None = None) -> None:
     """Raise NotFinite, on every rank, if a parameter that trains is not finite. All ranks call together.
 
     path: of the folder that is to be written. step: the steps that are done, to be told.
@@ -32,7 +30,7 @@ def check_finite_parameters(pm: ParallelModule, path: str | os.PathLike[str], st
             )
 
 
-def not_finite(pm: ParallelModule) -> list[str]:
+def not_finite(pm: nn.Module) -> list[str]:
     """Names of the parameters that train of which this rank's part is not finite."""
 
     def finite(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,9 @@ import torch.distributed as dist
 from autopar.ir.errors import CheckpointError, InvalidInput
 from autopar.runtime.agreement import agree
 from autopar.runtime.checkpoint.safetensors_files import INDEX, SINGLE, TensorFileWriter, nbytes
+from autopar.runtime.engine import Engine
 from autopar.runtime.lazy_tensor import LazyTensor
 from autopar.runtime.whole import whole_tensors
-
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -34,7 +32,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 class PretrainedFolder(Protocol):
     """How a library keeps a model in a folder."""
 
-    def save(self, pm: ParallelModule, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    def save(self, engine: Engine, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
         """Write the folder ``path``. All ranks call together."""
         ...
 
@@ -55,11 +53,11 @@ class PretrainedFormat(Protocol):
 
 
 def save_pretrained(
-    pm: ParallelModule, form: PretrainedFormat, path: str | os.PathLike[str], max_shard_size: int | str
+    engine: Engine, form: PretrainedFormat, path: str | os.PathLike[str], max_shard_size: int | str
 ) -> None:
     """Write the folder ``path``. All ranks call together; rank 0 writes. See ``ParallelModule.save_pretrained``."""
     folder, limit = Path(path), parse_size(max_shard_size)
-    tensors = whole_tensors(pm.engine)
+    tensors = whole_tensors(engine)
     found = agree(lambda: dict(form.file_tensors(tensors)))
     files = split(found, limit)
     writer = _Writer(folder, files) if dist.get_rank() == 0 else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.ir.plan import Plan
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.export import TARGETS
 from tests.export.plans import decoder_plan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.ir.errors import InvalidModelFile
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.ir.plan import Plan
 
 NET = """

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
+from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.catalogue_entry import Assumed, Fit, Published
-from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 from autopar.ir.errors import InvalidCluster
 
@@ -90,7 +90,7 @@ def test_gpus_must_fill_the_nodes() -> None:
 
 
 def test_cluster_file_overrides_the_catalogue() -> None:
-    cluster = Cluster.from_yaml(
+    cluster = cluster_from_yaml(
         """
         gpu: a100-80gb
         num_gpus: 64
@@ -127,5 +127,5 @@ def test_cluster_file_overrides_the_catalogue() -> None:
 )
 def test_bad_cluster_files_name_the_field(text: str, message: str) -> None:
     with pytest.raises(InvalidCluster) as error:
-        Cluster.from_yaml(text, source="c.yaml")
+        cluster_from_yaml(text, source="c.yaml")
     assert message in str(error.value)

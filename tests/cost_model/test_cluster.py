@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.communication.collectives import collective_time
-from autopar.cost_model.hardware.cluster import Cluster, Group
+from autopar.cost_model.hardware.cluster import Group
 from autopar.ir.mesh import Mesh
 from autopar.ir.redistribution import Collective
 
@@ -111,7 +112,7 @@ pods: {num_nodes: 2, oversubscription: 4}
 
 def test_pods_slow_down_rings_with_few_nodes_in_each() -> None:
     """One ring of all ranks leaves each pod once a channel, and so do eight rings of one rank a node, all at once."""
-    cluster = Cluster.from_yaml(PODS)
+    cluster = cluster_from_yaml(PODS)
     mesh = Mesh.of(dp=8, tp=8)
     across, every, inside = cluster.group(mesh, 0), cluster.group(mesh, (0, 1)), cluster.group(Mesh.of(dp=4, tp=16), 1)
     assert (across.num_pods, across.nodes_per_pod) == (every.num_pods, every.nodes_per_pod) == (4, 2)
@@ -128,7 +129,7 @@ def test_pods_slow_down_rings_with_few_nodes_in_each() -> None:
 
 
 def test_an_all_to_all_between_pods_has_what_leaves_them() -> None:
-    cluster = Cluster.from_yaml(PODS)
+    cluster = cluster_from_yaml(PODS)
     group = cluster.group(Mesh.of(ep=64), 0)
     nic = cluster.inter_node.ring_bandwidth(2)
     expected = 48 / 64 * 1e9 * 4 / nic  # three pods of four are elsewhere
@@ -136,7 +137,7 @@ def test_an_all_to_all_between_pods_has_what_leaves_them() -> None:
 
 
 def test_stages_in_different_pods_send_through_what_leaves_them() -> None:
-    cluster = Cluster.from_yaml(PODS)
+    cluster = cluster_from_yaml(PODS)
     inter = cluster.inter_node.ring_bandwidth(2)
     whole_pods = Mesh.of(dp=2, tp=8)
     assert cluster.send_link(whole_pods, 0, 1).ring_bandwidth(2) == pytest.approx(inter / 4)
@@ -146,7 +147,7 @@ def test_stages_in_different_pods_send_through_what_leaves_them() -> None:
 
 
 def test_fewer_cards_than_gpus() -> None:
-    cluster = Cluster.from_yaml("gpu: h100-sxm\nnum_gpus: 16\nnics: {per_node: 2, bandwidth_gb_s: 25}\n")
+    cluster = cluster_from_yaml("gpu: h100-sxm\nnum_gpus: 16\nnics: {per_node: 2, bandwidth_gb_s: 25}\n")
     efficiency = cluster.inter_node.efficiency
     assert cluster.inter_node.ring_bandwidth(2) == pytest.approx(2 * 25e9 / 8 * efficiency)
     assert cluster.inter_node.among(1, 8).ring_bandwidth(2) == pytest.approx(25e9 * efficiency)
@@ -154,7 +155,7 @@ def test_fewer_cards_than_gpus() -> None:
 
 
 def test_nodes_of_several_kinds_are_as_slow_as_the_slowest() -> None:
-    both = Cluster.from_yaml("nodes: [{gpu: a100-80gb, num_nodes: 2}, {gpu: h200, num_nodes: 1}]\n")
+    both = cluster_from_yaml("nodes: [{gpu: a100-80gb, num_nodes: 2}, {gpu: h200, num_nodes: 1}]\n")
     a100, h200 = make_cluster("a100-80gb", 8), make_cluster("h200", 8)
     assert both.num_gpus == 24
     assert both.device.matmul_rate("bf16") == a100.device.matmul_rate("bf16")
@@ -168,7 +169,7 @@ def test_nodes_of_several_kinds_are_as_slow_as_the_slowest() -> None:
 
 
 def test_jitter_is_part_of_every_collective_and_adds_up_at_random() -> None:
-    cluster = Cluster.from_yaml("gpu: cpu\nnum_gpus: 4\njitter_us: 700\n")
+    cluster = cluster_from_yaml("gpu: cpu\nnum_gpus: 4\njitter_us: 700\n")
     group = cluster.group(Mesh.of(dp=4), 0)
     calm = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
     slow, fast = (collective_time(Collective.ALL_REDUCE, 1e6, group, one) for one in (cluster, calm))

@@ -16,14 +16,15 @@ from autopar.checking.check import Checked, check_plan
 from autopar.checking.matching import mismatch
 from autopar.checking.ranks import RankTrace
 from autopar.checking.recorder import Communication
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
-from autopar.model_file import ModelFile, load_model_file
+from autopar.load_model import load_model_file
+from autopar.model_file import ModelFile
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured

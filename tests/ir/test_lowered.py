@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.errors import UnsupportedOp
-from autopar.ir.lowered import LOWERINGS, lowering_of
 from autopar.ir.lowered.attention import attention
 from autopar.ir.lowered.random import derive_seed, seeded, shared_randomness
+from autopar.ir.lowered.table import LOWERINGS, lowering_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.placement import Layout, dual, local_shape

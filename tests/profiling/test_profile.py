@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from autopar.cli.profile import run_profile
-from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.ir.errors import InvalidCluster, InvalidInput
 from autopar.profiling.profile import profile
 from tests.harness import run_ranks
@@ -48,7 +48,7 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "c.json").read_text())
     assert said["cluster"] == described
     assert all(fit["runs"] and fit["median_error"] <= abs(fit["largest_error"]) for fit in said["fits"])
-    cluster = Cluster.from_yaml(text)
+    cluster = cluster_from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
     assert described["optimizer_gb_s"] * 1e9 == cluster.device.optimizer_bandwidth
     assert set(dict(cluster.intra_node.relative_time)) == {

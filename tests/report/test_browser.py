@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from scripts.pictures import SCREENS, SEARCHES
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'autopar[browser]'")

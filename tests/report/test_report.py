@@ -13,8 +13,8 @@ from rich.console import Console
 from autopar.report.data import report_data, step_data
 from autopar.report.page import render, render_plain
 from autopar.report.terminal import print_plan
-from autopar.report.units import count, gib, plural, seconds
 from autopar.report.words import block_names, microbatch_size, remat_level
+from autopar.units import count, gib, plural, seconds
 from tests.report.sample import sample_plan
 
 

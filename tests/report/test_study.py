@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.planning import Planned, find_plan
 from autopar.report.data import report_data, step_data
 from autopar.report.page import render

@@ -16,7 +16,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.report.divided import divided_data, divided_words
 from autopar.search.api import estimate_captured
-from autopar.search.predict.divided_share import divided_by_axes, divided_flops
+from autopar.search.divided_share import divided_by_axes, divided_flops
 from autopar.search.problem.constraints import Constraints
 
 B, S, WIDTH, ODD = 4, 6, 16, 7

@@ -12,7 +12,7 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
-from autopar.search.predict.divided_share import ENOUGH, divided_flops
+from autopar.search.divided_share import ENOUGH, divided_flops
 from autopar.search.problem.constraints import Constraints
 
 B, S, VOCAB = 2, 8, 32

@@ -15,7 +15,7 @@ from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
 from autopar.search.problem.constraints import Constraints

@@ -19,7 +19,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Plan
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, leaders_of, predict_plan, search_captured
 from autopar.search.assign.instance import value

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.errors import AutoparError
-from autopar.model_file import load_model_file
+from autopar.load_model import load_model_file
 from autopar.training.job import TrainingJob
 from autopar.training.loop import train
 from tests.harness import run_ranks

@@ -11,18 +11,17 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from autopar.ir.mesh import Mesh
-from autopar.search.outer.configuration import Configuration
-from autopar.search.outer.configuration_solver import HIDDEN, job
+from autopar.search.outer.configuration import Candidate, Configuration
+from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
+from autopar.search.outer.lower_bounds import Bounds
 from autopar.search.outer.outcome import Outcome
+from autopar.search.outer.space import Space
 from autopar.search.outer.speculation import Job
 from autopar.search.pricing.build_instance import Weights
 from autopar.search.problem.constraints import NoOption, role_of_axis
-
-if TYPE_CHECKING:
-    from autopar.search.outer.best_first import Outer
 
 # Part of the work of a search that baselines may take at a glance, and all seeds together.
 GLANCE_SHARE = 0.5
@@ -41,11 +40,33 @@ BEST = 4
 EARNEST = 8
 
 
+class Trials(Protocol):
+    """The search that baselines are tried by; see ``best_first.Outer``."""
+
+    num_skipped: int
+    max_work: int
+
+    @property
+    def solver(self) -> Solver: ...
+    @property
+    def space(self) -> Space: ...
+    @property
+    def bounds(self) -> Bounds: ...
+    @property
+    def best(self) -> Candidate | None: ...
+    @property
+    def record_s(self) -> float: ...
+    def known_of(self, configuration: Configuration) -> Outcome | None: ...
+    def try_baseline(self, configuration: Configuration, *, once: bool = False) -> Outcome: ...
+    def note(self, configuration: Configuration, outcome: Outcome) -> None: ...
+    def refuse(self, error: NoOption) -> None: ...
+
+
 @dataclass(slots=True)
 class Seeds:
     """outcomes: of all that was tried."""
 
-    outer: Outer
+    outer: Trials
     outcomes: dict[Configuration, Outcome] = field(default_factory=dict)
     _slower: dict[Hashable, float] = field(default_factory=dict)
 
