@@ -18,8 +18,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from autopar import units
 from autopar.ir.plan import Plan
-from autopar.report import units
 from autopar.report.data import report_data, step_data
 from autopar.report.study import Study
 
