@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,15 +80,3 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 def only_user(node: fx.Node) -> fx.Node | None:
     """The single op that uses a node, None if there are more or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The roots and every node they depend on."""
-    seen: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import networkx as nx
 import torch
 from torch import fx
 
-from autopar.ir.analysis.op_stream import dependents
-from autopar.ir.building import ancestors
+from autopar.ir.analysis.op_stream import outside_prelude
 from autopar.ir.graph import (
     CapturedModel,
     call_nodes,
@@ -34,6 +34,8 @@ from autopar.ir.graph import (
     tensor_operands,
     tensor_results,
 )
+from autopar.ir.lowered.random import is_random
+from autopar.ir.op_graph import dependencies, op_graph
 from autopar.ir.rule import Choice, FactorRule, TensorFactors
 from autopar.ir.rules import rule_for
 
@@ -86,20 +88,16 @@ def microbatch_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
     flat = captured.output_args()
     wanted = [flat[0]] if captured.has_loss else list(flat)
     updates = {buffer.updated_by for buffer in captured.buffers.values()}
-    stack = [n for n in wanted if isinstance(n, fx.Node)] + [n for n in captured.graph.nodes if n.name in updates]
-    needed: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    roots = [n for n in wanted if isinstance(n, fx.Node)] + [n for n in captured.graph.nodes if n.name in updates]
+    ops = op_graph(captured.graph.nodes)
+    needed = dependencies(ops, roots)
     for node, reason in roles.obstacles.items():
         if node in needed:
             return _at(reason, node)
-    return _update_obstacle(captured, roles)
+    return _update_obstacle(captured, roles, ops)
 
 
-def _update_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
+def _update_obstacle(captured: CapturedModel, roles: Roles, ops: nx.DiGraph[fx.Node]) -> str | None:
     """Why the microbatches of a step do not give the new values of the buffers: what is one value of a step has to be
     the same in each of them, or a sum over them."""
     by_name = {node.name: node for node in captured.graph.nodes}
@@ -109,16 +107,12 @@ def _update_obstacle(captured: CapturedModel, roles: Roles) -> str | None:
             continue
         if roles.batch_dim.get(new) is not None:
             return _at(f"the buffer {buffer.name} is given something of each row of the batch", new)
-        draws = next((node for node in ancestors([new]) if _is_random(node)), None)
+        draws = next((node for node in dependencies(ops, [new]) if is_random(node)), None)
         if draws is not None:
             return _at(
                 f"the buffer {buffer.name} is given random numbers, which each microbatch would draw anew", draws
             )
     return None
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _at(reason: str, node: fx.Node) -> str:
@@ -161,7 +155,7 @@ class _BatchSweep:
     def __post_init__(self) -> None:
         self.rules = {node: rule_for(node) for node in op_nodes(self.captured.graph)}
         self.operands = {node: [source(o) for o in tensor_operands(node)] for node in self.rules}
-        self.trained = dependents(list(call_nodes(self.captured.graph)), self.captured)
+        self.trained = outside_prelude(self.captured, op_graph(call_nodes(self.captured.graph)))
         for node in self.captured.graph.nodes:
             step = self.captured.inputs.get(node.name) if node.op == "placeholder" else None
             if step is not None and step.batch_dim is not None and is_tensor(node):

@@ -1,13 +1,15 @@
-"""Whether a gradient of one tensor of a functional graph reaches another."""
+"""The ops of a functional graph that a gradient flows through, and whether it flows from one tensor to another."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import networkx as nx
 import torch
 from torch import fx
 
-from autopar.ir.graph import has_gradient_dtype, is_tensor
+from autopar.ir.graph import call_nodes, has_gradient_dtype, is_tensor
+from autopar.ir.op_graph import dependencies, op_graph
 
 aten = torch.ops.aten
 
@@ -15,17 +17,15 @@ aten = torch.ops.aten
 _CUTS = frozenset({aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})
 
 
+def gradient_graph(graph: fx.Graph) -> nx.DiGraph[fx.Node]:
+    """The op graph in which every path is one of gradients: no edge into a detach or an integer tensor."""
+    return op_graph(
+        node
+        for node in call_nodes(graph)
+        if node.target not in _CUTS and (not is_tensor(node) or has_gradient_dtype(node.meta["val"]))
+    )
+
+
 def carries_gradient(node: fx.Node, sources: Collection[fx.Node]) -> bool:
     """Whether ``node`` is one of ``sources`` or computed from them by ops that have a gradient."""
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        if current in sources:
-            return True
-        if current.target in _CUTS:
-            continue
-        for operand in current.all_input_nodes:
-            if operand not in seen and (not is_tensor(operand) or has_gradient_dtype(operand.meta["val"])):
-                seen.add(operand)
-                stack.append(operand)
-    return False
+    return not dependencies(gradient_graph(node.graph), [node]).isdisjoint(sources)

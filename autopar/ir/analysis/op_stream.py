@@ -16,10 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, tensor_results
+from autopar.ir.lowered.random import is_random
+from autopar.ir.op_graph import dependents, op_graph
 from autopar.ir.rules import rule_for
 
 # Operations per element of the result from which on an op counts as a contraction: 2 k for a sum over k.
@@ -65,8 +68,9 @@ def build_stream(captured: CapturedModel) -> Stream:
     """Sort the call nodes of ``captured`` into prelude, sources and stream. Linear in the graph."""
     calls = _getitems_after_producers(captured.graph)
     operands = {node: operand_nodes(node) for node in calls}
-    trained = dependents(calls, captured)
-    fed = _reached(calls, {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs})
+    ops = op_graph(calls)
+    trained = outside_prelude(captured, ops)
+    fed = dependents(ops, (n for n in captured.graph.nodes if n.op == "placeholder" and n.name in captured.inputs))
     is_source: set[fx.Node] = set()
     prelude: list[fx.Node] = []
     nodes: list[fx.Node] = []
@@ -165,35 +169,23 @@ def _collect(value: Any, found: list[fx.Node]) -> None:
 
 def _getitems_after_producers(graph: fx.Graph) -> list[fx.Node]:
     """Call nodes in execution order, each ``getitem`` moved to its multi-output op."""
+    items = op_graph(node for node in call_nodes(graph) if is_getitem(node))
     ordered: list[fx.Node] = []
     for node in call_nodes(graph):
-        if is_getitem(node):
-            continue
-        ordered.append(node)
-        pending = [node]
-        while pending:
-            items = [user for user in pending.pop(0).users if is_getitem(user)]
-            ordered.extend(items)
-            pending.extend(items)
+        if not is_getitem(node):
+            ordered.append(node)
+            if node in items:
+                ordered.extend(item for _, item in nx.bfs_edges(items, node))
     return ordered
 
 
-def dependents(calls: list[fx.Node], captured: CapturedModel) -> set[fx.Node]:
-    """Nodes that may not be recomputed at will: they depend on parameters, state that a step updates, or chance."""
+def outside_prelude(captured: CapturedModel, ops: nx.DiGraph[fx.Node]) -> set[fx.Node]:
+    """Nodes that may not be recomputed at will: they depend on parameters, state that a step updates, or chance.
+
+    ops: the call nodes of ``captured``.
+    """
     names = set(captured.parameters) | {n for n, buffer in captured.buffers.items() if buffer.updated_by}
-    seeds = {n for n in captured.graph.nodes if n.op == "placeholder" and n.name in names}
-    for node in calls:
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            seeds.add(node)
-    return _reached(calls, seeds)
-
-
-def _reached(calls: list[fx.Node], seeds: set[fx.Node]) -> set[fx.Node]:
-    reached = set(seeds)
-    for node in calls:
-        if any(operand in reached for operand in node.all_input_nodes):
-            reached.add(node)
-    return reached
+    return dependents(ops, (node for node in ops if node.name in names or is_random(node)))
 
 
 def _is_source(

@@ -21,8 +21,9 @@ from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.autograd.plain import traced
 from autopar.ir.autograd.recording import current_recording
 from autopar.ir.autograd.trial import apart, is_apart
-from autopar.ir.building import ancestors
 from autopar.ir.errors import CaptureError
+from autopar.ir.graph import call_nodes
+from autopar.ir.op_graph import between, op_graph
 from autopar.ir.source import user_line
 
 aten = torch.ops.aten
@@ -147,17 +148,10 @@ class Derivative:
 
     def _between(self) -> list[fx.Node]:
         """The ops through which the outputs depend on the inputs, in order. What is detached is not followed."""
-        reached: set[fx.Node] = set(self.inputs)
-        wanted = ancestors(self.outputs)
-        found: list[fx.Node] = []
-        for node in self.outputs[0].graph.nodes:
-            if node in reached or node.op != "call_function" or node.target is aten.detach.default:
-                continue
-            if not reached.isdisjoint(node.all_input_nodes):
-                reached.add(node)
-                if node in wanted:
-                    found.append(node)
-        return found
+        inputs, graph = set(self.inputs), self.outputs[0].graph
+        ops = [node for node in call_nodes(graph) if node not in inputs and node.target is not aten.detach.default]
+        found = between(op_graph(ops), inputs, self.outputs)
+        return [node for node in ops if node in found]
 
     def _check(self, between: Sequence[fx.Node]) -> None:
         for node in between:

@@ -14,6 +14,7 @@ import importlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autopar.ir.autograd.replacing import replaced
 from autopar.ir.capture.simplify import simplify
 from autopar.ir.errors import CaptureError
 from autopar.ir.lowered.random import is_random
+from autopar.ir.op_graph import between, op_graph
 from autopar.ir.ops.scan import AssociativeScan, Scan, body_of, one_of_its_kind
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.scan import compose
@@ -176,19 +178,9 @@ def refuse_open(graph: fx.Graph) -> None:
 
 def _between(slots: Sequence[fx.Node], outs: Sequence[fx.Node]) -> list[fx.Node]:
     """The ops of the step: those that depend on its slots, in order."""
-    reached = set(slots)
-    found: list[fx.Node] = []
-    node = slots[0]
-    while node.op != "root":
-        if node not in reached and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-            found.append(node)
-        node = node.next
-    wanted = set(outs)
-    for node in reversed(found):
-        if node in wanted:
-            wanted.update(node.all_input_nodes)
-    return [node for node in found if node in wanted]
+    nodes = list(dropwhile(lambda node: node is not slots[0], slots[0].graph.nodes))
+    found = between(op_graph(nodes), slots, outs).difference(slots)
+    return [node for node in nodes if node in found]
 
 
 def _refused(what: str, remedy: str) -> CaptureError:

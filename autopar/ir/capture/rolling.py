@@ -33,6 +33,7 @@ from autopar.ir.capture.module_equality import plain
 from autopar.ir.capture.step_writes import stack_writes
 from autopar.ir.graph import call_nodes, is_tensor, tensor_results
 from autopar.ir.lowered.random import is_random
+from autopar.ir.op_graph import dependents, op_graph
 from autopar.ir.ops.rolled import Element, Loop, element_of
 
 # A shorter loop stays as it is, so that each of its ops may be divided in its own way.
@@ -48,12 +49,13 @@ def roll_loops(
     if not elements:
         return
     nodes = [node for node in call_nodes(graph) if node not in elements]
+    ops = op_graph(graph.nodes)
     search = _Search(
         nodes=nodes,
         place={node: place for place, node in enumerate(nodes)},
         elements=elements,
-        of_inputs=_reached(graph, fed),
-        of_parameters=_reached(graph, trained),
+        of_inputs=dependents(ops, fed),
+        of_parameters=dependents(ops, trained),
     )
     end = 0
     while (found := search.first_loop(end)) is not None:
@@ -202,12 +204,3 @@ def _elements(nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:
 def _type(node: fx.Node) -> Hashable:
     value = node.meta["val"]
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-
-
-def _reached(graph: fx.Graph, roots: AbstractSet[fx.Node]) -> set[fx.Node]:
-    """All that depends on some nodes, these included."""
-    reached = set(roots)
-    for node in graph.nodes:
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return reached
