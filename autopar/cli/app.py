@@ -156,6 +156,7 @@ def report(
 @app.command(
     epilog=_example(
         "autopar explain plan.yaml",
+        "autopar explain plan.yaml --critical-path",
         "autopar explain plan.yaml mlp.up/linear",
         "autopar explain plan.yaml 'layers.*/mlp.up/linear' --model examples/gpt.py --json",
     )
@@ -166,12 +167,18 @@ def explain(
     model: opt.ModelOfPlan = None,
     seq: opt.Seq = None,
     cluster: opt.ClusterFile = None,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="the ops, collectives and sends that the step waits for")
+    ] = False,
     json: opt.Json = False,
 ) -> None:
-    """Say what a plan communicates, or why an op is placed so: what follows from it, and the next best placements."""
-    from autopar.cli.explain import run_explain
+    """Say what a plan communicates, what its step waits for, or why an op is placed so and what else it would cost."""
+    from autopar.cli.explain import run_critical_path, run_explain
 
-    run_explain(plan, op, model=model, seq=seq, cluster_file=cluster, json=json)
+    if critical_path:
+        run_critical_path(plan, op, model=model, seq=seq, cluster_file=cluster, json=json)
+    else:
+        run_explain(plan, op, model=model, seq=seq, cluster_file=cluster, json=json)
 
 
 @app.command(epilog=_example("autopar compare plan.yaml other_plan.yaml", "autopar compare a.yaml b.yaml --json"))

@@ -23,11 +23,7 @@ def run_explain(
 ) -> None:
     """Print an explanation. Raises AutoparError."""
     plan = Plan.load(plan_file)
-    named = model or plan.model.source
-    if named is None:
-        raise InvalidInput(
-            f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
-        )
+    named = _model_of(plan, plan_file, model)
     cluster, length = cluster_of(plan, cluster_file), seq or plan.model.seq
     from autopar.report.explanation import described, overview, print_explanation, print_overview
     from autopar.search.explanation import explain_op
@@ -50,3 +46,38 @@ def run_explain(
         like += [] if length is None else ["--seq", str(length)]
         like += [] if cluster_file is None else ["--cluster", str(cluster_file)]
         print_explanation(explained, like)
+
+
+def run_critical_path(
+    plan_file: Path,
+    op: str | None,
+    *,
+    model: str | None = None,
+    seq: int | None = None,
+    cluster_file: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Print what the step of a plan waits for. Raises AutoparError."""
+    if op is not None:
+        raise InvalidInput(f"--critical-path is of the whole step, not of the op {op!r}\n  try: one of both")
+    plan = Plan.load(plan_file)
+    named, cluster = _model_of(plan, plan_file, model), cluster_of(plan, cluster_file)
+    from autopar.report.critical_path import critical_path_data, print_critical_path
+
+    with progress_on_stderr(quiet=json) as progress:
+        captured = capture_for(plan, plan_file, named, seq, progress=progress)
+        found = critical_path_data(captured, cluster, plan)
+    if json:
+        print_json(found)
+    else:
+        print_critical_path(found)
+
+
+def _model_of(plan: Plan, plan_file: Path, model: str | None) -> str:
+    """Where a plan's model is: as given, or as the plan says."""
+    named = model or plan.model.source
+    if named is None:
+        raise InvalidInput(
+            f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
+        )
+    return named

@@ -27,7 +27,8 @@ _NOTHING_S = 1e-12
 
 
 class Span(NamedTuple):
-    """A task that ran. work_s: seconds it would have taken alone."""
+    """A task that ran. work_s: seconds it would have taken alone. task: its number; after: those of the tasks that had
+    to end first, the one before it in its stream among them."""
 
     rank: int
     stream: str
@@ -35,6 +36,12 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     work_s: float
+    task: int
+    after: tuple[int, ...]
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 class _Task(NamedTuple):
@@ -42,6 +49,7 @@ class _Task(NamedTuple):
     stream: str
     name: str
     work_s: float
+    after: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -93,12 +101,13 @@ class Streams:
     ) -> int:
         """A task that waits for those of the numbers ``after``. number: reserved for it. Returns its number."""
         number = self.reserve() if number is None else number
-        self._tasks[number] = _Task(rank, stream, name, work_s)
         waits = set(after)
         self._waits[number] = len(waits)
         for other in waits:
             self._followers.setdefault(other, []).append(number)
-        self._ranks.setdefault(rank, _Rank()).queues.setdefault(stream, []).append(number)
+        queue = self._ranks.setdefault(rank, _Rank()).queues.setdefault(stream, [])
+        self._tasks[number] = _Task(rank, stream, name, work_s, tuple(waits.union(queue[-1:])))
+        queue.append(number)
         return number
 
     def run(self) -> list[Span]:
@@ -106,6 +115,7 @@ class Streams:
 
         Raises InvalidPlan if tasks wait for each other.
         """
+        # No question to a graph: what runs beside a task says how long it takes, so time has to pass for all at once.
         waits = dict(self._waits)
         began: dict[int, float] = {}
         spans: list[Span] = []
@@ -125,8 +135,8 @@ class Streams:
                 if left <= _NOTHING_S:
                     del rank.running[stream]
                     rank.position[stream] += 1
-                    _, _, name, work_s = self._tasks[task]
-                    spans.append(Span(number, stream, name, began[task], now, work_s))
+                    _, _, name, work_s, after = self._tasks[task]
+                    spans.append(Span(number, stream, name, began[task], now, work_s, task, after))
                     for follower in self._followers.get(task, ()):
                         waits[follower] -= 1
                         touched.add(self._tasks[follower].rank)

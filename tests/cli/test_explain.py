@@ -100,6 +100,21 @@ def test_without_an_op_every_communication_is_listed(plan: Path, terminal: Termi
     assert "all_gather" in terminal("explain", plan)
 
 
+def test_the_critical_path(plan: Path, terminal: Terminal) -> None:
+    found = terminal.json("explain", plan, "--critical-path")
+    assert sum(one["step_s"] for one in found["items"]) == pytest.approx(found["step_time_s"], rel=1e-9)
+    # No stream runs beside compute on a CPU, and there is no pipeline: the path is the whole prediction.
+    assert found["step_time_s"] == pytest.approx(found["predicted_step_time_s"], rel=0.02)
+    assert found["pipeline_wait_s"] == 0 and [own["rank"] for own in found["ranks"]] == [0]
+    collectives = [one for one in found["items"] if one["kind"] == "collective"]
+    assert {one["axis"] for one in collectives} == {"tp"}
+    listed = terminal.json("explain", plan)["communications"]
+    assert sum(one["step_s"] for one in collectives) == pytest.approx(sum(one["step_s"] for one in listed), rel=0.1)
+    shown = terminal("explain", plan, "--critical-path")
+    assert "It waits for:" in shown and found["items"][0]["of"] in shown and "waiting at the pipeline" not in shown
+    assert "whole step" in terminal("explain", plan, "mlp.up/linear", "--critical-path", code=2)
+
+
 def test_what_cannot_be_explained(plan: Path, tmp_path: Path, terminal: Terminal) -> None:
     op, _ = op_of(plan)
     assert "places no op 'mlp.upp/linear'" in terminal("explain", plan, "mlp.upp/linear", code=2)

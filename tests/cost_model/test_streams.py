@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.schedule.critical_path import critical_path
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
 from autopar.ir.errors import InvalidPlan
 
@@ -79,6 +82,14 @@ def test_every_task_runs_once_and_never_faster_than_alone(streams: Streams) -> N
         assert span.end_s - span.start_s >= span.work_s - 1e-9
     # Something runs all the time, at worst all communication of one rank one after another beside slowed compute.
     assert spans[-1].end_s <= work * (1 + OVERLAP_SLOWDOWN) + 1e-9
+    # What the step waits for leaves no gap, and is the longest that there is.
+    path = critical_path(spans)
+    assert all(other.start_s - one.end_s <= 1e-9 and one.task in other.after for one, other in pairwise(path))
+    assert sum(span.duration_s for span in path) == pytest.approx(spans[-1].end_s, abs=1e-9)
+    lengths: dict[int, float] = {}
+    for span in spans:
+        lengths[span.task] = max((lengths[before] for before in span.after), default=0.0) + span.duration_s
+    assert sum(span.duration_s for span in path) == pytest.approx(max(lengths.values()), abs=1e-9)
     ends: dict[tuple[int, str], float] = {}
     for span in sorted(spans, key=lambda own: (own.start_s, int(own.name))):
         assert span.start_s >= ends.get((span.rank, span.stream), 0.0) - 1e-9

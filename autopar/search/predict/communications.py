@@ -5,7 +5,7 @@ Those between ops are steps of redistributions (``ir.redistribution``); those in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -17,7 +17,7 @@ from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.block_prices import layout_of, needs_of, spread
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Tensor, Workload
+from autopar.search.problem.workload import Tensor, Transfer, Workload
 
 _GROWING, _SHRINKING = (Collective.ALL_GATHER,), (Collective.SPLIT, Collective.REDUCE_SCATTER)
 
@@ -57,42 +57,57 @@ def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterato
     assignments, inputs = spread(load, leaders), leaders[load.clusters.inputs.index]
     passing = load.passing(assignments)
     for transfer in load.transfers:
-        tensor = transfer.tensor
-        source = layout_of(pricing, tensor, assignments, inputs)
-        for (value, grad), users in needs_of(load, transfer, assignments, passing).items():
-            for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
-                forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
-                if forward.communicates or backward.communicates:
-                    yield Communication(
-                        tensor=name_of(load, tensor.node),
-                        users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
-                        axis=pricing.mesh.names[step.axis],
-                        forward=forward.value if forward.communicates else "",
-                        backward=backward.value if backward.communicates else "",
-                        num_bytes=num_bytes,
-                        time=time,
-                        repeats=len(transfer.blocks),
-                        source=tensor.node,
-                        readers=tuple(users),
-                    )
+        source = layout_of(pricing, transfer.tensor, assignments, inputs)
+        steps = of_transfer(pricing, transfer, source, needs_of(load, transfer, assignments, passing))
+        yield from (step for step in steps if step.forward or step.backward)
     for node, assignment in assignments.items():
-        own = pricing.lowering(node, assignment)
-        if own.total_s:
-            lowered = load.rule(node).lowered
-            axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
-            name = name_of(load, node)
+        yield from inside_op(pricing, node, assignment)
+
+
+def of_transfer(
+    pricing: Pricing, transfer: Transfer, source: Layout, needs: Mapping[tuple[Layout, Layout], Sequence[fx.Node]]
+) -> Iterator[Communication]:
+    """Every step that brings a tensor from the layout ``source`` to its users, those on one rank alone too.
+
+    needs: ``needs_of`` the transfer.
+    """
+    load, tensor = pricing.workload, transfer.tensor
+    for (value, grad), users in needs.items():
+        for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
+            forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
             yield Communication(
-                tensor=name,
-                users=(name,),
-                axis=", ".join(axes),
-                forward="inside the op",
-                backward="inside the op",
-                num_bytes=None,
-                time=own,
-                repeats=load.repeats[node],
-                source=node,
-                readers=(node,),
+                tensor=name_of(load, tensor.node),
+                users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
+                axis=pricing.mesh.names[step.axis],
+                forward=forward.value if forward.communicates else "",
+                backward=backward.value if backward.communicates else "",
+                num_bytes=num_bytes,
+                time=time,
+                repeats=len(transfer.blocks),
+                source=tensor.node,
+                readers=tuple(users),
             )
+
+
+def inside_op(pricing: Pricing, node: fx.Node, assignment: Assignment) -> Iterator[Communication]:
+    """Those of the lowering of an op, together."""
+    load, own = pricing.workload, pricing.lowering(node, assignment)
+    if own.total_s:
+        lowered = load.rule(node).lowered
+        axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
+        name = name_of(load, node)
+        yield Communication(
+            tensor=name,
+            users=(name,),
+            axis=", ".join(axes),
+            forward="inside the op",
+            backward="inside the op",
+            num_bytes=None,
+            time=own,
+            repeats=load.repeats[node],
+            source=node,
+            readers=(node,),
+        )
 
 
 def priced_steps(

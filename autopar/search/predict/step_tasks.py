@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from autopar.cost_model.communication.gradient_sync import SyncTime
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.pricing.block_prices import BlockPrice
@@ -50,12 +52,30 @@ class StepCosts:
         return range(self.stages[stage].first, self.stages[stage].last + 1)
 
 
-def run_step(costs: StepCosts) -> list[Span]:
-    """Every task of a step with the time it ran, in the order of their ends."""
-    built = _Step(costs)
+class BlockPass(NamedTuple):
+    """One block in one action. first, last: whether it is the first forward and the last backward of the block.
+
+    opens: whether the block is the first in the action, which receives and, once it is through, sends.
+    """
+
+    block: int
+    action: Action
+    first: bool
+    last: bool
+    opens: bool
+
+
+def step_tasks(costs: StepCosts) -> StepTasks:
+    """The tasks of a step."""
+    built = StepTasks(costs)
     for rank, order in enumerate(costs.shape.orders()):
         built.rank(rank, order)
-    return built.streams.run()
+    return built
+
+
+def run_step(costs: StepCosts) -> list[Span]:
+    """Every task of a step with the time it ran, in the order of their ends."""
+    return step_tasks(costs).streams.run()
 
 
 def pass_ends(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
@@ -64,8 +84,11 @@ def pass_ends(spans: Sequence[Span]) -> dict[tuple[int, str], float]:
 
 
 @dataclass(slots=True)
-class _Step:
+class StepTasks:
+    """The tasks of a step. passes: number of a task -> the passes of blocks that it is, or that it communicates for."""
+
     costs: StepCosts
+    passes: dict[int, list[BlockPass]] = field(default_factory=dict)
     streams: Streams = field(default_factory=Streams)
     # (stage, microbatch, backward): the task that brings a stage its input, or the gradient of its output.
     arrivals: dict[tuple[int, int, bool], int] = field(default_factory=dict)
@@ -113,31 +136,28 @@ class _Step:
         stage, kind, microbatch = action
         waits = self._waits_of(rank, action)
         inside = costs.blocks_of(stage)
-        blocks = inside if kind == "F" else reversed(inside)
-        alone = [(b, *self._of_block(b, action, first=first, last=last)) for b in blocks]
-        if kind != "W":
-            block, work, gather, reduce = alone[0]
-            alone[0] = block, work + costs.passing_s[stage], gather, reduce
-        if not any(gather or reduce for _, _, gather, reduce in alone):
+        blocks = inside if kind == "F" else inside[::-1]
+        own = [BlockPass(block, action, first, last, block == blocks[0]) for block in blocks]
+        beside = [self._beside(one) for one in own]
+        if not any(gather or reduce for gather, reduce in beside):
             # Nothing runs beside it, so it is one task.
-            total = sum(work for _, work, _, _ in alone)
-            passed.append(self.streams.add(rank, COMPUTE, str(action), total, waits))
+            passed.append(self._add(rank, COMPUTE, str(action), sum(map(self._work, own)), waits, own))
         else:
-            for b, work, gather, reduce in alone:
-                name = f"{action} {costs.names[b]}"
+            for one, (gather, reduce) in zip(own, beside, strict=True):
+                name = f"{action} {costs.names[one.block]}"
                 if gather:
                     ready = passed[-costs.prefetch - 1 : -costs.prefetch] if len(passed) > costs.prefetch else []
-                    waits = [*waits, self.streams.add(rank, GATHER, name, gather, ready)]
-                passed.append(self.streams.add(rank, COMPUTE, name, work, waits))
+                    waits = [*waits, self._add(rank, GATHER, name, gather, ready, [one])]
+                passed.append(self._add(rank, COMPUTE, name, self._work(one), waits, [one]))
                 waits = []
                 if reduce:
-                    reductions.append(self.streams.add(rank, REDUCE, name, reduce, passed[-1:]))
+                    reductions.append(self._add(rank, REDUCE, name, reduce, passed[-1:], [one]))
         backward = kind != "F"
         other = stage - 1 if backward else stage + 1
         if kind != "W" and 0 <= other < shape.num_stages and shape.rank_of(other) != rank:
             seconds = costs.sends[min(stage, other)]
             number = self.arrival(other, microbatch, backward)
-            self.streams.add(rank, SEND, f"{action} to stage {other}", seconds, passed[-1:], number)
+            self._add(rank, SEND, f"{action} to stage {other}", seconds, passed[-1:], own, number)
 
     def _waits_of(self, rank: int, action: Action) -> list[int]:
         """What has to have come from another stage."""
@@ -148,19 +168,55 @@ class _Step:
             return []
         return [self.arrival(stage, microbatch, kind != "F")]
 
-    def _of_block(self, number: int, action: Action, *, first: bool, last: bool) -> tuple[float, float, float]:
-        """Seconds of compute, of what it waits for, and of what follows it, of one block in one action."""
-        block, (stage, kind, _) = self.costs.blocks[number], action
-        sync, waited = block.sync, block.waited
+    def _add(
+        self,
+        rank: int,
+        stream: str,
+        name: str,
+        work_s: float,
+        after: Sequence[int],
+        passes: list[BlockPass],
+        number: int | None = None,
+    ) -> int:
+        number = self.streams.add(rank, stream, name, work_s, after, number)
+        self.passes[number] = passes
+        return number
+
+    def _work(self, one: BlockPass) -> float:
+        return sum(self.compute(one).values())
+
+    def compute(self, one: BlockPass) -> dict[str, float]:
+        """Seconds on the compute stream by what they are for: parts of a pass, and what it waits for where it stands.
+
+        inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: what a
+        backward in two parts does in both.
+        """
+        block, costs, (stage, kind, _) = self.costs.blocks[one.block], self.costs, one.action
+        passing = costs.passing_s[stage] if one.opens and kind != "W" else 0.0
+        gather, reduce = _communication(block.waited, one)
+        found = {"passing": passing, "gather": gather, "reduce": reduce}
         if kind == "F":
-            start = self.costs.prelude_s if number == self.costs.stages[stage].first else 0.0
-            start += waited.forward_s + (waited.first_s if first else 0.0)
-            return block.forward_s + start, sync.forward_s + (sync.first_s if first else 0.0), 0.0
-        whole = block.backward_s(self.costs.stages[stage].level(number))
-        after, stays = (s.backward_s - s.regather_s + (s.step_s - s.first_s if last else 0.0) for s in (sync, waited))
-        if kind == "B":
-            return whole + waited.regather_s + stays, sync.regather_s, after
+            prelude = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
+            return {**found, "prelude": prelude, "forward": block.forward_s}
         # The first stage sends no gradient: its whole backward can wait.
-        if kind == "I":
-            return (whole - block.weights_s if stage else 0.0) + waited.regather_s, sync.regather_s, 0.0
-        return (block.weights_s + block.twice_s if stage else whole) + stays, 0.0, after
+        if kind in ("B", "I" if stage else "W"):
+            level = costs.stages[stage].level(one.block)
+            found["recomputation"] = block.recomputed_s[level]
+            found["inputs"] = block.backward_s(level) - block.recomputed_s[level] - block.weights_s
+        if kind in "BW":
+            found["weights"] = block.weights_s
+            found["twice"] = block.twice_s if kind == "W" and stage else 0.0
+        return found
+
+    def _beside(self, one: BlockPass) -> tuple[float, float]:
+        """Seconds on the streams of communication: gathered before a block, and reduced after it."""
+        return _communication(self.costs.blocks[one.block].sync, one)
+
+
+def _communication(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
+    """The part of a block's communication that one of its passes waits for, and the part that comes after it."""
+    kind = one.action.kind
+    if kind == "F":
+        return sync.forward_s + (sync.first_s if one.first else 0.0), 0.0
+    after = sync.backward_s - sync.regather_s + (sync.step_s - sync.first_s if one.last else 0.0)
+    return 0.0 if kind == "W" else sync.regather_s, 0.0 if kind == "I" else after

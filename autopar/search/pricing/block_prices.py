@@ -103,7 +103,7 @@ def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """All blocks under one assignment. parameters, layouts: by placeholder name.
+    """All blocks under one assignment. parameters, layouts: by placeholder name. held: the parameters of each block.
 
     prelude_s: of one microbatch on every stage, its step inputs' way to the device included.
     """
@@ -112,6 +112,7 @@ class Priced:
     prelude_s: float
     parameters: Mapping[str, ParameterPrice]
     layouts: Mapping[str, Layout]
+    held: Mapping[int, tuple[ParameterPrice, ...]]
 
     def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
         """For ``cuts.cut``: what happens once a step is spread over the microbatches."""
@@ -183,7 +184,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     prelude = pricing.feeding_s(inputs)
     prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
-    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts)
+    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts, held=by_block)
 
 
 def _known(
