@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autopar.ir.capture.capture import capture, repeated_modules
+from autopar.ir.capture import repeated_modules
+from autopar.ir.capture.capture import capture
 from autopar.ir.capture.module_equality import groups_alike
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
