@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
+
+from autopar.ir.torch_private import FakeTensor, FakeTensorMode, pytree
 
 Operation = Callable[..., Any]
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
+
+from autopar.ir.torch_private import LazyGraphModule, pytree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,4 +230,4 @@ def copy_captured(captured: CapturedModel) -> CapturedModel:
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
     """A module that runs a graph. Its code is written when it is first called, which a search never does."""
-    return _LazyGraphModule(nn.Module(), graph)
+    return LazyGraphModule(nn.Module(), graph)

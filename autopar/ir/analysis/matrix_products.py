@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from autopar.ir.ops.composite import columns_linear
+from autopar.ir.torch_private import OpOverload
 
 _NAMES = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
 
@@ -19,7 +19,7 @@ def is_product(target: object) -> bool:
     """
     if target is columns_linear:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
     return target.overloadpacket.__name__ in _NAMES
 

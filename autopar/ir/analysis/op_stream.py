@@ -24,6 +24,7 @@ from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, tensor_resul
 from autopar.ir.lowered.random import is_random
 from autopar.ir.op_graph import dependents, op_graph
 from autopar.ir.rules import rule_for
+from autopar.ir.torch_private import OpOverload
 
 # Operations per element of the result from which on an op counts as a contraction: 2 k for a sum over k.
 _CONTRACTION_FLOPS = 4
@@ -59,7 +60,7 @@ class Stream:
 
 def op_name(node: fx.Node) -> str:
     """``linear`` for ``aten.linear.default``, the function's name for a composite op."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target.overloadpacket.__name__).lstrip("_")
     return str(getattr(node.target, "__name__", node.target)).lstrip("_")
 
@@ -143,7 +144,7 @@ def is_heavy(node: fx.Node, captured: CapturedModel, sources: set[fx.Node]) -> b
     """Whether ``node`` contracts with a parameter of two or more dimensions, given directly or through sources."""
     if is_getitem(node) or not any(_is_matrix(operand, captured, sources) for operand in node.all_input_nodes):
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+    if isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         return False
     return rule_for(node).flops >= _CONTRACTION_FLOPS * sum(result.numel() for result in tensor_results(node))
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from autopar.ir.autograd.trial import apart
 from autopar.ir.building import fake_mode_of
 from autopar.ir.errors import CaptureError
+from autopar.ir.torch_private import OpOverload, schema_of
 
 
 def check_backward(title: str, module: fx.GraphModule, trained: Container[str]) -> None:
@@ -37,4 +38,4 @@ def check_backward(title: str, module: fx.GraphModule, trained: Container[str]) 
 
 def _named(node: fx.Node) -> str:
     target = node.target
-    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

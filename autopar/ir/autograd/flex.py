@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.nn.attention import flex_attention as flex
 
 from autopar.ir.autograd.replacing import replaced
+from autopar.ir.torch_private import SAFE_SOFTMAX, flex_attention_entries, indexing_by_tensors, leaves_scores
 
 
 @contextmanager
 def flex_attention_made_plain() -> Iterator[None]:
     """Within, ``flex_attention`` runs the ops of its definition."""
-    swaps = {
-        "flex_attention_hop": _attention,
-        "_validate_device": lambda *tensors: None,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
-    }
-    with ExitStack() as stack:
-        for name, value in swaps.items():
-            if hasattr(flex, name):
-                stack.enter_context(replaced(flex, name, value))
+    op, check, uncompiled = flex_attention_entries()
+    with replaced(*op, _attention), replaced(*check, lambda *tensors: None), replaced(*uncompiled, True):
         yield
 
 
@@ -48,17 +40,19 @@ def _attention(
     query: (B, Hq, S, D). key: (B or 1, Hkv, T, D). value: (B or 1, Hkv, T, Dv). Results: (B, Hq, S, Dv), and (B, Hq, S)
     twice.
     """
+    from torch.nn.attention.flex_attention import noop_mask  # brings the compiler (1.5 s)
+
     batch, heads, queries, _ = query.shape
     key, value = (_whole(t, batch, heads) for t in (key, value))
     places = [torch.arange(size, device=query.device) for size in (batch, heads, queries, key.shape[2])]
     scores = (query @ key.transpose(-2, -1)) * scale
-    with TransformGetItemToIndex():
-        if score_mod is not flex._identity:
+    with indexing_by_tensors():
+        if not leaves_scores(score_mod):
             scores = _over_all(score_mod, with_score=True)(scores, *places)
-        if block_mask[-1] is not flex.noop_mask:
+        if block_mask[-1] is not noop_mask:
             seen = _over_all(block_mask[-1], with_score=False)(*places)
             scores = scores.masked_fill(~seen, -math.inf)
-    result = torch._safe_softmax(scores, dim=-1) @ value  # type: ignore[attr-defined]  # torch does not annotate it
+    result = SAFE_SOFTMAX(scores, -1) @ value
     return result, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
 
 

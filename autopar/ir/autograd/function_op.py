@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.ir.capture.module_equality import plain
+from autopar.ir.torch_private import FAKE_TENSOR_LOG, FakeTensor, FakeTensorMode, OpOverload, no_modes, pytree
 
 # Objects that a graph can hold as arguments.
 _IN_GRAPH = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -78,7 +76,7 @@ class FunctionOp:
 
     def _shapes(self, leaves: Sequence[Any], mode: FakeTensorMode, device: torch.device) -> Any:
         """Fake results: those of a run on numbers."""
-        with _disable_current_modes(), torch.no_grad():
+        with no_modes(), torch.no_grad():
             result = self(*[number_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         with mode:
             return pytree.tree_map_only(Tensor, lambda t: _empty_like(t, device), result)
@@ -136,7 +134,7 @@ def below_hooks(node: fx.Node) -> fx.Node:
 
 def is_own(target: Any) -> bool:
     """Whether an op is the user's or another library's, whose backward need not be the derivative of its forward."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target.namespace not in ("aten", "prims", "autopar")
     return isinstance(target, FunctionOp)
 
@@ -152,7 +150,7 @@ def separated(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[int, Any]]:
 @contextmanager
 def without_log() -> Iterator[None]:
     """Within, torch does not log how an op on fake tensors failed, which is an answer where one is tried."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOG)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules import module as modules
 
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code
+from autopar.ir.torch_private import backward_hooks, gradient_hooks, hooks_on_all_modules
 
 ON_PARAMETERS = "registering the hook on pm.parameters() once the model is parallel, for this rank's part"
 ON_MODULES = "tensor.register_hook in forward, which runs exactly"
@@ -34,13 +34,10 @@ def refuse_hooks(model: nn.Module, title: str) -> None:
 
 def _hooks(model: nn.Module) -> Iterator[_Found]:
     for name, parameter in model.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            for hook in (getattr(parameter, kind) or {}).values():
-                yield _Found(f"a hook is on the gradient of parameter {name!r}", hook, ON_PARAMETERS)
+        for hook in gradient_hooks(parameter):
+            yield _Found(f"a hook is on the gradient of parameter {name!r}", hook, ON_PARAMETERS)
     for name, part in model.named_modules():
-        for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
+        for hook in backward_hooks(part):
             yield _Found(f"a backward hook is on module {name or type(part).__name__!r}", hook, ON_MODULES)
-    for kind, value in vars(modules).items():
-        if kind.startswith("_global_") and kind.endswith("_hooks") and isinstance(value, dict):
-            for hook in value.values():
-                yield _Found(f"a hook is on all modules ({kind.strip('_')})", hook, _OF_ALL_MODULES)
+    for kind, hook in hooks_on_all_modules():
+        yield _Found(f"a hook is on all modules ({kind})", hook, _OF_ALL_MODULES)

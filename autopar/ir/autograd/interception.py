@@ -30,8 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -47,6 +45,14 @@ from autopar.ir.autograd.trial import is_apart
 from autopar.ir.errors import CaptureError
 from autopar.ir.ops.ctc import ctc_loss_is_one_op
 from autopar.ir.source import is_library, user_line
+from autopar.ir.torch_private import (
+    APPLY_FUNCTION,
+    CHECKPOINT,
+    NODE_OF_TENSOR,
+    BackwardHookFunction,
+    is_of_dispatcher,
+    writes_to,
+)
 
 _register_hook: Callable[..., Any] = Tensor.register_hook
 _get_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -65,13 +71,13 @@ def intercepted(model: nn.Module) -> Iterator[Recording]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))
 
-        replace(_SingleLevelFunction, "apply", classmethod(_apply(recording, model)))
+        replace(*APPLY_FUNCTION, classmethod(_apply(recording, model)))
         replace(Tensor, "register_hook", _hook(recording))
         replace(torch.autograd, "grad", recorded_gradients)
         replace(Tensor, "grad_fn", property(_grad_fn))
         replace(Tensor, "requires_grad_", _requires_grad_)
         replace(Tensor, "requires_grad", property(_get_requires_grad, _set_requires_grad))
-        replace(checkpoint, "_checkpoint_without_reentrant_generator", _checkpointed(model))
+        replace(*CHECKPOINT, _checkpointed(model))
         replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks)
         replace(torch.autograd.graph.saved_tensors_hooks, "__exit__", _exit_saved_tensors_hooks)
         for owner, name, what, remedy in _REFUSED:
@@ -83,8 +89,7 @@ def intercepted(model: nn.Module) -> Iterator[Recording]:
 
 def _apply(recording: Recording, model: nn.Module) -> Callable[..., Any]:
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
-        # torch's dispatcher runs functions of its own inside ops, below the trace.
-        if not is_apart() and not cls.__module__.startswith("torch._"):
+        if not is_apart() and not is_of_dispatcher(cls):
             if cls is checkpoint.CheckpointFunction:
                 before = _versions(model)
                 result = _checkpointed_reentrantly(*args)
@@ -95,7 +100,7 @@ def _apply(recording: Recording, model: nn.Module) -> Callable[..., Any]:
             # Without a gradient there is no backward.
             if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 return recording.call(cls, args)
-        return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+        return super(APPLY_FUNCTION.owner, cls).apply(*args)  # type: ignore[misc]
 
     return apply
 
@@ -175,7 +180,7 @@ def _checkpointed(model: nn.Module) -> Callable[..., Iterator[None]]:
 
 def _versions(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
     """Every buffer, and how often it has been written."""
-    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    return {name: (buffer, writes_to(buffer)) for name, buffer in model.named_buffers()}
 
 
 def _refuse_written(model: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
@@ -237,8 +242,7 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
         ON_PARAMETERS,
     ),
     (
-        torch.autograd.graph,
-        "_get_grad_fn_or_grad_acc",
+        *NODE_OF_TENSOR,
         "registers a hook on several tensors, or asks for a node of autograd",
         "tensor.register_hook, which runs exactly",
     ),

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.ir.torch_private import LOG_SOFTMAX_BACKWARD, SOFTMAX_BACKWARD, decompositions
 
 aten = torch.ops.aten
 
@@ -21,8 +22,8 @@ _LINEAR = (
     aten.diagonal_backward,
     aten.unfold_backward,
     aten.embedding_dense_backward,
-    aten._softmax_backward_data,
-    aten._log_softmax_backward_data,
+    SOFTMAX_BACKWARD,
+    LOG_SOFTMAX_BACKWARD,
 )
 
 # Ops that take of their operand the shape alone -> what they fill it with.
@@ -65,5 +66,4 @@ def traced(function: Callable[..., list[Tensor]], values: Sequence[Tensor]) -> f
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    found: dict[Any, Callable[..., Any]] = get_decompositions(_LINEAR)
-    return found
+    return decompositions(_LINEAR)

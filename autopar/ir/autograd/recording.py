@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.function_op import FunctionOp, names_in
 from autopar.ir.autograd.trial import Trial, try_function
 from autopar.ir.capture.module_equality import plain, shape_key
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code
+from autopar.ir.torch_private import pytree
 
 
 @torch.library.custom_op("autopar::function", mutates_args=())

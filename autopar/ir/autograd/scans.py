@@ -10,7 +10,6 @@ What the step reads beside its arguments, parameters too, becomes an operand of 
 
 from __future__ import annotations
 
-import importlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.replacing import replaced
 from autopar.ir.capture.simplify import simplify
@@ -30,10 +28,7 @@ from autopar.ir.ops.scan import AssociativeScan, Scan, body_of, one_of_its_kind
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.scan import compose
 from autopar.ir.source import user_line
-
-# The modules, whose functions have their names.
-_SEQUENTIAL = importlib.import_module("torch._higher_order_ops.scan")
-_ASSOCIATIVE = importlib.import_module("torch._higher_order_ops.associative_scan")
+from autopar.ir.torch_private import ASSOCIATIVE_SCAN, GENERIC_ASSOCIATIVE_SCAN, SCAN, pytree
 
 
 @torch.library.custom_op("autopar::slot", mutates_args=())
@@ -85,9 +80,9 @@ STEPS = torch.ops.autopar.steps.default
 def scans_recorded() -> Iterator[None]:
     """Within, ``scan`` and ``associative_scan`` trace one step."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(_SEQUENTIAL, "_maybe_compile_and_run_fn", _scanned))
-        stack.enter_context(replaced(_ASSOCIATIVE, "_maybe_compile_and_run_fn", _combined))
-        stack.enter_context(replaced(_ASSOCIATIVE, "generic_associative_scan", _combined_flat))
+        stack.enter_context(replaced(*SCAN, _scanned))
+        stack.enter_context(replaced(*ASSOCIATIVE_SCAN, _combined))
+        stack.enter_context(replaced(*GENERIC_ASSOCIATIVE_SCAN, _combined_flat))
         yield
 
 

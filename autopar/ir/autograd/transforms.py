@@ -17,11 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import apis, eager_transforms
-from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.vmap import vmap_impl
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.plain import traced
 from autopar.ir.autograd.recording import current_recording
@@ -29,6 +24,7 @@ from autopar.ir.autograd.replacing import replaced
 from autopar.ir.autograd.trial import apart
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import user_line
+from autopar.ir.torch_private import CALL_FUNCTION, GRAD, GRAD_AND_VALUE, JVP, VJP, VMAP, FakeTensor, pytree
 
 
 @dataclass(slots=True)
@@ -54,20 +50,25 @@ def transforms_made_plain() -> Iterator[None]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))
 
-        replace(apis, "vmap_impl", _plain(_whole, differentiates=False))
-        replace(eager_transforms, "grad_impl", _plain(eager_transforms.grad_impl))
-        replace(eager_transforms, "grad_and_value_impl", _plain(eager_transforms.grad_and_value_impl))
-        replace(eager_transforms, "_jvp_with_argnums", _plain(eager_transforms._jvp_with_argnums))
-        replace(eager_transforms, "_vjp_with_argnums", _vjp(eager_transforms._vjp_with_argnums))
-        replace(torch.autograd.function, "custom_function_call", _without_backward(custom_function_call))
+        replace(*VMAP, _plain(_whole(VMAP.original), differentiates=False))
+        for entry in (GRAD, GRAD_AND_VALUE, JVP):
+            replace(*entry, _plain(entry.original))
+        replace(*VJP, _vjp(VJP.original))
+        replace(*CALL_FUNCTION, _without_backward(CALL_FUNCTION.original))
         replace(Tensor, "detach", _noting("detaches", Tensor.detach))
         replace(torch.no_grad, "__enter__", _noting("switches", torch.no_grad.__enter__))
         yield
 
 
-def _whole(func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kwargs: Any) -> Any:
+def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """vmap of all at once: chunks save memory, which the plan sees to, and would cut across the rows of ranks."""
-    return vmap_impl(func, in_dims, out_dims, randomness, None, *args, **kwargs)
+
+    def whole(
+        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(func, in_dims, out_dims, randomness, None, *args, **kwargs)
+
+    return whole
 
 
 def _plain(original: Callable[..., Any], *, differentiates: bool = True) -> Callable[..., Any]:

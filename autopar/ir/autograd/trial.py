@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.ir.autograd.function_op import FunctionOp, Hooked, number_like, separated, without_log
@@ -25,6 +21,16 @@ from autopar.ir.capture.fake_twins import fake_like
 from autopar.ir.capture.module_equality import plain
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code, user_line
+from autopar.ir.torch_private import (
+    APPLY_FUNCTION,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    no_functions_of_traces,
+    no_modes,
+    pytree,
+    writes_to,
+)
 
 # Elements of all tensors up to which a function that cannot run on fake tensors is run on numbers.
 _MAX_ELEMENTS = 1 << 24
@@ -57,27 +63,10 @@ def apart() -> Iterator[None]:
     """Within, nothing is traced."""
     token = _apart.set(True)
     try:
-        with _disable_current_modes(), _without_functions_of_the_trace():
+        with no_modes(), no_functions_of_traces():
             yield
     finally:
         _apart.reset(token)
-
-
-@contextmanager
-def _without_functions_of_the_trace() -> Iterator[None]:
-    """Within, of the modes that see torch functions only those of the user are active."""
-    count = torch._C._len_torch_function_stack()
-    before = [torch._C._pop_torch_function_stack() for _ in range(count)][::-1]
-    kept = [mode for mode in before if not type(mode).__module__.startswith(("torch.fx.", "torch._export"))]
-    for mode in kept:
-        torch._C._push_on_torch_function_stack(mode)
-    try:
-        yield
-    finally:
-        for _ in kept:
-            torch._C._pop_torch_function_stack()
-        for mode in before:
-            torch._C._push_on_torch_function_stack(mode)
 
 
 def is_apart() -> bool:
@@ -152,9 +141,9 @@ def _run(
                 for place, leaf in own.items():
                     # No leaf of autograd, so that it may be written.
                     given[place] = leaf.clone() if leaf.requires_grad else leaf
-                versions = {place: given[place]._version for place in own}
+                versions = {place: writes_to(given[place]) for place in own}
                 with flops:
-                    result = super(_SingleLevelFunction, function).apply(  # type: ignore[misc]
+                    result = super(APPLY_FUNCTION.owner, function).apply(  # type: ignore[misc]
                         *pytree.tree_unflatten(given, spec)
                     )
                 draws, watch.draws = watch.draws, False
@@ -171,7 +160,7 @@ def _run(
                 "draws random numbers in its backward, which would differ between ranks",
                 "drawing them in forward and keeping them in ctx",
             )
-        touched = [place for place in own if given[place]._version != versions[place]]
+        touched = [place for place in own if writes_to(given[place]) != versions[place]]
         written = {n: place for n, t in enumerate(tensors) for place in touched if t is given[place]}
         if set(touched) != set(written.values()):
             raise _refused(function, "writes to an argument in place without ctx.mark_dirty", "returning a new tensor")

@@ -19,11 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.proxy import _register_stack_trace_anchor
 from torch.nn.parameter import is_lazy
 
 from autopar.ir.autograd.backward import check_backward
@@ -41,7 +38,6 @@ from autopar.ir.capture.flat_model import FlatModel
 from autopar.ir.capture.functionalise import Functionaliser
 from autopar.ir.capture.library_switches import Plainly, switch, traceable_libraries
 from autopar.ir.capture.passing_checks import checks_pass
-from autopar.ir.capture.python_state.recorded_ops import storage_of
 from autopar.ir.capture.python_state.second_call import check_second_call
 from autopar.ir.capture.repeated_modules import Again, NotAlike, Repetition
 from autopar.ir.capture.rolling import roll_loops
@@ -52,6 +48,7 @@ from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module
 from autopar.ir.ops.ctc import ctc_loss_is_one_op
 from autopar.ir.rules import repeat_warnings
 from autopar.ir.source import WRAPPED, origin_of
+from autopar.ir.torch_private import FakeTensorMode, as_in_export, keep_lines_of, lazy_graph_modules, storage_of
 
 aten = torch.ops.aten
 
@@ -139,24 +136,10 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     switch(twin.model)
     try:
-        with traceable_libraries(), checks_pass(), scans_recorded(), ctc_loss_is_one_op(), _as_in_export():
+        with traceable_libraries(), checks_pass(), scans_recorded(), ctc_loss_is_one_op(), as_in_export():
             check_second_call(title, twin.model, own_loss_fn, lambda: twin.outputs(*fakes), mode)
     except _FAILURES as error:
         raise explain(title, error) from error
-
-
-@contextmanager
-def _as_in_export() -> Iterator[None]:
-    """Meanwhile libraries that ask whether they are exported, as transformers does to choose a kernel, are told so."""
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    before = [getattr(torch.compiler, flag) for flag in flags]
-    for flag in flags:
-        setattr(torch.compiler, flag, True)
-    try:
-        yield
-    finally:
-        for flag, value in zip(flags, before, strict=True):
-            setattr(torch.compiler, flag, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +164,13 @@ def _trace(
     own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
     twin = FlatModel(own_model, call, own_loss_fn)
     if own_loss_fn is not None:
-        _register_stack_trace_anchor(own_loss_fn)  # a trace keeps lines of functions called forward, and of those
+        keep_lines_of(own_loss_fn)  # a trace keeps lines of functions called forward, and of those
     switch(twin.model)
     if repetition is not None:
         repetition.watch(twin.model)
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
-    # Lazily: the export compiles Python code for its graph a dozen times and runs it once.
     with (
-        _use_lazy_graph_module(True),
+        lazy_graph_modules(),
         _quietly(),
         traceable_libraries(),
         checks_pass(),

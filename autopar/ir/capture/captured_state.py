@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.ir.analysis.gradient_paths import carries_gradient
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
+from autopar.ir.torch_private import FakeTensor, storage_of
 
 
 def check_captured(captured: CapturedModel, writes: Mapping[str, str], *, training: bool) -> None:
@@ -59,9 +59,9 @@ def refuse_aliases(model: nn.Module, captured: CapturedModel, writes: Mapping[st
     others = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in others.items():
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+        by_storage.setdefault(storage_of(tensor), []).append((name, tensor))
     for name, tensor in changed.items():
-        for other, alias in by_storage[tensor.untyped_storage()._cdata]:
+        for other, alias in by_storage[storage_of(tensor)]:
             if alias is not tensor and _overlap(alias, tensor):
                 _refuse_pair(captured, name, other, writes)
 

@@ -6,11 +6,11 @@ import traceback
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.capture.library_switches import hint
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import origin_of, user_frame
+from autopar.ir.torch_private import CONTROL_FLOW_FILES, pytree
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -52,7 +52,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 # File of torch that the error came through -> likewise.
 _FILES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
-        ("_higher_order_ops/while_loop.py", "_higher_order_ops/cond.py"),
+        CONTROL_FLOW_FILES,
         "it hands a function of its own to torch's while_loop or cond",
         "scan, a recurrent layer, or a Python loop over the steps",
     ),

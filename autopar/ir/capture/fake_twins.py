@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.capture.python_state.closures import rebind
 from autopar.ir.errors import CaptureError
+from autopar.ir.torch_private import FakeTensorMode
 
 # ``loss_fn(output, target)``.
 LossFunction = Callable[..., Any]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import CaptureError
+from autopar.ir.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.capture.detached_data import DataIsDetached
 from autopar.ir.capture.flat_call import Call
@@ -15,6 +14,7 @@ from autopar.ir.capture.known_values import ConstantsAreKnown
 from autopar.ir.capture.python_state.second_call import is_update
 from autopar.ir.capture.python_state.state import Snapshot
 from autopar.ir.errors import CaptureError
+from autopar.ir.torch_private import pytree
 
 
 @dataclass(slots=True)

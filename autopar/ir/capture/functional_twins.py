@@ -14,7 +14,8 @@ import operator
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from autopar.ir.torch_private import Argument, FunctionSchema, OpOverload, overload_of, pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -25,32 +26,32 @@ _RENAMED = {
 }
 
 
-def is_write(argument: torch._C.Argument) -> bool:
+def is_write(argument: Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def writes(node: fx.Node) -> bool:
     """Whether an op of an exported graph writes to one of its operands, by its schema."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The operands that an op writes to, in order."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if is_write(argument):
             given = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
             found += [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
     return found
 
 
-def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_twin(target: OpOverload) -> OpOverload | None:
     """The op with the same operands, bar those that are only written, whose results are the written values."""
     if target in _RENAMED:
         return _RENAMED[target]
-    namespace, name = target._schema.name.split("::")
-    outputs = [argument for argument in target._schema.arguments if is_write(argument)]
+    namespace, name = schema_of(target).name.split("::")
+    outputs = [argument for argument in schema_of(target).arguments if is_write(argument)]
     is_out = all(argument.kwarg_only for argument in outputs)
     if not is_out and (len(outputs) != 1 or not name.endswith("_") or "List" in str(outputs[0].type)):
         return None
@@ -58,22 +59,22 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
     if packet is None:
         return None
     unnamed = 0 if is_out else 1  # dropout_(self, ..) is written, dropout(input, ..) read
-    kept = [a.name for a in target._schema.arguments if not (is_out and is_write(a))]
-    for overload in sorted(packet.overloads(), key=lambda own: own != target._overloadname):
+    kept = [a.name for a in schema_of(target).arguments if not (is_out and is_write(a))]
+    for overload in sorted(packet.overloads(), key=lambda own: own != overload_of(target)):
         twin = getattr(packet, overload)
-        schema = twin._schema
+        schema = schema_of(twin)
         if (
             not schema.is_mutable
             and [a.name for a in schema.arguments][unnamed:] == kept[unnamed:]
             and len(schema.returns) == len(outputs)
-            and _types(schema) == [str(a.type) for a in target._schema.arguments if a.name in kept]
+            and _types(schema) == [str(a.type) for a in schema_of(target).arguments if a.name in kept]
         ):
-            assert isinstance(twin, torch._ops.OpOverload)
+            assert isinstance(twin, OpOverload)
             return twin
     return None
 
 
-def _types(schema: torch._C.FunctionSchema) -> list[str]:
+def _types(schema: FunctionSchema) -> list[str]:
     return [str(argument.type) for argument in schema.arguments]
 
 

@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from autopar.ir.analysis.gradient_paths import carries_gradient
 from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
@@ -44,6 +42,17 @@ from autopar.ir.capture.view_writes import piece, written_base
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import has_gradient_dtype
 from autopar.ir.source import origin_of
+from autopar.ir.torch_private import (
+    BATCH_NORM_OF_BATCH,
+    BATCH_NORM_WITH_STATISTICS,
+    TO_COPY,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    pytree,
+    schema_of,
+    storage_of,
+)
 
 aten = torch.ops.aten
 
@@ -121,7 +130,7 @@ class Functionaliser:
             self.values[node] = operator.attrgetter(str(node.target))(self.module)
 
     def _copy(self, node: fx.Node) -> None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             self._inline(node)
         elif node.target is EDGE:
             self.values[node] = self._read(node.args[0])
@@ -189,10 +198,10 @@ class Functionaliser:
         if node.target is operator.getitem:
             self._note_piece(node)
             return
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        if not isinstance(node.target, OpOverload) or not node.args:
             return
         base = node.args[0]
-        returns = node.target._schema.returns
+        returns = schema_of(node.target).returns
         if not isinstance(base, fx.Node) or len(returns) != 1 or not isinstance(self.values[node], fx.Node):
             return
         if node.target is aten.lift_fresh_copy.default:
@@ -222,7 +231,7 @@ class Functionaliser:
     def _write(self, node: fx.Node) -> None:
         """An op that writes: its functional twin, then the new values in the place of the written tensors."""
         target = node.target
-        assert isinstance(target, torch._ops.OpOverload)
+        assert isinstance(target, OpOverload)
         places = written(node)
         args, kwargs = self._read(node.args), self._read(node.kwargs)
         if target is aten.copy_.default:
@@ -230,7 +239,7 @@ class Functionaliser:
         elif target in (aten.zero_.default, aten.fill_.Scalar):
             made = self._call(node, aten.full_like.default, (args[0], 0 if len(args) == 1 else args[1]), {})
         elif (twin := functional_twin(target)) is not None:
-            names = {a.name for a in twin._schema.arguments}
+            names = {a.name for a in schema_of(twin).arguments}
             made = self._call(node, twin, args, {name: value for name, value in kwargs.items() if name in names})
         else:
             raise _refused(node, f"uses {target}, which writes in place and has no functional twin")
@@ -246,10 +255,11 @@ class Functionaliser:
     def _written(self, node: fx.Node, place: fx.Node, new: fx.Node) -> None:
         """Make ``new`` the value of what ``place`` stands for, in its dtype."""
         old = self._read_node(place).meta["val"]
-        if new.meta["val"].shape != old.shape and node.target._schema.arguments[-1].name == "out":  # type: ignore[union-attr]
+        assert isinstance(node.target, OpOverload), "an op that writes"
+        if new.meta["val"].shape != old.shape and schema_of(node.target).arguments[-1].name == "out":
             raise _refused(node, f"resizes a tensor of shape {tuple(old.shape)} to {tuple(new.meta['val'].shape)}")
         if new.meta["val"].dtype != old.dtype:
-            new = self._call(node, aten._to_copy.default, (new,), {"dtype": old.dtype})
+            new = self._call(node, TO_COPY, (new,), {"dtype": old.dtype})
         self._assign(place, self._detached(node, new) if self._frozen else new, node, hidden=self._frozen)
 
     def _copied(self, node: fx.Node, destination: fx.Node, source: Any) -> Any:
@@ -257,7 +267,7 @@ class Functionaliser:
         if not isinstance(source, fx.Node):
             return self._call(node, aten.full_like.default, (destination, source), {})
         if source.meta["val"].dtype != value.dtype:
-            source = self._call(node, aten._to_copy.default, (source,), {"dtype": value.dtype})
+            source = self._call(node, TO_COPY, (source,), {"dtype": value.dtype})
         if source.meta["val"].shape != value.shape:
             source = self._call(node, aten.expand.default, (source, list(value.shape)), {})
         return source
@@ -291,10 +301,10 @@ class Functionaliser:
         args = list(self._read(node.args[:8]))
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         if not running:
-            result = self._call(node, aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:]), {})
+            result = self._call(node, BATCH_NORM_OF_BATCH, (*args[:3], *args[5:]), {})
             self.values[node] = self._call(node, operator.getitem, (result, 0), {})
             return
-        result = self._call(node, aten._native_batch_norm_legit_functional.default, tuple(args), {})
+        result = self._call(node, BATCH_NORM_WITH_STATISTICS, tuple(args), {})
         self.values[node] = self._call(node, operator.getitem, (result, 0), {})
         for position, buffer in enumerate(running, start=3):
             self._assign(buffer, self._call(node, operator.getitem, (result, position), {}), node)
@@ -426,7 +436,7 @@ def _share(x: Any, y: Any) -> bool:
     """Whether two fake tensors have one storage."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
-    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+    return storage_of(x) == storage_of(y)
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.ir.torch_private import FakeTensor, OpOverload, no_modes, no_torch_functions, pytree, schema_of
 
 _READS: tuple[Any, ...] = (
     Tensor.item,
@@ -44,7 +43,7 @@ class ConstantsAreKnown(TorchFunctionMode):
             known = [_known(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
             if not any(value is None and leaf is not None for value, leaf in zip(known, leaves, strict=True)):
                 real_args, real_kwargs = pytree.tree_unflatten(known, spec)
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                with no_modes(), no_torch_functions():
                     return func(*real_args, **real_kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -60,7 +59,7 @@ def _known(tensor: FakeTensor) -> Tensor | None:
     if not isinstance(node, fx.Node) or needed is None:
         return None
     values: dict[fx.Node, Any] = {}
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with no_modes(), no_torch_functions(), torch.no_grad():
         for one in node.graph.nodes:
             if one in needed:
                 values[one] = _run(one, values, tracer.root)
@@ -103,7 +102,7 @@ def _is_constant(node: fx.Node, root: Any) -> bool:
     if node.op != "call_function":
         return False
     if node.target is not operator.getitem:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return False
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return False
@@ -115,8 +114,8 @@ def _is_constant(node: fx.Node, root: Any) -> bool:
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors that an op writes into."""
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        for number, argument in enumerate(node.target._schema.arguments):
+    if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
+        for number, argument in enumerate(schema_of(node.target).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
                 yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node))
@@ -128,9 +127,9 @@ def _storage(node: fx.Node) -> fx.Node:
         if node.target is operator.getitem:
             (node, *_) = node.all_input_nodes
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             break
-        schema = node.target._schema
+        schema = schema_of(node.target)
         shared = any(result.alias_info is not None for result in schema.returns)
         operand = next(
             (

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from autopar.ir.autograd.replacing import replaced
+from autopar.ir.torch_private import CONVERT_MODULE, distributions_check_values
 
 # What a user is told where a line of a model has this in it, and the trace ends there.
 _HINTS = (
@@ -41,8 +42,8 @@ _HINTS = (
 @contextmanager
 def traceable_libraries() -> Iterator[None]:
     """Meanwhile distributions do not look at values, and a module that is converted to what it is stays as it is."""
-    before = Distribution._validate_args
-    apply: Any = nn.Module._apply
+    before = distributions_check_values()
+    apply = CONVERT_MODULE.original
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -53,14 +54,10 @@ def traceable_libraries() -> Iterator[None]:
         return result
 
     Distribution.set_default_validate_args(False)
-    nn.Module._apply = convert  # type: ignore[method-assign, assignment]
-    synchronised = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with replaced(*CONVERT_MODULE, convert), replaced(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward):
+            yield
     finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
-        nn.SyncBatchNorm.forward = synchronised  # type: ignore[method-assign]
         Distribution.set_default_validate_args(before)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.torch_private import own_buffers, own_parameters
+
 # Attributes of every nn.Module that say nothing about what it computes, or are compared on their own.
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -64,7 +66,7 @@ def _groups(path: str, module: nn.Module, at_least: int, used: Counter[int]) -> 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Every parameter and buffer, as often as the module tree holds it."""
     for part in module.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
+        for tensor in (*own_parameters(part).values(), *own_buffers(part).values()):
             if tensor is not None:
                 yield tensor
 
@@ -101,7 +103,7 @@ def _signature(module: nn.Module, counted: frozenset[str]) -> Hashable:
     for path, part in module.named_modules():
         for name in _HOOKS:
             parts += [("hook", path, name, id(hook)) for hook in vars(part)[name].values()]
-        tensors = (*part._parameters.items(), *part._buffers.items())
+        tensors = (*own_parameters(part).items(), *own_buffers(part).items())
         parts.append((path, type(part), tuple((name, shape_key(tensor)) for name, tensor in tensors)))
     parts += [(name, _COUNTED if name in counted else plain(value)) for name, value in _attributes(module)]
     return tuple(parts)

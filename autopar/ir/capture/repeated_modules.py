@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.capture.module_equality import Group, groups_alike, is_plain, plain, shape_key, state_of
+from autopar.ir.torch_private import pytree, storage_of, writes_to
 
 # With fewer modules alike there is nothing to save.
 _AT_LEAST = 4
@@ -184,20 +184,20 @@ class Repetition:
     ) -> tuple[Followed | None, Any]:
         """Run a call between edges. None if it returns what it is given: a write to the one would be to the other."""
         inner = _edges_of(leaves, number, leaving=False)
-        given = [(leaf, leaf._version) for leaf in inner if isinstance(leaf, Tensor)]
+        given = [(leaf, writes_to(leaf)) for leaf in inner if isinstance(leaf, Tensor)]
         args, kwargs = pytree.tree_unflatten(inner, spec)
         self._inside = True
         try:
             out = forward(*args, **kwargs)
         finally:
             self._inside = False
-        if any(leaf._version != version for leaf, version in given):
+        if any(writes_to(leaf) != version for leaf, version in given):
             raise NotAlike(f"{path} writes to what it is given")
         returned, out_spec = pytree.tree_flatten(out)
-        results = {_storage(leaf) for leaf in returned if isinstance(leaf, Tensor)}
-        if results & set(map(_storage, (*module.parameters(), *module.buffers()))):
+        results = {storage_of(leaf) for leaf in returned if isinstance(leaf, Tensor)}
+        if results & set(map(storage_of, (*module.parameters(), *module.buffers()))):
             raise NotAlike(f"{path} returns a tensor of its own, to which others may write")
-        if not results or results & {_storage(leaf) for leaf, _ in given}:
+        if not results or results & {storage_of(leaf) for leaf, _ in given}:
             if any(True for _ in module.buffers()):
                 raise NotAlike(f"{path} may write to its buffers, and would be run again")
             return None, None
@@ -269,10 +269,6 @@ def _edges_of(leaves: Sequence[Any], call: int, *, leaving: bool) -> list[Any]:
 
 def _constants(call: Followed) -> list[object]:
     return [None if isinstance(leaf, Tensor) else plain(leaf) for leaf in call.returned]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _edges(graph: fx.Graph) -> dict[tuple[int, bool], dict[int, fx.Node]]:

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from autopar.ir.building import remove_dead
 from autopar.ir.capture.module_equality import plain
@@ -35,6 +33,7 @@ from autopar.ir.graph import call_nodes, is_tensor, tensor_results
 from autopar.ir.lowered.random import is_random
 from autopar.ir.op_graph import dependents, op_graph
 from autopar.ir.ops.rolled import Element, Loop, element_of
+from autopar.ir.torch_private import FakeTensorMode, pytree
 
 # A shorter loop stays as it is, so that each of its ops may be divided in its own way.
 MIN_STEPS = 16

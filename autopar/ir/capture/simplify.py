@@ -21,14 +21,13 @@ from torch import fx
 
 from autopar.ir.autograd.function_op import is_own
 from autopar.ir.building import remove_dead
+from autopar.ir.torch_private import ASSERT_METADATA, ASSERTIONS, TO_COPY, UNSAFE_VIEW, OpOverload
 
 aten = torch.ops.aten
 
 _DROPPED = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_async.default,
-    aten._assert_async.msg,
-    aten._assert_scalar.default,
+    ASSERT_METADATA,
+    *ASSERTIONS,
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
@@ -46,12 +45,12 @@ _CASTS = {
     aten.to.dtype_layout,
     aten.to.device,
     aten.to.other,
-    aten._to_copy.default,
+    TO_COPY,
     aten.type_as.default,
 }
 _RESHAPES = {
     aten.view.default,
-    aten._unsafe_view.default,
+    UNSAFE_VIEW,
     aten.reshape.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
@@ -134,7 +133,7 @@ def _canonical(node: fx.Node) -> None:
         node.target = aten.split.Tensor
         node.args, node.kwargs = (source, value[0].shape[dim], dim), {}
     elif node.target in _CASTS:
-        node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), {"dtype": value.dtype}
+        node.target, node.args, node.kwargs = TO_COPY, (node.args[0],), {"dtype": value.dtype}
     elif node.target is aten.expand_as.default:
         node.target, node.args = aten.expand.default, (node.args[0], list(value.shape))
     elif node.target is aten.cat.default:
@@ -189,7 +188,7 @@ def _stays_apart(node: fx.Node) -> bool:
     target = node.target
     if is_own(target):
         return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _key(node: fx.Node) -> Any:

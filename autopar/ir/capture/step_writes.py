@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, only_user, remove_dead, shape_of
 from autopar.ir.graph import call_nodes
+from autopar.ir.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 

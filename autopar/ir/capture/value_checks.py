@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.ir.torch_private import ASSERTIONS, READ_SCALAR
+
 aten = torch.ops.aten
 
 _CHECKS = frozenset(
     {
-        aten._assert_scalar.default,
-        aten._assert_async.default,
-        aten._assert_async.msg,
+        *ASSERTIONS,
         aten.sym_constrain_range.default,
         aten.sym_constrain_range_for_size.default,
         # Of what was known when it was read.
         aten.item.default,
-        aten._local_scalar_dense.default,
+        READ_SCALAR,
     }
 )
 

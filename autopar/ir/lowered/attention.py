@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.ir.lowered.random import shard_randomness
 from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
@@ -22,6 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
+from autopar.ir.torch_private import FakeTensor
 
 # The factor of its rule that an attention's queries run over.
 QUERIES = "s"

@@ -20,6 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.collectives import apply
 from autopar.ir.primitives.group_communication import stack_ranks, sum_ranks
 from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.torch_private import BATCH_NORM_OF_BATCH, BATCH_NORM_WITH_STATISTICS
 
 _aten = torch.ops.aten
 
@@ -114,11 +115,10 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     call = arguments(node)
     if not call["training"]:
         return node.target, node.args, dict(node.kwargs)
-    overload = str(node.target)
-    if overload not in ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats"):
+    if node.target not in (BATCH_NORM_WITH_STATISTICS, BATCH_NORM_OF_BATCH):
         raise UnsupportedOp(
-            f"{node.name} ({node.meta.get('source', 'no source line')}): {overload} updates its statistics in place or "
-            "reserves a workspace; only functional batch norms can have their batch split.\n"
+            f"{node.name} ({node.meta.get('source', 'no source line')}): {node.target} updates its statistics in place "
+            "or reserves a workspace; only functional batch norms can have their batch split.\n"
             "  try: capture the model with autopar.ir.capture.capture, which makes it functional"
         )
     groups = axes_lowered("batch_norm", rule, assignment, mesh)

@@ -20,6 +20,14 @@ from torch import Tensor
 
 from autopar.ir.ops.composite import AttentionKind, repeat_heads
 from autopar.ir.sequence import Block, Sight, Span
+from autopar.ir.torch_private import (
+    EFFICIENT_CUDA,
+    EFFICIENT_CUDA_BACKWARD,
+    FLASH_CPU,
+    FLASH_CPU_BACKWARD,
+    FLASH_CUDA,
+    FLASH_CUDA_BACKWARD,
+)
 
 _aten = torch.ops.aten
 _TILE = 1024
@@ -68,15 +76,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores
     causal = scores.kernel_causal
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, repeat_heads(k, q), repeat_heads(v, q), 0.0, causal, scale=scores.scale
-            )
+            out, lse = FLASH_CPU(q, repeat_heads(k, q), repeat_heads(v, q), 0.0, causal, scale=scores.scale)
             return out, lse
         if _takes_cuda_flash(q, v):
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
+            out, lse, *_ = FLASH_CUDA(q, k, v, 0.0, causal, scale=scores.scale)
             return out, lse
         if _takes_cuda_efficient(q, v):
-            out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            out, lse, *_ = EFFICIENT_CUDA(
                 q, repeat_heads(k, q), repeat_heads(v, q), None, True, 0.0, causal, scale=scores.scale
             )
             return out, lse
@@ -143,20 +149,20 @@ def backward(
     causal = scores.kernel_causal
     if mask is None and causal is not None:
         if _takes_cpu_flash(q, v):
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = FLASH_CPU_BACKWARD(
                 grad, q, repeat_heads(k, q), repeat_heads(v, q), out, lse, 0.0, causal, scale=scores.scale
             )
             return dq, _sum_groups(dk, k), _sum_groups(dv, v)
         if _takes_cuda_flash(q, v):
             no_seed = torch.empty(0, dtype=torch.uint64, device=q.device)
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            dq, dk, dv = FLASH_CUDA_BACKWARD(
                 grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed,
                 scale=scores.scale,
             )  # fmt: skip
             return dq, dk, dv
         if _takes_cuda_efficient(q, v):
             no_seed = torch.empty((), dtype=torch.int64, device=q.device)
-            dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dq, dk, dv, _ = EFFICIENT_CUDA_BACKWARD(
                 grad, q, repeat_heads(k, q), repeat_heads(v, q), None, out, lse, no_seed, no_seed, 0.0,
                 [True, True, True, False], causal, scale=scores.scale,
             )  # fmt: skip

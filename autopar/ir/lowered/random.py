@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.shards import Groups, axes_sharded, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.torch_private import FakeTensor, OpOverload, pytree
 
 
 def derive_seed(*parts: int) -> int:
@@ -86,7 +85,7 @@ def shard_randomness(operands: Any, groups: Groups) -> Iterator[None]:
         yield
 
 
-def seeded(op: torch._ops.OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Any:
+def seeded(op: OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Any:
     """``op(*args, **kwargs)`` with the random numbers of this rank's shard over ``groups``.
 
     ``torch.compile`` breaks its graph here: a compiled graph would keep the seed.
@@ -101,7 +100,7 @@ def is_random(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, FunctionOp):
         return node.target.draws
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:

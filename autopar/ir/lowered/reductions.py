@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx
 
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.composite import columns_linear
 from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.torch_private import OpOverload, schema_of
 
 
-def local_mean(op: torch._ops.OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Tensor:
+def local_mean(op: OpOverload, *args: Any, groups: Groups, **kwargs: Any) -> Tensor:
     """``op(*args, **kwargs)``, a mean over the local piece, as a summand of the mean over all pieces."""
     return cast(Tensor, op(*args, **kwargs) / shard_count(groups))
 
 
-def split_bias(op: torch._ops.OpOverload, *args: Any, bias: int, groups: Groups, **kwargs: Any) -> Tensor:
+def split_bias(op: OpOverload, *args: Any, bias: int, groups: Groups, **kwargs: Any) -> Tensor:
     """``op`` with the operand at position ``bias`` divided by the number of shards.
 
     Summed over ``groups`` it counts once. Its gradient is divided too, so that it is a summand as well: every
@@ -51,8 +51,8 @@ def build_bias(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Me
     call = arguments(node)
     if node.target is columns_linear:
         return columns_split_bias, (call["input"], call["weight"], call["bias"]), {"groups": groups}
-    assert isinstance(node.target, torch._ops.OpOverload)
-    positional = [a.name for a in node.target._schema.arguments if not a.kwarg_only]
+    assert isinstance(node.target, OpOverload)
+    positional = [a.name for a in schema_of(node.target).arguments if not a.kwarg_only]
     bias = positional.index("bias") if "bias" in positional else 0
     args = tuple(call.pop(name) for name in positional)
     if args[bias] is None:

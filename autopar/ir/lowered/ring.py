@@ -20,9 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import is_fake
 
 from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of
@@ -35,6 +33,7 @@ from autopar.ir.primitives.computed_once import computed_once
 from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner
+from autopar.ir.torch_private import is_fake, process_group
 
 Wait = Callable[[], Tensor]
 
@@ -136,7 +135,7 @@ def _exchange(buffer: Tensor, group: str, distance: int, numel: int) -> Wait:
     """
     received = buffer.new_empty(numel)
     size, rank = group_size(group), group_rank(group)
-    transport = cast(Any, c10d)._resolve_process_group(group)
+    transport = process_group(group)
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, buffer, group=transport, group_peer=(rank + distance) % size),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
+from autopar.ir.torch_private import FUSED_RMS_NORM
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -127,7 +128,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         # The composite of several kernels, which computes in float32.
         result: Tensor
-        result, scale = torch.ops.aten._fused_rms_norm(x, (x.shape[-1],), weight, eps)
+        result, scale = FUSED_RMS_NORM(x, (x.shape[-1],), weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return result
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from autopar.ir.gates import GATE, VALUE, gate_function
+from autopar.ir.torch_private import is_fake, will_run
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -179,7 +179,7 @@ def _is_wanted(ctx: Any, position: int) -> bool:
     if not ctx.needs_input_grad[position]:
         return False
     node, _ = ctx.next_functions[position]
-    return bool(torch._C._will_engine_execute_node(node))
+    return will_run(node)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, slice]]:
@@ -193,6 +193,6 @@ def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if not has_values(x):
         return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]:
-        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     # Views, as of a leaf autograd does not say whether its gradient is wanted.
     return _GroupedLinear.apply(x.view_as(x), weight.view_as(weight), ends)  # type: ignore[no-any-return, no-untyped-call]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, remove_dead, shape_of
 from autopar.ir.ops.scan import Scan, body_of, one_of_its_kind
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.scan import compose
+from autopar.ir.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 

@@ -20,11 +20,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import is_tensor, tensor_results
 from autopar.ir.rules.sizes import local_arguments
+from autopar.ir.torch_private import FakeTensor, pytree
 
 # A dimension of a tensor of a body: the op that computes it, the number of the result, and the dimension.
 Dim = tuple[fx.Node, int, int]

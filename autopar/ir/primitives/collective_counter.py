@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.primitives.group_communication import group_rank, group_size
+from autopar.ir.torch_private import TorchDispatchMode, in_backward, pytree, schema_of
 
 Phase = Literal["forward", "backward"]
 
@@ -68,7 +67,7 @@ def kind_of_collective(func: Any) -> str | None:
     namespace = getattr(func, "namespace", None)
     if namespace not in _NAMESPACES:
         return None
-    name = func._schema.name.split("::")[1].rstrip("_")
+    name = schema_of(func).name.split("::")[1].rstrip("_")
     assert name in _KINDS or namespace == "autopar", f"a collective that is not known: {func}"
     return _KINDS.get(name)
 
@@ -162,11 +161,9 @@ def _describe(kind: str, args: tuple[Any, ...], result: Any) -> Issued:
     if kind == "barrier":
         payload = 0
     peer = int(args[2]) if kind in ("send", "recv") and len(args) > 2 and isinstance(args[2], int) else None
-    # The graph task is the running backward pass of this thread, -1 outside one.
-    backward = torch._C._current_graph_task_id() != -1
     return Issued(
         kind=kind,
-        phase="backward" if backward else "forward",
+        phase="backward" if in_backward() else "forward",
         payload_bytes=payload,
         group=group,
         group_size=size,

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.torch_private import FUNCTIONAL_COLLECTIVES as _ops
+from autopar.ir.torch_private import constant_in_graphs, process_group, size_of_group
 
-_ops = torch.ops._c10d_functional
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -53,7 +53,7 @@ def _find_unbound(group: str) -> _Unbound | None:
 def group_size(group: str) -> int:
     """Number of ranks in ``group``."""
     unbound = _find_unbound(group)
-    return unbound.size if unbound else int(c10d._get_group_size_by_name(cast(Any, group)))
+    return unbound.size if unbound else size_of_group(group)
 
 
 def group_rank(group: str) -> int:
@@ -62,12 +62,9 @@ def group_rank(group: str) -> int:
     return unbound.rank if unbound else _rank_in(group)
 
 
+@constant_in_graphs
 def _rank_in(group: str) -> int:
-    return int(cast(Any, c10d)._resolve_process_group(group).rank())
-
-
-# What torch.compiler.assume_constant_result does, but for importing the whole compiler (1.5 s).
-cast(Any, _rank_in)._dynamo_marked_constant = True
+    return int(process_group(group).rank())
 
 
 def sum_ranks(x: Tensor, group: str, op: ReduceOp = "sum") -> Tensor:
@@ -105,7 +102,10 @@ def sum_and_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     pieces = _pieces(x, dim, size).contiguous()
     if x.device.type == "cpu":
         return cast(Tensor, torch.ops.autopar.exchange_and_sum(pieces, group))
-    return cast(Tensor, _ops.wait_tensor(_ops.reduce_scatter_tensor(pieces, "sum", size, group))).squeeze(0)
+    return cast(
+        Tensor,
+        _ops.wait_tensor(_ops.reduce_scatter_tensor(pieces, "sum", size, group)),
+    ).squeeze(0)
 
 
 def exchange_pieces(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
@@ -162,4 +162,7 @@ def _exchange(pieces: Tensor, group: str) -> Tensor:
     if pieces.is_complex():  # pairs of numbers, which are all that gloo and NCCL know
         return torch.view_as_complex(_exchange(torch.view_as_real(pieces), group))
     counts = [1] * pieces.shape[0]
-    return cast(Tensor, _ops.wait_tensor(_ops.all_to_all_single(pieces, counts, counts, group)))
+    return cast(
+        Tensor,
+        _ops.wait_tensor(_ops.all_to_all_single(pieces, counts, counts, group)),
+    )

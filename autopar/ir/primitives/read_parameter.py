@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.torch_private import local_tensor, placed, placement_of
+
 # A gradient of that size, once summed over ranks, fills the links by itself: smaller ones are copied into buckets.
 ALONE_BYTES = 4 << 20
 
@@ -34,12 +36,12 @@ def read_parameter(
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` on this rank: a DTensor's own, or the tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local`` with the placements of ``parameter``, as its gradient."""
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+    return placed(local, placement_of(parameter)) if isinstance(parameter, DTensor) else local
 
 
 def scale_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
@@ -54,8 +56,8 @@ class _ReadShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype | None, grad_scale: float) -> torch.Tensor:
         # The spec is kept rather than the tensor: FSDP frees the storage of gathered parameters meanwhile.
-        ctx.spec, ctx.own_dtype, ctx.grad_scale = parameter._spec, parameter.dtype, grad_scale
-        local = parameter._local_tensor
+        ctx.spec, ctx.own_dtype, ctx.grad_scale = placement_of(parameter), parameter.dtype, grad_scale
+        local = local_tensor(parameter)
         return local.view_as(local) if dtype is None or dtype == local.dtype else local.to(dtype)
 
     @staticmethod
@@ -64,7 +66,7 @@ class _ReadShard(torch.autograd.Function):
             gradient = gradient.to(ctx.own_dtype)
         if ctx.grad_scale != 1.0:
             gradient = gradient * ctx.grad_scale
-        return DTensor(gradient, ctx.spec, requires_grad=False), None, None
+        return placed(gradient, ctx.spec), None, None
 
 
 class _ScaleGradient(torch.autograd.Function):

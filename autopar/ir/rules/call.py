@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import is_tensor
+from autopar.ir.torch_private import OpOverload, overload_of, schema_of
 
 REQUIRED = inspect.Parameter.empty
 
@@ -55,7 +56,7 @@ class Call:
 
     @property
     def overload(self) -> str:
-        return self.target._overloadname if isinstance(self.target, torch._ops.OpOverload) else ""
+        return overload_of(self.target) if isinstance(self.target, OpOverload) else ""
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -127,8 +128,8 @@ def _operands(value: Any) -> Iterator[Operand]:
 @cache
 def op_name(target: Callable[..., Any]) -> str:
     """``aten::linear`` for an ATen op, ``autopar::attention`` for a composite op."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
+    if isinstance(target, OpOverload):
+        return str(schema_of(target).name)
     module = getattr(target, "__module__", "") or ""
     name = getattr(target, "__name__", str(target))
     return f"autopar::{name}" if module == "autopar.ir.ops.composite" else f"{module}::{name}"
@@ -141,10 +142,10 @@ def _hashable(value: Any) -> Any:
 @cache
 def parameters(target: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of an op's parameters; the default is ``REQUIRED`` where there is none."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return tuple(
             (a.name, _hashable(a.default_value) if a.has_default_value() else REQUIRED)
-            for a in target._schema.arguments
+            for a in schema_of(target).arguments
         )
     try:
         signature = inspect.signature(target)

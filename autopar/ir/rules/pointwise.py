@@ -12,6 +12,7 @@ import torch
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, Rule, aligned, aten, numbered, numel, sums, table
+from autopar.ir.torch_private import OpOverload
 
 
 def pointwise(call: Call) -> FactorRule | None:
@@ -96,7 +97,7 @@ def annotated(call: Call) -> FactorRule | None:
 def is_pointwise(target: object) -> bool:
     """Whether ATen says that an op is pointwise and draws no random numbers."""
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and torch.Tag.pointwise in target.tags
         and torch.Tag.nondeterministic_seeded not in target.tags
     )

@@ -28,6 +28,7 @@ from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, numel, replicated_rule
 from autopar.ir.rules.isolated import isolated
 from autopar.ir.rules.proof import Run, check, runner
+from autopar.ir.torch_private import OpOverload, schema_of
 
 # Elements of all operands and results together beyond which the op is tried on smaller sizes.
 _MAX_ELEMENTS = 1 << 16
@@ -137,8 +138,8 @@ def _is_pure(target: Any) -> bool:
     if isinstance(target, FunctionOp):
         return not target.draws
     return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target._schema.is_mutable
+        isinstance(target, OpOverload)
+        and not schema_of(target).is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
     )
 

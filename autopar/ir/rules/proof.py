@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import is_tensor
 from autopar.ir.placement import Placement, Shard, dual
 from autopar.ir.rule import Choice, FactorRule
 from autopar.ir.rules.sizes import local_arguments
+from autopar.ir.torch_private import pytree
 
 # (operand values, shape of the first result; None: the whole one) -> results
 Run = Callable[[Sequence[Tensor], Sequence[int] | None], list[Tensor]]

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.ir.capture.functional_twins import is_write
 from autopar.ir.source import line_here
+from autopar.ir.torch_private import FakeTensor, TorchDispatchMode, no_modes, pytree, schema_of, storage_of
 
 # Elements up to which a tensor is told by its values.
 _SMALL = 1 << 16
@@ -80,7 +78,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         written = [
             kwargs.get(argument.name, args[place] if place < len(args) else None)
-            for place, argument in enumerate(func._schema.arguments)
+            for place, argument in enumerate(schema_of(func).arguments)
             if is_write(argument)
         ]
         storages = tuple(storage_of(t) for t in pytree.tree_leaves(written) if isinstance(t, Tensor))
@@ -153,13 +151,8 @@ def _data(tensor: Tensor) -> Hashable:
         return None
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not 0 < tensor.numel() <= _SMALL:
         return None
-    with _disable_current_modes():
+    with no_modes():
         return hash(tensor.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Stands for the memory of a tensor, as long as that lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_function(func: Any) -> bool:

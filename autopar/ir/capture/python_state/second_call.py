@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.capture.python_state.containers import MISSING, Change, attributes_of, is_array, same
 from autopar.ir.capture.python_state.first_change import first_change
-from autopar.ir.capture.python_state.recorded_ops import Comparison, Op, Recorder, storage_of
+from autopar.ir.capture.python_state.recorded_ops import Comparison, Op, Recorder
 from autopar.ir.capture.python_state.state import RANDOM, Snapshot
 from autopar.ir.capture.python_state.write_only import write_only
 from autopar.ir.errors import CaptureError
+from autopar.ir.torch_private import BUFFERS, MODULES, PARAMETERS, FakeTensorMode, storage_of
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
@@ -52,7 +52,7 @@ def check_second_call(
         first = _recorded(run, mode)
         moved, changes = _split(initial.changes())
         initial.restore_buffers()
-        culprit = next((change for change in changes if change.slot in ("_buffers", "_parameters", "_modules")), None)
+        culprit = next((change for change in changes if change.slot in (BUFFERS, PARAMETERS, MODULES)), None)
         if culprit is None:
             middle = Snapshot.take(model, loss_fn)
             second = _recorded(run, mode)
@@ -125,7 +125,7 @@ def is_update(change: Change) -> bool:
     """Whether a change is that of a buffer to another tensor of its shape and dtype, which a plan can follow."""
     old, new = change.old, change.new
     return (
-        change.slot == "_buffers"
+        change.slot == BUFFERS
         and isinstance(old, Tensor)
         and isinstance(new, Tensor)
         and (old.shape, old.dtype) == (new.shape, new.dtype)
@@ -179,13 +179,13 @@ def _message(title: str, change: Change, line: str, settles: bool) -> str:
     if change.slot == RANDOM:
         what = f"forward draws from {change.name}, and one captured graph would repeat what it drew"
         remedy = "torch's random numbers, as in torch.rand or dropout, and torch.where in place of `if`"
-    elif change.slot == "_parameters":
+    elif change.slot == PARAMETERS:
         what = f"forward replaces the parameter {change.name}"
         remedy = "the replacement outside of forward, before the model is made parallel"
-    elif change.slot == "_modules":
+    elif change.slot == MODULES:
         what = f"forward changes the module {change.name}{_from_to(change)}"
         remedy = "modules that are made in __init__ and stay where they are"
-    elif change.slot == "_buffers":
+    elif change.slot == BUFFERS:
         what = f"forward changes the buffer {change.name}{_from_to(change)}"
         remedy = "a buffer that is registered with the shape and dtype that it keeps"
     else:

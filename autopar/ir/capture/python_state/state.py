@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from autopar.ir.capture.module_equality import is_plain
 from autopar.ir.capture.python_state.containers import PLAIN, Change, Held, attributes_of, contents, is_array
 from autopar.ir.source import file_of, is_library, is_users
+from autopar.ir.torch_private import BUFFERS, FORWARD_HOOKS, MODULES, PARAMETERS
 
 # What globals and class attributes may hold for them to be watched, besides objects of the user's.
 _KEPT = (*PLAIN, Tensor, list, dict, set, deque, random.Random, threading.local, contextvars.ContextVar)
 # ``Change.slot`` of a generator of random numbers.
 RANDOM = "random"
 # Dicts of a module that are watched by themselves.
-_PARTS = ("_buffers", "_parameters", "_modules")
+_PARTS = (BUFFERS, PARAMETERS, MODULES)
 _OWN = frozenset(vars(nn.Module())) - {"training", *_PARTS}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Of a larger container only the entries themselves are compared, not what they hold.
 _LARGE = 4096
 _DEEP = 12
@@ -114,7 +114,7 @@ class Snapshot:
     def restore_buffers(self) -> None:
         """Put the buffers back that were replaced."""
         for held in self.held:
-            if held.slot == "_buffers":
+            if held.slot == BUFFERS:
                 held.restore()
 
     def filled(self) -> list[str]:
@@ -167,7 +167,7 @@ class Snapshot:
         for key, value in vars(module).items():
             if key not in _OWN and key not in _PARTS:
                 self._value(f"{name}.{key}", value)
-        for kind in _HOOKS:
+        for kind in FORWARD_HOOKS:
             for hook in getattr(module, kind).values():
                 self._value(f"a hook of {name}", hook)
 
