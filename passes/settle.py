@@ -14,6 +14,7 @@ from torch import fx
 from autopar.ir.building import fake_call, fake_mode_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.group_communication import unbound_groups
+from autopar.ir.torch_private import TO_COPY
 from autopar.passes.shard import PRELUDE
 from autopar.passes.verify import signature_of, summary_of
 
@@ -63,7 +64,7 @@ def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside
             and value.dtype == torch.float32
         ):
             with graph.inserting_before(node):
-                cast = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": compute})
+                cast = graph.call_function(TO_COPY, (operand,), {"dtype": compute})
             cast.meta.update(operand.meta)
             cast.meta.update(val=value.to(compute), block=node.meta["block"])
             node.replace_input_with(operand, cast)

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import Folding
@@ -48,6 +47,7 @@ from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment, Choice, FactorRule
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.sizes import local_arguments
+from autopar.ir.torch_private import pytree
 from autopar.passes.parameters import Storage
 
 PRELUDE = -1

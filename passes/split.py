@@ -23,6 +23,7 @@ from autopar.ir.primitives.collectives import identity, split
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.whole_batch import whole_batch
 from autopar.ir.program import BlockProgram, ParameterLayout, Remat, StageProgram, TensorSpec
+from autopar.ir.torch_private import OpOverload, schema_of
 from autopar.passes.parameters import Storage
 from autopar.passes.shard import PRELUDE, ShardedProgram
 
@@ -337,9 +338,9 @@ def _views_parameter(node: fx.Node) -> bool:
 
 def _shares_memory(target: object) -> bool:
     """Whether the result of an op may share its memory with its first operand."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target in _SHARING
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return bool(returns) and returns[0].alias_info is not None
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.building import fake_call, fake_mode_of
 from autopar.ir.graph import CapturedModel
+from autopar.ir.torch_private import pytree
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from math import prod
 
-import torch
 from torch import fx
 
 from autopar.cost_model.compute.local_products import factors_of
 from autopar.ir.graph import has_gradient_dtype, tensor_operands
 from autopar.ir.rule import FactorRule
+from autopar.ir.torch_private import OpOverload, schema_of
 
 # Ops with an alias annotation that nevertheless copy.
 _COPIES = frozenset({"contiguous", "to", "_to_copy"})
@@ -27,7 +27,7 @@ _VIEWS = frozenset({"_unsafe_view", "reshape"})
 def op_name(node: fx.Node) -> str:
     """Short name of an op: ``linear`` for ``aten.linear.default``, ``attention`` for ``composite.attention``."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
     return getattr(target, "__name__", str(target))
 
@@ -37,9 +37,9 @@ def is_view(node: fx.Node) -> bool:
     name = op_name(node)
     if name in _VIEWS:
         return True
-    if name in _COPIES or not isinstance(node.target, torch._ops.OpOverload):
+    if name in _COPIES or not isinstance(node.target, OpOverload):
         return False
-    returns = node.target._schema.returns
+    returns = schema_of(node.target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 

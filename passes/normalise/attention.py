@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.masks import MaskMeaning, MaskReader, joined, smallest
 from autopar.passes.pipeline import Pass
 

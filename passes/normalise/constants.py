@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autopar.ir.building import dtype_of, shape_of
 from autopar.ir.graph import is_tensor
+from autopar.ir.torch_private import TO_COPY, OpOverload
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ class ConstantEvaluator:
             if top.op == "placeholder":
                 self._constant[top] = "value" in top.meta
             else:
-                tags = top.target.tags if isinstance(top.target, torch._ops.OpOverload) else ()
+                tags = top.target.tags if isinstance(top.target, OpOverload) else ()
                 random = torch.Tag.nondeterministic_seeded in tags
                 self._constant[top] = not random and all(self._constant[n] for n in top.all_input_nodes)
         return self._constant[node]
@@ -217,9 +218,7 @@ class ConstantEvaluator:
 
 def is_pointwise(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target in _POINTWISE_WITHOUT_TAG
-    )
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _POINTWISE_WITHOUT_TAG)
 
 
 _POINTWISE_WITHOUT_TAG = {
@@ -229,7 +228,7 @@ _POINTWISE_WITHOUT_TAG = {
     aten.where.ScalarSelf,
     aten.where.Scalar,
     aten.masked_fill.Scalar,
-    aten._to_copy.default,
+    TO_COPY,
     aten.floor_divide.default,
     aten.min.other,
     aten.max.other,

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import TO_COPY, FakeTensorMode
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def _rewrite(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node) -> None:
             logits = add_call(graph, mode, aten.permute.default, (logits, order), like=node)
         elif options["reduction"] != "none":
             logits, target = _unflattened(logits, target)
-        source = logits.args[0] if logits.target is aten._to_copy.default else None
+        source = logits.args[0] if logits.target is TO_COPY else None
         if isinstance(source, fx.Node) and dtype_of(source) in _NARROW and dtype_of(logits) == torch.float32:
             # The op widens by itself. Its result is float32 either way.
             logits = source

@@ -18,18 +18,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import SAFE_SOFTMAX, TO_COPY, FakeTensorMode
 from autopar.passes.normalise.masks import NEVER
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
 # The second gives zeros where no key is seen.
-_SOFTMAX = (aten.softmax.int, aten._safe_softmax.default)
+_SOFTMAX = (aten.softmax.int, SAFE_SOFTMAX)
 
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _BOUNDS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_min.default)
@@ -109,7 +109,7 @@ def _private(node: fx.Node) -> bool:
 
 def _uncast(node: Any, user: fx.Node) -> fx.Node | None:
     """The node, or what it casts to the dtype of its user."""
-    if isinstance(node, fx.Node) and node.target is aten._to_copy.default and _private(node):
+    if isinstance(node, fx.Node) and node.target is TO_COPY and _private(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and _private(node) else None
 
@@ -165,7 +165,7 @@ def _apart(node: Any, place: int) -> tuple[Any, fx.Node | None]:
 def _take(found: _Attention, node: fx.Node) -> Any:
     """Note what one op does to the scores; returns the scores before it, None if it is something else."""
     args, target = node.args, node.target
-    if target is aten._to_copy.default:
+    if target is TO_COPY:
         return args[0]
     if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         factor = args[1]
@@ -254,7 +254,7 @@ def _mask(graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, found: _Attentio
         if not true_is_seen:
             condition = add_call(graph, mode, aten.logical_not.default, (condition,), like=node)
         if dtype_of(condition) != torch.bool:
-            condition = add_call(graph, mode, aten._to_copy.default, (condition,), {"dtype": torch.bool}, like=node)
+            condition = add_call(graph, mode, TO_COPY, (condition,), {"dtype": torch.bool}, like=node)
         never = max(never, value)
         seen = (
             condition if seen is None else add_call(graph, mode, aten.logical_and.default, (seen, condition), like=node)

@@ -21,6 +21,7 @@ from torch import fx
 from autopar.ir.building import shape_of
 from autopar.ir.gates import GATE, VALUE, expression_of
 from autopar.ir.graph import is_tensor
+from autopar.ir.torch_private import TO_COPY, OpOverload
 from autopar.passes.normalise.constants import is_pointwise
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ class _Reader:
             self.halves.add(number)
             return VALUE if number == 1 else GATE
         target = node.target
-        if not is_pointwise(node) or target is aten._to_copy.default or not isinstance(target, torch._ops.OpOverload):
+        if not is_pointwise(node) or target is TO_COPY or not isinstance(target, OpOverload):
             return None
         arguments = [self.read(a) if isinstance(a, fx.Node) else a for a in node.args]
         unread = any(isinstance(a, fx.Node) and text is None for a, text in zip(node.args, arguments, strict=True))

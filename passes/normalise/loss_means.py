@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.lowered.shards import arguments
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import FakeTensorMode, OpOverload
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def _count(
 ) -> fx.Node:
     """The number of targets that count, or the sum of the weights of their classes."""
 
-    def add(op: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def add(op: OpOverload, *args: Any) -> fx.Node:
         return add_call(graph, mode, op, args, like=node)
 
     if weight is None:

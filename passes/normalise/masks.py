@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, shape_of
 from autopar.ir.ops.composite import AttentionKind
+from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.constants import Box, ConstantEvaluator, TooLarge
 
 aten = torch.ops.aten

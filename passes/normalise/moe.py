@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import TO_COPY, FakeTensorMode, OpOverload, schema_of
 from autopar.passes.normalise.gates import Gate, read_gate
 from autopar.passes.normalise.unflatten import before_flatten
 from autopar.passes.pipeline import Pass
@@ -188,9 +188,9 @@ def _sorted_values(chosen: fx.Node, order: fx.Node) -> bool:
 
 def _grouped(node: Any) -> tuple[Any, fx.Node | None, fx.Node | None]:
     """(rows, matrices, ends) of a grouped product."""
-    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node, fx.Node) or not isinstance(node.target, OpOverload):
         return None, None, None
-    if node.target._schema.name not in _GROUPED:
+    if schema_of(node.target).name not in _GROUPED:
         return None, None, None
     rows, matrices = node.args[:2]
     ends = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
@@ -210,7 +210,7 @@ def _ends_of(ends: fx.Node, order: fx.Node, num_experts: int) -> bool:
     if not isinstance(counts, fx.Node) or counts.target is not aten.histc.default:
         return False
     chosen = counts.args[0]
-    if isinstance(chosen, fx.Node) and chosen.target is aten._to_copy.default:
+    if isinstance(chosen, fx.Node) and chosen.target is TO_COPY:
         chosen = chosen.args[0]
     exact: bool = tuple(counts.args[1:4]) == (num_experts, 0, num_experts - 1)
     return exact and isinstance(chosen, fx.Node) and _sorted_values(chosen, order)

@@ -13,17 +13,16 @@ from typing import ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
+from autopar.ir.torch_private import TO_COPY, FakeTensorMode
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
 _MUL = aten.mul.Tensor
-_CAST = aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ def _from_parts(graph: fx.Graph, mode: FakeTensorMode, rsqrt: fx.Node) -> None:
     if scaled is None:
         return
     x, last = wide, scaled
-    if wide.target is _CAST and isinstance(wide.args[0], fx.Node):
+    if wide.target is TO_COPY and isinstance(wide.args[0], fx.Node):
         back = only_user(scaled)
         narrow = dtype_of(wide.args[0])
-        if back is not None and back.target is _CAST and dtype_of(back) == narrow:
+        if back is not None and back.target is TO_COPY and dtype_of(back) == narrow:
             x, last = wide.args[0], back
     weight: fx.Node | None = None
     user = only_user(last)

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
 from autopar.ir.ops.composite import columns_linear
+from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.constants import is_pointwise
 from autopar.passes.pipeline import Pass
 

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.building import add_call, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
 from autopar.ir.rules.factors import Factors
 from autopar.ir.rules.views import refine
+from autopar.ir.torch_private import FakeTensorMode, OpOverload
 from autopar.passes.normalise.constants import is_pointwise, source_dims
 from autopar.passes.pipeline import Pass
 
@@ -199,7 +199,7 @@ class _Unmerger:
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Whether an op does the same to each element, and draws no random numbers, which depend on the shape."""
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return is_pointwise(node) and torch.Tag.nondeterministic_seeded not in tags
 
 
