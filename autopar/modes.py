@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
@@ -21,6 +20,7 @@ from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
+from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.runtime.variants import Results

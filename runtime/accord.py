@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
+from autopar.runtime.torch_private import default_store, timeout_of
 
 _SILENT = -(1 << 62)
 _NOTE, _WAITS = "autopar/ended/", "autopar/waits/"
@@ -104,7 +105,7 @@ class Accord:
             if "timed out" not in str(error):
                 raise
         what = f"{next(iter(statements.values()), None) or 'a call that all make together'}"
-        store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        store, own = default_store(), dist.get_rank()
         store.set(f"{_WAITS}{own}", str(self._number))
         time.sleep(min(1.0, self._patience.total_seconds()))  # for those that have waited as long
         if _ended() is None:
@@ -208,7 +209,7 @@ def _why() -> str:
 def _ended() -> str | None:
     """What a rank that has ended left behind, if one has."""
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         for rank in range(dist.get_world_size()):
             if store.check([f"{_NOTE}{rank}"]):
                 return f"rank {rank} has ended: {store.get(f'{_NOTE}{rank}').decode()}"
@@ -228,7 +229,7 @@ def _between_cpus() -> dist.ProcessGroup:
         del _MADE[gone]
     if world not in _MADE:
         device = torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
-        _MADE[world] = dist.new_group(backend="gloo", timeout=world._get_backend(device).options._timeout)
+        _MADE[world] = dist.new_group(backend="gloo", timeout=timeout_of(world, device))
     return _MADE[world]
 
 
@@ -255,6 +256,6 @@ def _note(text: str) -> None:
     """The first note that this rank leaves."""
     if dist.is_initialized():
         with suppress(Exception):
-            store, key = dist.distributed_c10d._get_default_store(), f"{_NOTE}{dist.get_rank()}"
+            store, key = default_store(), f"{_NOTE}{dist.get_rank()}"
             if not store.check([key]):
                 store.set(key, text)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.scan import AssociativeScan, Scan
 from autopar.ir.primitives.collectives import bind_groups
 from autopar.ir.program import BlockProgram, Remat
+from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.rematerialised import mark, rematerialised
 
@@ -23,7 +23,7 @@ def attach(root: nn.Module, name: str, value: torch.Tensor, *, persistent: bool 
     """Register a parameter or buffer under a dotted name, with empty modules on the way."""
     *path, leaf = name.split(".")
     for part in path:
-        child = root._modules.get(part)
+        child = own_modules(root).get(part)
         if child is None:
             child = nn.Module()
             root.add_module(part, child)
@@ -45,12 +45,12 @@ class Slot:
     def __init__(self, root: nn.Module, name: str) -> None:
         *path, leaf = name.split(".")
         for part in path:
-            child = root._modules[part]
+            child = own_modules(root)[part]
             assert child is not None
             root = child
         self.copy: torch.Tensor | None = None
         self._leaf = leaf
-        self._places: dict[str, Any] = root._parameters if leaf in root._parameters else root._buffers
+        self._places: dict[str, Any] = own_parameters(root) if leaf in own_parameters(root) else own_buffers(root)
 
     def get(self) -> torch.Tensor:
         value: torch.Tensor = self._places[self._leaf]

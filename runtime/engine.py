@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.errors import InvalidInput, PlanMismatch
@@ -35,6 +34,7 @@ from autopar.runtime.parameters import blank_state, cut_axes, fill
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored, load_full
+from autopar.runtime.torch_private import at_end_of_backward
 from autopar.runtime.variants import Programs, Results, Variant, Variants
 from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
@@ -437,7 +437,7 @@ class Engine:
         self._begin()
         self.local[0].before_backward(True)
         # FSDP queues its own final callback later in this backward; the reducer has to come after it.
-        Variable._execution_engine.queue_callback(self._queue_finish)
+        at_end_of_backward(self._queue_finish)
 
     def _queue_finish(self) -> None:
-        Variable._execution_engine.queue_callback(self._finish)
+        at_end_of_backward(self._finish)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import set_debug_level_from_env
+from torch.distributed import set_debug_level_from_env  # type: ignore[attr-defined]  # as HashStore in launch
 
 from autopar.ir.errors import LaunchError
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
 from autopar.ir.program import StageProgram
 from autopar.ir.schedule import Pipelining
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
+from autopar.runtime.torch_private_pipelining import Action, Kind, with_communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class ForwardPipeline:
         for action in self._order(len(microbatches)):
             number, microbatch = action.stage_index, action.microbatch_index
             stage, kind = self._stages[number], action.computation_type
-            if kind == _ComputationType.RECV_F:
+            if kind == Kind.RECV_F:
                 specs = stage.program.received
                 buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
                 receiving[number, microbatch] = buffers, self._start(dist.irecv, buffers, number - 1)
-            elif kind == _ComputationType.SEND_F:
+            elif kind == Kind.SEND_F:
                 sending += self._start(dist.isend, arrived.pop((number + 1, microbatch)), number + 1)
             else:
                 if (number, microbatch) in receiving:
@@ -98,8 +98,8 @@ class ForwardPipeline:
             passes: dict[int, list[Any]] = {}
             for rank in range(self._shape.num_ranks):
                 places = [(m + s, s, m) for s in self._shape.stages_of(rank) for m in range(count)]
-                passes[rank] = [_Action(s, _ComputationType.FORWARD, m) for _, s, m in sorted(places)]
-            lowered = _add_send_recv(passes, self._shape.rank_of, self._shape.num_stages)
+                passes[rank] = [Action(s, Kind.FORWARD, m) for _, s, m in sorted(places)]
+            lowered = with_communication(passes, self._shape.rank_of, self._shape.num_stages)
             self._actions[count] = lowered[self._group.rank()]
         return self._actions[count]
 

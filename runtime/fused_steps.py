@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-_STEPS = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+from autopar.ir.torch_private import local_tensor, pytree
+from autopar.runtime.torch_private import FUSED_STEPS, in_dtensors
 
 
 def register_fused_steps() -> None:
     """Have DTensor step local parts, for the optimisers that it does not know."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    for step in _STEPS:
+    for step in FUSED_STEPS:
         for overload in step.overloads():
-            handlers.setdefault(getattr(step, overload), _step_local_parts)
+            in_dtensors(getattr(step, overload), _step_local_parts)
 
 
 def _step_local_parts(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -28,4 +26,4 @@ def _step_local_parts(op_call: Any, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def _local(arguments: Any) -> Any:
-    return pytree.tree_map_only(DTensor, lambda value: value._local_tensor, arguments)
+    return pytree.tree_map_only(DTensor, local_tensor, arguments)

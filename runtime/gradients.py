@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.ir.primitives.read_parameter import ALONE_BYTES, local_of, placed_like
+from autopar.runtime.torch_private import scale_all
 
 # Bytes of a bucket: at most as in DistributedDataParallel. The first is small so that communication starts early, and
 # none is so large that there would be fewer of them.
@@ -115,7 +116,7 @@ class GradientReducer:
             if gradient is not None:
                 by_count.setdefault(slot.num_summands, []).append(local_of(gradient))
         for count, gradients in by_count.items():
-            torch._foreach_mul_(gradients, 1.0 / count)
+            scale_all(gradients, 1.0 / count)
 
     def arm(self, stage: int) -> None:
         """The next backward of ``stage`` is its last of the step: sum what it completes."""

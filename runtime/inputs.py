@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
+from autopar.ir.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from autopar.ir.errors import LaunchError, PlanMismatch
 from autopar.runtime.environment import Environment
@@ -45,7 +44,8 @@ def ensure_process_group(environment: Environment | None = None) -> None:
         backend, device_id = "gloo", None
     timeout = environment.timeout
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not export it by name
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id, timeout=timeout)
         return
     if missing := [name for name in _JOB if not os.environ.get(name)]:
         raise LaunchError(

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
+
+from autopar.ir.torch_private import TO_COPY, pytree
+from autopar.runtime.torch_private import no_torch_function, wrapper
 
 # (start, length) of what is wanted along each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -33,7 +35,7 @@ class LazyTensor(torch.Tensor):
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> LazyTensor:
         """fetch: gives the plain tensor inside a box."""
         device = torch.device("cpu")
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made: LazyTensor = wrapper(cls, shape, dtype, device)
         made.fetch = fetch
         return made
 
@@ -44,7 +46,7 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops arrive one level below
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # ops arrive one level below
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -217,7 +219,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     aten.t.default: lambda x: _permute(x, range(x.dim())[::-1]),
     aten.transpose.int: _transpose,
     aten.unbind.int: _unbind,
-    aten._to_copy.default: _cast,
+    TO_COPY: _cast,
 }
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.primitives.read_parameter import local_of
+from autopar.runtime.torch_private import scale_all, unscale_all
 
 
 class Scaled(Protocol):
@@ -64,7 +65,7 @@ class LossScaler:
         """Scale the gradients of earlier calls, which the coming ones are added to."""
         local = list(map(local_of, gradients))
         if local:
-            torch._foreach_mul_(local, self.scale)
+            scale_all(local, self.scale)
 
     def after_backward(self, gradients: Iterable[Tensor], device: torch.device) -> None:
         """Unscale all gradients, which are on ``device``, and note whether one is not finite."""
@@ -75,7 +76,7 @@ class LossScaler:
         for gradient in map(local_of, gradients):
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for some in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(some, self._overflow, inverse)
+            unscale_all(some, self._overflow, inverse)
 
     def step(self, optimizer: Optimizer | Sequence[Optimizer]) -> bool:
         """``optimizer.step()``, unless a gradient of any rank was not finite; then the scale for the next step.

@@ -14,6 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.ir.schedule import Pipelining
+from autopar.runtime.torch_private import beside, flattened
 
 PIPELINE_AXIS = "pp"
 
@@ -93,7 +94,7 @@ class JobMesh:
         submesh = self.submesh(axes)
         if submesh is None or submesh.ndim == 1:
             return submesh
-        return submesh._flatten()
+        return flattened(submesh)
 
     def sharded(self, zero_axes: Sequence[int], shard_axes: Sequence[int]) -> DeviceMesh | None:
         """The mesh that FSDP shards a parameter over: those of ``shard_axes`` in ``zero_axes`` as one dimension, before
@@ -103,7 +104,7 @@ class JobMesh:
         """
         inside = self.flat([axis for axis in zero_axes if axis in shard_axes])
         across = self.flat([axis for axis in zero_axes if axis not in shard_axes])
-        return inside if inside is None or across is None else DeviceMesh._concatenate([across, inside])
+        return inside if inside is None or across is None else beside([across, inside])
 
     def group(self, axes: Sequence[int]) -> dist.ProcessGroup | None:
         """Process group over some axes of this rank's stage; None if it holds one rank."""

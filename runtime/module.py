@@ -17,6 +17,7 @@ from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
 from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
+from autopar.runtime.torch_private import incompatible_keys
 from autopar.runtime.whole import ordered, stages_of, whole_tensors
 
 # Makes the engine from the first call's args, kwargs and target.
@@ -308,7 +309,7 @@ class ParallelModule(nn.Module):
         for name, value in own.items():
             if name in given:
                 load_full(value, given[name], name, engine.stored.get(name), engine.mesh)
-        return nn.modules.module._IncompatibleKeys(missing, unknown)
+        return incompatible_keys(missing, unknown)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict, plain tensors on the CPU of every rank. All ranks call together."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.ir.primitives.read_parameter import local_of, placed_like, read_parameter
 from autopar.ir.program import StageProgram
+from autopar.ir.torch_private import hooks_after_gradient
 from autopar.runtime.stage_module import StageModule
 
 
@@ -72,5 +73,5 @@ def _add_gradient(parameter: nn.Parameter, copy: torch.Tensor) -> None:
         parameter.grad = placed_like(parameter, gradient.to(parameter.dtype))
     else:
         local_of(parameter.grad).add_(gradient)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+    for hook in hooks_after_gradient(parameter):
         hook(parameter)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placement import Placement, Shard
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, TensorSpec
+from autopar.ir.torch_private import pytree
+from autopar.runtime.torch_private import at_end_of_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class _FirstOfBackward:
     def __call__(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            Variable._execution_engine.queue_callback(self._end)
+            at_end_of_backward(self._end)
             self._begin()
 
     def _end(self) -> None:

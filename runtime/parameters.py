@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -10,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.program import ParameterLayout, StageProgram
+from autopar.ir.torch_private import is_fake, own_buffers, own_parameters, with_own
 from autopar.runtime.mesh import JobMesh
 
 
@@ -142,12 +141,11 @@ def initialize(
             return torch.empty_like(value, device="meta") if name in given else _blank(value)
 
         # Shallow: only this module's own tensors become real.
-        module = copy.copy(original)
-        module._parameters = {
+        parameters = {
             k: v if (v := blank(k, p)) is None else nn.Parameter(v, requires_grad=v.is_floating_point())
-            for k, p in original._parameters.items()
+            for k, p in own_parameters(original).items()
         }
-        module._buffers = {k: blank(k, b) for k, b in original._buffers.items()}
+        module = with_own(original, parameters, {k: blank(k, b) for k, b in own_buffers(original).items()})
         digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -159,7 +157,7 @@ def initialize(
                 hook(module)
         for name in own:
             leaf = name.rpartition(".")[2]
-            value = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+            value = {**own_buffers(module), **own_parameters(module)}[leaf]
             assert value is not None, "a tensor of the captured model"
             if value.is_meta or _is_blank(value):
                 unset.append(f"{name} ({type(original).__name__})")

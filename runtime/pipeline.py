@@ -9,31 +9,27 @@ travels. Tensors that stages exchange live no longer than the microbatch needs t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from autopar.ir.program import TensorSpec
 from autopar.ir.schedule import Pipelining
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.split_backward import WeightPass, backward_to_inputs
+from autopar.runtime.torch_private import is_view
+from autopar.runtime.torch_private_pipelining import WHOLE, Action, Kind, Schedule, Stage, with_communication
 
 # Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
 _PREFIX = "input_"
 
 
-class _Stage(PipelineStage):
+class _Stage(Stage):
     """A stage that tells the gradient engines before each backward whether it is the last one.
 
     The base class would let FSDP reduce everything after the last backward; told in time, it overlaps.
@@ -101,7 +97,7 @@ class _Stage(PipelineStage):
             # The weights' part starts further down; nothing else may keep the graph above it.
             bwd_kwargs["stage_output"] = bwd_kwargs["output_grads"] = ()
             for output in outputs:
-                if not output._is_view():
+                if not is_view(output):
                     output.detach_()
         else:
             self._stage.before_backward(last_backward)
@@ -120,14 +116,11 @@ class _Stage(PipelineStage):
 
     # Tensors to and from other stages.
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
-        self.args_recv_info = _empty(self.args_recv_info[0], num_microbatches)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
-        self.chunks = num_microbatches
-        self.grad_recv_info = _empty(self.grad_recv_info[0], num_microbatches)
+    def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
+        """Memory comes when it is needed."""
+        for info in infos:
+            info.buffer = None
+        return {number: tuple(map(copy, infos)) for number in range(count)}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], self._stage.program.received)
@@ -171,17 +164,16 @@ class Pipeline:
         """batch_dims: of each step input that one of the stages takes."""
         self.stages = [_Stage(stage, device, group, randomness) for stage in stages]
         specs: dict[str, Any] = {
-            _PREFIX + name: _Replicate if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()
+            _PREFIX + name: WHOLE if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()
         }
         count = shape.num_microbatches
-        self._schedule = _PipelineScheduleRuntime(
+        self._schedule = Schedule(  # type: ignore[no-untyped-call]  # torch does not annotate it
             list(self.stages), count, loss_fn=_given_loss, kwargs_chunk_spec=specs or None, scale_grads=False
         )
         passes: dict[int, Any] = {
-            rank: [_Action.from_str(str(action)) for action in order] for rank, order in enumerate(shape.orders())
+            rank: [Action.from_str(str(action)) for action in order] for rank, order in enumerate(shape.orders())
         }
-        lowered: dict[int, Any] = dict(_add_send_recv(passes, shape.rank_of, shape.num_stages))
-        self._schedule._prepare_schedule_with_comms(lowered, format="compute_comms")
+        self._schedule.follow(with_communication(passes, shape.rank_of, shape.num_stages))
         # Parameters are gathered block by block in forward and backward, not stage by stage between actions.
         self._schedule.unsharded_stages.update(stage.program.stage for stage in stages)
         by_index = {stage.stage_index: stage for stage in self.stages}
@@ -193,10 +185,14 @@ class Pipeline:
         def send_backward(action: Any, _: Any) -> None:
             by_index[action.stage_index].send_backward(action.microbatch_index)
 
-        own = self._schedule._comp_type_to_function_map
-        own[_ComputationType.SEND_F], own[_ComputationType.SEND_B] = send_forward, send_backward
+        self._schedule.run_by(Kind.SEND_F, send_forward)
+        self._schedule.run_by(Kind.SEND_B, send_backward)
         # The schedule wants a target to split, though the loss has it already.
         self._target = torch.empty(count) if any(stage.is_last for stage in self.stages) else None
+
+    def without_vote(self) -> AbstractContextManager[None]:
+        """Within, a step needs no other rank to agree on how shapes are learnt."""
+        return self._schedule.without_vote()
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """One step over this rank's batch; the losses of the microbatches if the last stage is here, else none."""
@@ -221,13 +217,6 @@ def _taken_gradient(value: torch.Tensor) -> torch.Tensor:
     """The gradient that arrived at a received tensor, to be sent on; zeros if none did."""
     gradient, value.grad = value.grad, None
     return torch.zeros_like(value) if gradient is None else gradient.contiguous()
-
-
-def _empty(infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
-    """What is known of the tensors that one microbatch receives, for each of ``count``; their memory comes later."""
-    for info in infos:
-        info.buffer = None
-    return {number: tuple(map(copy, infos)) for number in range(count)}
 
 
 def _on_meta(specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:

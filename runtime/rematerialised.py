@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.analysis.matrix_products import every_second, is_product
@@ -31,6 +30,7 @@ from autopar.ir.lowered.reductions import split_bias
 from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.program import Remat
+from autopar.ir.torch_private import TorchDispatchMode
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.
 _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
@@ -149,12 +149,17 @@ def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
+def _name(op: Any) -> str:
+    """``mm`` of ``aten.mm.default``."""
+    return getattr(getattr(op, "overloadpacket", None), "__name__", "")
+
+
 def _is_contraction(op: Any) -> bool:
-    return getattr(op, "namespace", "") == "aten" and getattr(op, "_opname", "") in _CONTRACTIONS
+    return getattr(op, "namespace", "") == "aten" and _name(op) in _CONTRACTIONS
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = getattr(op, "_opname", "")
+    name = _name(op)
     dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
     dear = dear or any(part in name for part in _ATTENTION)
     return CheckpointPolicy.MUST_SAVE if dear and _not_kept.get() is None else CheckpointPolicy.PREFER_RECOMPUTE

@@ -18,6 +18,7 @@ from autopar.ir.primitives.read_parameter import local_of
 from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.parameters import local_shard
+from autopar.runtime.torch_private import norms_of_all, scale_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +154,11 @@ def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: 
     counted = [gradient for gradient, stored in gradients if stored.counted_here(mesh)]
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
-        squares = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(counted)]).square().sum()
+        squares = torch.stack([norm.to(device, torch.float32) for norm in norms_of_all(counted)]).square().sum()
     dist.all_reduce(squares)
     norm = squares.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # Offloaded gradients are in host memory.
     for place in {gradient.device for gradient, _ in gradients}:
-        torch._foreach_mul_([gradient for gradient, _ in gradients if gradient.device == place], scale.to(place))
+        scale_all([gradient for gradient, _ in gradients if gradient.device == place], scale.to(place))
     return norm

@@ -36,9 +36,18 @@ from autopar.ir.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
+from autopar.ir.torch_private import local_tensor, placed, placement_of
 from autopar.runtime.blocks import BlockModule, Slot
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.stage_module import StageModule
+from autopar.runtime.torch_private import (
+    adopt_parameters,
+    end_backward,
+    finish_gathering,
+    prepare_sharding,
+    reduce_gradients,
+    shard_placements,
+)
 
 
 def zero_meshes(
@@ -80,14 +89,12 @@ class ZeroEngine:
     def reshard(self) -> None:
         """Put the sharded parameters in place; what was gathered ahead for a block that did not run is forgotten."""
         for module, _ in self.modules:
-            for group in _groups(module):
-                if group._all_gather_result is not None:
-                    group.wait_for_unshard()
+            finish_gathering(module)
             module.reshard()
 
     def hold(self, modules: Iterable[FSDPModule]) -> None:
         """Gather the parameters of ``modules`` now, and keep them until ``release``, for others that read them."""
-        self.root._get_fsdp_state()._lazy_init()
+        prepare_sharding(self.root)
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
@@ -103,15 +110,13 @@ class ZeroEngine:
         for slot in slots:
             old = slot.get()
             assert isinstance(old, DTensor), "what FSDP has sharded"
-            if not old._local_tensor.is_meta:
+            if not local_tensor(old).is_meta:
                 continue  # a fake tensor
-            part = DTensor(torch.empty_like(old._local_tensor, device=device), old._spec, requires_grad=False)
+            part = placed(torch.empty_like(local_tensor(old), device=device), placement_of(old))
             slot.set(nn.Parameter(part, requires_grad=old.requires_grad))
         with torch.no_grad():
             for module, _ in self.modules:
-                for group in _groups(module):
-                    for parameter in group.fsdp_params:
-                        parameter.reset_sharded_param()
+                adopt_parameters(module)
 
     def before_backward(self, last: bool) -> None:
         if self._last is last:
@@ -136,17 +141,9 @@ class ZeroEngine:
         self._last = None
         self.before_backward(last)
         for module, _ in self.modules:
-            for group in reversed(_groups(module)):
-                group.post_backward()
+            reduce_gradients(module)
         if last:
-            self.root._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """FSDP's groups of the parameters that ``module`` manages; one until torch 2.12."""
-    state = module._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+            end_backward(self.root)
 
 
 def apply_zero(
@@ -212,28 +209,14 @@ def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) ->
     if all(own == usual for own in meshes.values()):
         return None
     try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+        others = shard_placements([own for own in dict.fromkeys(meshes.values()) if own != usual])
     except ImportError as error:
         raise PlanMismatch(
             "shard_axes: experts have a mesh axis of their own, and ZeRO works over that axis and another, so that a "
             f"block's parameters are on two meshes; torch {torch.__version__} shards them over one.\n"
             "  try: torch 2.12 or later, or one of the axes in shard_axes"
         ) from error
-
-    # FSDP knows parameters of one mesh by the identity of what describes it.
-    described = {
-        own: FSDPMeshInfo(own, shard_mesh_dim=0)
-        if own.ndim == 1
-        else HSDPMeshInfo(own, shard_mesh_dim=1, replicate_mesh_dim=0)
-        for own in meshes.values()
-        if own != usual
-    }
-
-    def place(parameter: nn.Parameter) -> Any:
-        info = described.get(meshes[parameter])
-        return None if info is None else ShardPlacementResult(placement=None, mesh_info=info)
-
-    return place
+    return lambda parameter: others.get(meshes[parameter])
 
 
 def _prefetch(modules: list[FSDPModule], count: int) -> None:

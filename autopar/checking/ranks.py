@@ -9,8 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.checking.recorder import Communication, Recorder
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Batch, Plan
 from autopar.ir.program import StageProgram
+from autopar.ir.torch_private import FakeTensorMode
+from autopar.runtime.torch_private import fake_store
 
 # What a rank runs: for its number, the programs of all stages.
 Programs = Callable[[int], Sequence[StageProgram]]
@@ -112,11 +113,9 @@ def run_rank(
     build: Callable[[], nn.Module], captured: CapturedModel, plan: Plan, programs: Sequence[StageProgram], rank: int
 ) -> RankTrace:
     """The trace of one rank. The default process group must not be there yet; it is, afterwards."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from autopar.runtime.engine import Engine
 
-    dist.init_process_group("fake", rank=rank, world_size=plan.num_ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=plan.num_ranks, store=fake_store())
     plan, programs = shortened(plan, programs)
     mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
     with warnings.catch_warnings(), mode:
@@ -140,7 +139,8 @@ def run_rank(
             persistent = recorder.memory.now
             optimizer.zero_grad()
             recorder.memory.reset()
-            with recorder, _pipeline_without_warmup(engine):
+            alone = nullcontext() if engine.pipeline is None else engine.pipeline.without_vote()
+            with recorder, alone:
                 engine.step(inputs)
                 optimizer.step()
     return RankTrace(
@@ -175,27 +175,3 @@ def _inputs(engine: Any, captured: CapturedModel, plan: Plan) -> dict[str, torch
             shape[step_input.batch_dim] = plan.batch.global_size // plan.data_parallel_size
         inputs[name] = torch.zeros(shape, dtype=values[name].dtype, device=engine.device)
     return inputs
-
-
-@contextmanager
-def _pipeline_without_warmup(engine: Any) -> Iterator[None]:
-    """Torch's stages vote on how to learn the shapes that they exchange. Ours know them, and nobody else votes."""
-    if engine.pipeline is None:
-        yield
-        return
-    schedule = engine.pipeline._schedule
-    # Before torch 2.13 there is no vote.
-    modes: Any = getattr(torch.distributed.pipelining.stage, "InferenceMode", None)
-    if modes is None:
-        yield
-        return
-
-    def agreed(stages: Any, *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = modes.STATIC
-
-    schedule._warmup_p2p = agreed
-    try:
-        yield
-    finally:
-        del schedule._warmup_p2p

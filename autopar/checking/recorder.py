@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.primitives.collective_counter import kind_of_collective
+from autopar.ir.torch_private import TorchDispatchMode, local_tensor, process_group, pytree, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Memory:
             if not isinstance(value, torch.Tensor):
                 continue
             if isinstance(value, torch.distributed.tensor.DTensor):
-                value = value._local_tensor
+                value = local_tensor(value)
             storage = value.untyped_storage()
             if storage in self._known:
                 continue
@@ -97,7 +96,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False)) | kwargs
         group = _group_of(given)
         tensors = _tensors_of(given)
         ranks = tuple(sorted(dist.get_process_group_ranks(group)))
@@ -122,9 +121,7 @@ class Recorder(TorchDispatchMode):
 def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
     named: Any = given.get("group_name", given.get("process_group"))
     if isinstance(named, str):
-        # Ops in graphs name their group; torch has no public way back.
-        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        named = resolve(named)
+        named = process_group(named)
     found: dist.ProcessGroup = named if isinstance(named, dist.ProcessGroup) else dist.ProcessGroup.unbox(named)
     return found
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from autopar.ir.errors import InvalidInput
+from autopar.ir.torch_private import pytree
 from autopar.runtime.checkpoint.loading import load
 from autopar.runtime.checkpoint.saving import save
 from autopar.runtime.data import Dataloader

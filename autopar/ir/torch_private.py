@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BackwardHookFunction", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_fake", "pytree"]
 
-F = TypeVar("F", bound=Callable[..., Any])
-aten = torch.ops.aten
+_F = TypeVar("_F", bound=Callable[..., Any])
+_aten = torch.ops.aten
 
 # FakeTensor, FakeTensorMode, is_fake: tensors that have a shape, a dtype and a device and no values. torch.export makes
 # them, and nothing public names their types.
@@ -70,46 +70,46 @@ def overload_of(op: OpOverload) -> str:
     return op._overloadname
 
 
-TO_COPY = aten._to_copy.default
+TO_COPY = _aten._to_copy.default
 """What a conversion of dtype or device is in a functional graph. Ops are public by their functions, and the functions
 of these and the ops below are private or missing."""
 
-UNSAFE_VIEW = aten._unsafe_view.default
+UNSAFE_VIEW = _aten._unsafe_view.default
 """The view inside of a batched matrix product."""
 
-SAFE_SOFTMAX = aten._safe_softmax.default
+SAFE_SOFTMAX = _aten._safe_softmax.default
 """A softmax whose fully masked rows are zeros in place of NaN."""
 
-SOFTMAX_BACKWARD = aten._softmax_backward_data
-LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data
+SOFTMAX_BACKWARD = _aten._softmax_backward_data
+LOG_SOFTMAX_BACKWARD = _aten._log_softmax_backward_data
 """Derivatives of softmax and log_softmax, all overloads."""
 
-BATCH_NORM_WITH_STATISTICS = aten._native_batch_norm_legit_functional.default
+BATCH_NORM_WITH_STATISTICS = _aten._native_batch_norm_legit_functional.default
 """Batch norm that returns the updates of its running statistics; ``torch.batch_norm`` writes them in place."""
 
-BATCH_NORM_OF_BATCH = aten._native_batch_norm_legit.no_stats
+BATCH_NORM_OF_BATCH = _aten._native_batch_norm_legit.no_stats
 """Batch norm without running statistics, which returns mean and inverse deviation too."""
 
-FUSED_RMS_NORM = aten._fused_rms_norm.default
+FUSED_RMS_NORM = _aten._fused_rms_norm.default
 """RMS norm and its factor per row, which a backward needs; ``torch.rms_norm`` does not return it."""
 
-ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default)
+ASSERTIONS = (_aten._assert_async.default, _aten._assert_async.msg, _aten._assert_scalar.default)
 """What ``torch._assert_async`` and ``torch._check`` are in an exported graph."""
 
-ASSERT_METADATA = aten._assert_tensor_metadata.default
+ASSERT_METADATA = _aten._assert_tensor_metadata.default
 """What torch.export puts before conversions: that dtype and device are those of the trace."""
 
-READ_SCALAR = aten._local_scalar_dense.default
+READ_SCALAR = _aten._local_scalar_dense.default
 """What ``tensor.item()`` is below autograd."""
 
 # Attention that returns the log-sum-exp of its scores, by which pieces are merged; the public function keeps it.
 # Forward and backward by kernel: flash on CPU, flash on CUDA, memory-efficient on CUDA.
-FLASH_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
-FLASH_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-FLASH_CUDA = aten._scaled_dot_product_flash_attention.default
-FLASH_CUDA_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
-EFFICIENT_CUDA = aten._scaled_dot_product_efficient_attention.default
-EFFICIENT_CUDA_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+FLASH_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_CPU_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_CUDA = _aten._scaled_dot_product_flash_attention.default
+FLASH_CUDA_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_CUDA = _aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_CUDA_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 """Collectives that return what they receive, as ops of a graph. torch.distributed writes into given memory."""
@@ -174,7 +174,7 @@ def as_in_export() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-def constant_in_graphs(function: F) -> F:
+def constant_in_graphs(function: _F) -> _F:
     """Have ``torch.compile`` call ``function`` once and keep the result.
 
     ``torch.compiler.assume_constant_result`` does so, and imports the whole compiler for it (1.5 s).

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar.ir.torch_private import pytree
 from autopar.training.job import OpenedJob
 
 # Relative difference of the losses above which a comparison in float32 fails.

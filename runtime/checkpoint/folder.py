@@ -24,26 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.torch_private import checkpoint_classes
 
 _LATEST, _STATE = "latest", "state.pt"
 _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
-_CLASSES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
-    **{
-        (dcp_metadata.__name__, name): getattr(dcp_metadata, name)
-        for name in (
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
-            "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )
-    },
-}  # fmt: skip
 
 
 def new_name(step: int) -> str:
@@ -154,7 +142,7 @@ def check_files(folder: Path, metadata: Metadata, names: list[str]) -> None:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name))
+        found = checkpoint_classes().get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None and (module, name) == ("builtins", "getattr"):

@@ -1,0 +1,177 @@
+"""Private names of torch that only the runtime uses, under plain names; those of ``ir.torch_private`` serve it too.
+
+Each name is here because nothing public does what it does; its docstring says what. There is a case for each in
+``tests/runtime/test_torch_private.py``, which fails under that name where torch has changed. Tried with torch 2.13.0.
+Pipelines, whose import takes a second, have a module of their own, ``runtime.torch_private_pipelining``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# Tensors.
+
+FUSED_STEPS = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+"""What ``torch.optim.SGD(fused=True)`` and ``Adagrad(fused=True)`` call, with all overloads."""
+
+scale_all = torch._foreach_mul_
+"""Multiply every tensor of a list in place, in a few kernels. Public: one tensor at a time."""
+
+norms_of_all = torch._foreach_norm
+"""The 2-norm of every tensor of a list, in a few kernels. Public: one tensor at a time."""
+
+unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiply tensors of a list by a factor, and set a flag to 1 if one is not finite, in one kernel. The public
+``torch.amp.GradScaler`` does it for the parameters of an optimiser."""
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""A ``__torch_function__`` that passes every call on to the level below. Public: a mode that does, for a while."""
+
+
+def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class ``cls`` with a shape, a dtype and a device and no memory. Public: subclasses with memory."""
+    return cast(Any, Tensor)._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another, which cannot be detached in place."""
+    return tensor._is_view()
+
+
+def in_dtensors(op: Any, run: Callable[[Any, tuple[object, ...], dict[str, object]], Any]) -> None:
+    """Have DTensor call ``run(op, args, kwargs)`` for an op that it has no rule of.
+
+    The public ``register_sharding`` wants the placements of every argument, which are lists of tensors here.
+    """
+    cast(Any, DTensor)._op_dispatcher._custom_op_handlers.setdefault(op, run)
+
+
+# Autograd and modules.
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` run at the end of the backward that is running. Public: hooks on single tensors and nodes."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """What ``nn.Module.load_state_dict`` returns, whose type has no public name."""
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+# Processes.
+
+
+def default_store() -> Any:
+    """Where ranks of the job leave notes for each other: the store that they met at. Public: to make another."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of a group on ``device`` wait. Public: to set it."""
+    timeout: timedelta = cast(Any, group)._get_backend(device).options._timeout
+    return timeout
+
+
+def fake_store() -> Any:
+    """The store of a process group of backend ``fake``, which sends nothing; both are made for tests of torch."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh as one dimension, the first axis the major one. All ranks call together."""
+    return mesh._flatten()
+
+
+def beside(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """A mesh whose dimensions are those of several meshes cut from one, in this order."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+# Checkpoints.
+
+
+def checkpoint_classes() -> Mapping[tuple[str, str], object]:
+    """(module, name) -> what the pickled metadata of a checkpoint may name. torch reads it by ``pickle`` alone."""
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    names = (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )  # fmt: skip
+    return {
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+        (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+        **{(metadata.__name__, name): getattr(metadata, name) for name in names},
+    }
+
+
+# FSDP, which does the following by hooks on forward and backward of whole modules, and by none else.
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of the parameters that ``module`` manages; one until torch 2.12."""
+    state = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
+
+
+def finish_gathering(module: FSDPModule) -> None:
+    """Wait for parameters that were gathered ahead, if any, so that they can be resharded."""
+    for group in _groups(module):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+
+
+def prepare_sharding(root: FSDPModule) -> None:
+    """What the first forward of ``root`` does once: streams, and the modules below it."""
+    cast(Any, root._get_fsdp_state())._lazy_init()
+
+
+def adopt_parameters(module: FSDPModule) -> None:
+    """Have FSDP read again what the parameters of ``module`` hold, which were replaced."""
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+def reduce_gradients(module: FSDPModule) -> None:
+    """What the backward of ``module`` ends with: reduce-scatter gradients and reshard, as it is set to."""
+    for group in reversed(_groups(module)):
+        group.post_backward()
+
+
+def end_backward(root: FSDPModule) -> None:
+    """What a whole backward ends with: wait for the gradients."""
+    cast(Any, root._get_fsdp_state())._root_post_backward_final_callback()
+
+
+def shard_placements(meshes: Sequence[DeviceMesh]) -> dict[DeviceMesh, Any]:
+    """Mesh -> what a ``shard_placement_fn`` returns for a parameter that is sharded over it, by its last dimension.
+
+    Public: a dimension of the tensor, not a mesh. Raises ImportError before torch 2.12, which has one mesh a module.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    # FSDP knows parameters of one mesh by the identity of what describes it.
+    described = {
+        mesh: FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for mesh in meshes
+    }
+    return {mesh: ShardPlacementResult(placement=None, mesh_info=info) for mesh, info in described.items()}

@@ -1,0 +1,87 @@
+"""Private names of torch.distributed.pipelining, under plain names: a schedule that is given its passes.
+
+The public schedules order their passes themselves. ``tests/runtime/test_torch_private.py`` has a case for each name.
+Tried with torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as stages_of_torch
+from torch.distributed.pipelining.microbatch import _Replicate
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+Action = _Action
+"""A pass, a send or a receive: ``stage_index``, ``computation_type``, ``microbatch_index``; ``2F0`` as text."""
+
+Kind = _ComputationType
+"""What an action is: FORWARD, SEND_F, RECV_F and so on."""
+
+WHOLE = _Replicate
+"""In ``kwargs_chunk_spec``: an argument that every microbatch gets whole. The public classes cut it or map over it."""
+
+
+def with_communication(
+    passes: Mapping[int, Sequence[Action]], rank_of: Callable[[int], int], num_stages: int
+) -> dict[int, list[Action]]:
+    """Passes by rank, with sends and receives between them in an order in which no two ranks wait for each other."""
+    return dict(_add_send_recv({rank: list(own) for rank, own in passes.items()}, rank_of, num_stages))
+
+
+class Stage(PipelineStage):
+    """A stage that says what it will receive for each microbatch; the base class keeps memory for all of them."""
+
+    def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
+        """What is known of the tensors that one microbatch receives, for each of ``count``."""
+        raise NotImplementedError
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = self.for_each_microbatch(self.args_recv_info[0], num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = self.for_each_microbatch(self.grad_recv_info[0], num_microbatches)
+
+
+class Schedule(_PipelineScheduleRuntime):
+    """Runs given actions in place of those of a schedule of torch's."""
+
+    def follow(self, actions: Mapping[int, Sequence[Action]]) -> None:
+        """actions: of every rank, with communication."""
+        self._prepare_schedule_with_comms({rank: list(own) for rank, own in actions.items()}, format="compute_comms")
+
+    def run_by(self, kind: Kind, function: Callable[[Action, Any], None]) -> None:
+        """Have ``function`` run actions of ``kind``."""
+        self._comp_type_to_function_map[kind] = function
+
+    @contextmanager
+    def without_vote(self) -> Iterator[None]:
+        """Within, stages do not vote on how to learn the shapes that they exchange, as nobody else is there to vote.
+
+        Stages that were given their shapes know them. Before torch 2.13 there is no vote.
+        """
+        modes: Any = getattr(stages_of_torch, "InferenceMode", None)
+        if modes is None:
+            yield
+            return
+
+        def agreed(stages: Any, *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = modes.STATIC
+
+        self._warmup_p2p = agreed  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self._warmup_p2p

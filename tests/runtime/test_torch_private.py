@@ -1,0 +1,357 @@
+"""What is private in torch is still there and does what is relied on: a case for each name that the runtime uses."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from autopar.ir.torch_private import TorchDispatchMode
+from autopar.runtime import torch_private as private
+from autopar.runtime import torch_private_pipelining as pipelining
+from tests.harness import run_ranks
+from tests.private_names import Cases, public_names
+
+cases = Cases()
+case = cases.of
+
+
+def test_every_name_has_a_case() -> None:
+    assert set(cases) == public_names(private) | public_names(pipelining)
+
+
+@pytest.mark.parametrize("name", sorted(public_names(private) | public_names(pipelining)))
+def test_torch_has(name: str) -> None:
+    cases[name]()
+
+
+@contextmanager
+def one_rank(backend: str = "gloo", store: Any = None, timeout: timedelta | None = None) -> Iterator[None]:
+    store = dist.HashStore() if store is None else store
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# Tensors.
+
+
+@case("FUSED_STEPS")
+def _fused_steps() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    ran: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+        torch.optim.Adagrad([parameter], lr=0.1, fused=True).step()
+    assert [op for op in ran if op in private.FUSED_STEPS] == list(private.FUSED_STEPS)
+    assert all(hasattr(step, overload) for step in private.FUSED_STEPS for overload in step.overloads())
+
+
+@torch.library.custom_op("autopar_tests::halved", mutates_args=())
+def _halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@case("in_dtensors")
+def _in_dtensors() -> None:
+    called: list[Any] = []
+
+    def run(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        called.append((op, [type(arg) for arg in args], kwargs))
+        return torch.zeros(1)
+
+    op = torch.ops.autopar_tests.halved.default
+    private.in_dtensors(op, run)
+    with one_rank():
+        whole = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert op(whole).tolist() == [0.0]
+    assert called == [(op, [DTensor], {})]
+
+
+@case("scale_all", "norms_of_all", "unscale_all")
+def _lists() -> None:
+    tensors = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
+    assert [norm.item() for norm in private.norms_of_all(tensors)] == [6.0, 8.0]
+    private.scale_all(tensors, 0.5)
+    private.scale_all(tensors, torch.tensor(2.0))
+    assert tensors[0].tolist() == [3.0] * 4
+    flag, factor = torch.zeros(()), torch.tensor(0.5)
+    private.unscale_all(tensors, flag, factor)
+    assert (tensors[1].tolist(), flag.item()) == ([2.0] * 4, 0.0)
+    tensors[0][0] = math.inf
+    private.unscale_all(tensors, flag, factor)
+    assert flag.item() == 1.0
+
+
+@case("wrapper", "no_torch_function")
+def _wrapper() -> None:
+    class Named(torch.Tensor):
+        __torch_function__ = private.no_torch_function  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return torch.zeros(5) if func is torch.ops.aten.mul.Tensor else NotImplemented
+
+    made = private.wrapper(Named, (2, 3), torch.float16, torch.device("cpu"))
+    assert isinstance(made, Named)
+    assert (tuple(made.shape), made.dtype, made.device.type) == ((2, 3), torch.float16, "cpu")
+    assert (made * 2).tolist() == [0.0] * 5
+
+
+@case("is_view")
+def _view() -> None:
+    x = torch.ones(4, requires_grad=True) * 1
+    assert private.is_view(x[1:])
+    assert not private.is_view(x)
+
+
+# Autograd and modules.
+
+
+@case("at_end_of_backward")
+def _end_of_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    first, last = x * 2, x * 2 * 2
+
+    def on_gradient(grad: Tensor) -> None:
+        order.append("gradient")
+        private.at_end_of_backward(lambda: order.append("end"))
+
+    last.register_hook(on_gradient)
+    x.register_hook(lambda grad: order.append("leaf"))
+    (first + last).backward()
+    assert order == ["gradient", "leaf", "end"]
+
+
+@case("incompatible_keys")
+def _keys() -> None:
+    own = private.incompatible_keys(["a"], ["b"])
+    theirs = nn.Linear(1, 1).load_state_dict({"weight": torch.ones(1, 1), "b": torch.ones(1)}, strict=False)
+    assert type(own) is type(theirs)
+    assert (own.missing_keys, own.unexpected_keys) == (["a"], ["b"])
+
+
+# Processes.
+
+
+@case("default_store", "timeout_of")
+def _store() -> None:
+    with one_rank(timeout=timedelta(seconds=77)):
+        store = private.default_store()
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert store.check(["key"])
+        assert not store.check(["other"])
+        world = dist.group.WORLD
+        assert world is not None
+        assert private.timeout_of(world, torch.device("cpu")) == timedelta(seconds=77)
+
+
+@case("fake_store")
+def _fake_store() -> None:
+    dist.init_process_group("fake", store=private.fake_store(), rank=3, world_size=8)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
+        dist.all_reduce(torch.ones(2))  # nobody waits
+    finally:
+        dist.destroy_process_group()
+
+
+@case("flattened", "beside")
+def _meshes() -> None:
+    dist.init_process_group("fake", store=private.fake_store(), rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = private.flattened(mesh["b", "c"])
+        assert (flat.ndim, flat.size(), flat.mesh.tolist()) == (1, 4, [4, 5, 6, 7])
+        both: DeviceMesh = private.beside([mesh["a"], flat])
+        assert tuple(both.shape) == (2, 4)
+        assert both.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    finally:
+        dist.destroy_process_group()
+
+
+@case("checkpoint_classes")
+def _checkpoint_classes() -> None:
+    found: set[tuple[str, str]] = set()
+
+    class Names(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    with tempfile.TemporaryDirectory() as folder, one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        save({"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, storage_writer=FileSystemWriter(folder))
+        with (Path(folder) / ".metadata").open("rb") as file:
+            Names(file).load()
+        assert FileSystemReader(folder).read_metadata().state_dict_metadata
+    foreign = {name for name in found if name[0].startswith("torch") and name not in private.checkpoint_classes()}
+    assert {name for name in foreign if name[1] != "float32"} == set()
+    assert all(value is not None for value in private.checkpoint_classes().values())
+
+
+# FSDP.
+
+
+def _sharded(mesh: DeviceMesh) -> Any:
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def _fsdp_on_a_rank() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    told: dict[str, Any] = {}
+    torch.manual_seed(0)
+    model = _sharded(mesh)
+    private.prepare_sharding(model)
+    x = torch.full((1, 4), 1.0 + dist.get_rank())
+    model[0].unshard(async_op=True)
+    private.finish_gathering(model[0])
+    model[0].reshard()
+    told["sharded"] = isinstance(model[0].weight, DTensor)
+    with torch.no_grad():
+        told["before"] = model(x).sum().item()
+        weight = model[0].weight
+        model[0].weight = nn.Parameter(torch.zeros_like(weight))
+    private.adopt_parameters(model[0])
+    told["after"] = model(x).sum().item()
+    model.reshard()
+
+    # Gradients that a backward has left whole are reduced by hand.
+    model, given = _sharded(mesh), [torch.full((1, 4), 1.0 + rank) for rank in range(2)]
+    whole = [p.full_tensor().detach().requires_grad_() for p in model.parameters()]
+    expected = torch.autograd.grad(sum((own @ whole[0].T @ whole[1].T).sum() for own in given), whole)
+    model.set_requires_gradient_sync(False)
+    model(given[dist.get_rank()]).sum().backward()
+    told["left"] = [p.grad is not None for p in model.parameters()]
+    model.set_requires_gradient_sync(True)
+    for part in (*model, model):
+        private.reduce_gradients(part)
+    private.end_backward(model)
+    # FSDP divides by the number of ranks.
+    told["reduced"] = [
+        torch.allclose(2 * p.grad.full_tensor(), own) for p, own in zip(model.parameters(), expected, strict=True)
+    ]
+    return told
+
+
+@case("finish_gathering", "prepare_sharding", "adopt_parameters", "reduce_gradients", "end_backward")
+def _fsdp() -> None:
+    for told in run_ranks(_fsdp_on_a_rank, 2):
+        assert told.pop("before") != 0.0
+        assert told == {"sharded": True, "after": 0.0, "left": [False, False], "reduced": [True, True]}
+
+
+def _two_meshes_on_a_rank() -> list[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    wide, both = private.flattened(mesh["a", "b"]), mesh["a", "b"]
+    placements = private.shard_placements([both, mesh["b"]])
+    chosen = {id(model[0].weight): placements[both], id(model[1].weight): placements[mesh["b"]]}
+    fully_shard(model, mesh=wide, shard_placement_fn=lambda parameter: chosen[id(parameter)])
+    assert isinstance(model, FSDPModule)
+    return [tuple(part.weight.to_local().shape) for part in model]  # type: ignore[attr-defined]
+
+
+@case("shard_placements")
+def _two_meshes() -> None:
+    # Both are cut in two along "b"; "a" replicates the first and has nothing to do with the second.
+    assert run_ranks(_two_meshes_on_a_rank, 4) == [[(2, 4), (2, 4)]] * 4
+
+
+# Pipelines.
+
+
+@case("Action", "Kind", "with_communication")
+def _actions() -> None:
+    action = pipelining.Action.from_str("1F0")
+    assert (action.stage_index, action.computation_type, action.microbatch_index) == (1, pipelining.Kind.FORWARD, 0)
+    assert action == pipelining.Action(1, pipelining.Kind.FORWARD, 0)
+    for text in ("0I1", "0W1", "0B1"):
+        assert str(pipelining.Action.from_str(text)) == text
+    passes = {rank: [pipelining.Action(rank, pipelining.Kind.FORWARD, 0)] for rank in range(2)}
+    lowered = pipelining.with_communication(passes, lambda stage: stage, 2)
+    kinds = {rank: [action.computation_type for action in own] for rank, own in lowered.items()}
+    assert kinds == {
+        0: [pipelining.Kind.FORWARD, pipelining.Kind.SEND_F],
+        1: [pipelining.Kind.RECV_F, pipelining.Kind.FORWARD],
+    }
+
+
+class _Spared(pipelining.Stage):
+    asked: int
+
+    def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
+        self.asked = count
+        return dict.fromkeys(range(count), infos)
+
+
+def _pipeline_on_a_rank(vote: bool) -> tuple[int, int, int]:
+    rank, count = dist.get_rank(), 4
+    given = torch.empty(1, 4, device="meta", requires_grad=rank > 0)
+    made = torch.empty(1, 4, device="meta", requires_grad=True)
+    stage = _Spared(nn.Linear(4, 4, bias=False), rank, 2, torch.device("cpu"), input_args=(given,), output_args=(made,))
+    loss: Callable[..., Tensor] = lambda output, target: (output - target).sum()  # noqa: E731
+    schedule = pipelining.Schedule([stage], count, loss_fn=loss, scale_grads=False)
+    orders = {own: [f"{own}F{m}" for m in range(count)] + [f"{own}B{m}" for m in range(count)] for own in range(2)}
+    passes = {own: [pipelining.Action.from_str(text) for text in order] for own, order in orders.items()}
+    schedule.follow(pipelining.with_communication(passes, lambda stage: stage, 2))
+    sent: list[int] = []
+
+    def send(action: Any, _: Any) -> None:
+        sent.append(action.microbatch_index)
+        for work in dist.batch_isend_irecv(stage.get_fwd_send_ops(action.microbatch_index)):
+            work.wait()
+
+    schedule.run_by(pipelining.Kind.SEND_F, send)
+    x = torch.ones(count, 4)
+    inputs = (x,) if rank == 0 else ()
+    target = x if rank == 1 else None
+    if vote:
+        schedule.step(*inputs, target=target, losses=[])
+    else:
+        with schedule.without_vote():
+            schedule.step(*inputs, target=target, losses=[])
+    gradients = sum(p.grad is not None for p in stage.submod.parameters())
+    return stage.asked, len(sent), gradients
+
+
+@case("Stage", "Schedule")
+def _pipeline() -> None:
+    for vote in (True, False):
+        assert run_ranks(_pipeline_on_a_rank, 2, vote) == [(4, 4, 1), (4, 0, 1)]
+
+
+@case("WHOLE")
+def _whole() -> None:
+    given, specs = {"whole": torch.ones(4)}, {"whole": pipelining.WHOLE}
+    _, kwargs = split_args_kwargs_into_chunks((), given, 2, None, specs)
+    assert [tuple(own["whole"].shape) for own in kwargs] == [(4,), (4,)]
