@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from autopar.cost_model.hardware.cluster import Cluster as Cluster
     from autopar.ir.annotations import constrain as constrain
     from autopar.ir.errors import AutoparError as AutoparError
+    from autopar.ir.errors import CaptureError as CaptureError
+    from autopar.ir.errors import CheckpointError as CheckpointError
+    from autopar.ir.errors import InexpressiblePlan as InexpressiblePlan
+    from autopar.ir.errors import InfeasiblePlan as InfeasiblePlan
+    from autopar.ir.errors import InvalidCluster as InvalidCluster
+    from autopar.ir.errors import InvalidInput as InvalidInput
+    from autopar.ir.errors import InvalidModelFile as InvalidModelFile
+    from autopar.ir.errors import InvalidPlan as InvalidPlan
+    from autopar.ir.errors import LaunchError as LaunchError
+    from autopar.ir.errors import NotFinite as NotFinite
+    from autopar.ir.errors import PlanMismatch as PlanMismatch
+    from autopar.ir.errors import UnsupportedOp as UnsupportedOp
     from autopar.ir.plan import Plan as Plan
     from autopar.launching.on_ray import run_on_ray as run_on_ray
     from autopar.runtime.checkpoint.loading import load as load
@@ -38,10 +50,22 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AutoparError": "autopar.ir.errors",
+    "CaptureError": "autopar.ir.errors",
+    "CheckpointError": "autopar.ir.errors",
     "Cluster": "autopar.cost_model.hardware.cluster",
+    "InexpressiblePlan": "autopar.ir.errors",
+    "InfeasiblePlan": "autopar.ir.errors",
+    "InvalidCluster": "autopar.ir.errors",
+    "InvalidInput": "autopar.ir.errors",
+    "InvalidModelFile": "autopar.ir.errors",
+    "InvalidPlan": "autopar.ir.errors",
+    "LaunchError": "autopar.ir.errors",
     "LossScaler": "autopar.runtime.loss_scaler",
+    "NotFinite": "autopar.ir.errors",
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
+    "PlanMismatch": "autopar.ir.errors",
+    "UnsupportedOp": "autopar.ir.errors",
     "cluster_from_yaml": "autopar.cost_model.cluster_file",
     "constrain": "autopar.ir.annotations",
     "from_pretrained": "autopar.api",
@@ -53,10 +77,22 @@ _PUBLIC = {
 
 __all__ = [
     "AutoparError",
+    "CaptureError",
+    "CheckpointError",
     "Cluster",
+    "InexpressiblePlan",
+    "InfeasiblePlan",
+    "InvalidCluster",
+    "InvalidInput",
+    "InvalidModelFile",
+    "InvalidPlan",
+    "LaunchError",
     "LossScaler",
+    "NotFinite",
     "ParallelModule",
     "Plan",
+    "PlanMismatch",
+    "UnsupportedOp",
     "__version__",
     "cluster_from_yaml",
     "constrain",

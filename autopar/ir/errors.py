@@ -1,18 +1,18 @@
-"""Every error that autopar raises on purpose.
+"""Every error that autopar raises on purpose. Each is a name of the package: ``autopar.InfeasiblePlan``.
 
-AutoparError
-├── CaptureError          the model cannot be turned into a graph
-├── UnsupportedOp         an op cannot be handled as asked
-├── InvalidPlan           a plan file or object is malformed, or contradicts itself
-├── PlanMismatch          a plan was made for another model, mesh or batch
-├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
-├── InexpressiblePlan     what a plan is exported to has no words for it
-├── InvalidCluster        an unknown GPU or a malformed cluster description
-├── InvalidModelFile      the MODEL of the command line does not say what to train
-├── InvalidInput          a call's arguments do not fit the captured program
-├── LaunchError           ranks cannot be started, or do not find each other
-├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
-└── NotFinite             a number of training is infinite or not a number
+    AutoparError
+    ├── CaptureError          the model cannot be turned into a graph
+    ├── UnsupportedOp         an op cannot be handled as asked
+    ├── InvalidPlan           a plan file or object is malformed, or contradicts itself
+    ├── PlanMismatch          a plan was made for another model, mesh or batch
+    ├── InfeasiblePlan        no plan fits: memory, divisibility, or contradicting constraints
+    ├── InexpressiblePlan     what a plan is exported to has no words for it
+    ├── InvalidCluster        an unknown GPU or a malformed cluster description
+    ├── InvalidModelFile      the MODEL of the command line does not say what to train
+    ├── InvalidInput          a call's arguments do not fit the captured program
+    ├── LaunchError           ranks cannot be started, or do not find each other
+    ├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
+    └── NotFinite             a number of training is infinite or not a number
 
 A message says what, where, expected and got, and what to try.
 """
