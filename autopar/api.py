@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.huggingface.pretrained import format_of, open_pretrained
@@ -34,12 +35,10 @@ from autopar.runtime.mesh import check_world_size
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.same_start import check_same_start
 from autopar.search.api import search_captured
+from autopar.search.problem.constraint_options import SHORT, ConstraintOptions
 from autopar.search.problem.constraints import Constraints
 
 __all__ = ["ParallelModule", "constraints_of", "from_pretrained", "parallelize", "search"]
-
-# Shorter names for fields of Constraints, as on the command line.
-_SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
 
 
 def parallelize(
@@ -51,7 +50,7 @@ def parallelize(
     loss_fn: Callable[..., Any] | None = None,
     plan: Plan | str | Path | None = None,
     compile: bool = False,
-    **constraints: Any,
+    **constraints: Unpack[ConstraintOptions],
 ) -> ParallelModule:
     """``model`` as a module that trains on all ranks of this job. Every rank calls it with the same arguments.
 
@@ -60,8 +59,8 @@ def parallelize(
     example_inputs: a *global* batch, as ``capture`` takes it; only shapes count. Without any, the model's own
         ``dummy_inputs`` serve, or else capture waits for the first call, which is then given a global batch.
     loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
-    plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``Constraints``: dp, tp, pp,
-        cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, memory_fraction,
+    plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``ConstraintOptions``: dp, tp,
+        pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, memory_fraction,
         expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
         numbers (dropout) are left as they are, since the compiler would draw others.
@@ -99,7 +98,7 @@ def from_pretrained(
     plan: Plan | str | Path | None = None,
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
-    **constraints: Any,
+    **constraints: Unpack[ConstraintOptions],
 ) -> ParallelModule:
     """The model in a checkpoint folder of transformers, each rank reading what it holds of the weights and no more.
 
@@ -128,7 +127,7 @@ def search(
     example_inputs: Any = None,
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    **constraints: Any,
+    **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The fastest plan for training ``model`` on ``cluster``; needs neither its devices nor the model's weights.
 
@@ -153,9 +152,9 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
     known = {field.name for field in dataclasses.fields(Constraints)}
     fields: dict[str, Any] = {}
     for name, value in given.items():
-        field = _SHORT.get(name, name)
+        field = SHORT.get(name, name)
         if field not in known:
-            raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(_SHORT)))}")
+            raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(SHORT)))}")
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
         read = {"annotations": _annotations, "expert_load": _loads}.get(field)

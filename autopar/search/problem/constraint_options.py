@@ -1,0 +1,61 @@
+"""The keywords by which the public functions take constraints, for type checkers: a wrong name is an error of theirs.
+
+    autopar.parallelize(model, 8, example_inputs=batch, tp=2, zero=3)
+
+They are the fields of ``Constraints``, under shorter names too, and three of them are also taken in other forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from autopar.ir.annotations import ParameterAnnotation
+from autopar.ir.mesh import MeshAxis
+from autopar.ir.plan import Precision
+from autopar.ir.schedule import Schedule
+from autopar.ir.sequence import SequenceLayout
+from autopar.search.problem.constraints import Remat
+from autopar.search.problem.forbidden_placements import Forbidden
+
+# Shorter names for fields, as on the command line.
+SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
+
+
+class ConstraintOptions(TypedDict, total=False):
+    """What each means is said in ``Constraints``. None, or leaving it out, leaves a question to the search.
+
+    sp, microbatch: sequence_parallel and microbatch_size. annotations: what ``autopar.constrain`` returns, or several
+    of it. expert_load: what ``ParallelModule.expert_load`` returns, or for each layer the rows of its experts.
+    """
+
+    pp: int | None
+    dp: int | None
+    tp: int | None
+    cp: int | None
+    ep: int | None
+    sequence_parallel: bool | Literal["on", "off"] | None
+    sp: bool | Literal["on", "off"] | None
+    zero: int | None
+    shard: int | None
+    sequence_layout: SequenceLayout | None
+    reshard_after_forward: bool | None
+    prefetch: int | None
+    offload: bool | None
+    schedule: Schedule | None
+    virtual_stages: int | None
+    num_microbatches: int | None
+    microbatch_size: int | None
+    microbatch: int | None
+    precision: Precision
+    remat: Remat | None
+    memory_fraction: float
+    expert_capacity: float | None
+    expert_load: Sequence[Sequence[float]] | Mapping[str, Sequence[float]] | Mapping[str, Tensor]
+    axes: tuple[MeshAxis, ...] | None
+    annotations: ParameterAnnotation | Iterable[ParameterAnnotation]
+    forbidden: tuple[Forbidden, ...]
+    whole_backward: bool
