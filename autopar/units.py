@@ -19,6 +19,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
+def bytes_a_second(value: float) -> str:
+    """Decimal, as links are specified: ``360 GB/s``."""
+    return f"{significant(value / 1e9)} GB/s"
+
+
 def significant(value: float) -> str:
     """Three significant digits, or all digits of a larger whole: ``0.0123``, ``171``, ``3,330``."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

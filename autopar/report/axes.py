@@ -5,26 +5,52 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.topology import axis_link, send_link
+from autopar.ir.errors import AutoparError
 from autopar.ir.plan import Plan
 
 # Nodes that are drawn one by one; ops that are named for a factor.
 _MAX_NODES, _MAX_OPS = 16, 3
 
 
-def axes(plan: Plan) -> list[dict[str, Any]]:
+def axes(plan: Plan, cluster: Cluster | None = None) -> list[dict[str, Any]]:
     """The pipeline, if there is one, and every mesh axis, outermost first.
 
     ``stride``: from a rank to its neighbour on the axis. ``num_nodes``: of a group. ``uses``: factors that ops are
-    divided along, those of most ops first, with some of the ops.
+    divided along, those of most ops first, with some of the ops. ``link``: what rings along the axis, or sends between
+    stages, wait for while all groups communicate, with the bytes/s that a rank gets; None without a cluster.
     """
     found = []
-    size = plan.stage_mesh.size
+    size, links = plan.stage_mesh.size, {} if cluster is None else _links(plan, cluster)
     if plan.num_pipeline_ranks > 1:
         found.append(_axis(plan, "pp", plan.num_pipeline_ranks, size, [], pipeline=True))
     for name, own in plan.mesh.items():
         size //= own
         found.append(_axis(plan, name, own, size, _uses(plan, name)))
-    return found
+    return [{**axis, "link": links.get(axis["name"])} for axis in found]
+
+
+def catalogued(plan: Plan) -> Cluster | None:
+    """The cluster of a plan, if the catalogue knows its GPU."""
+    try:
+        return make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
+    except AutoparError:
+        return None
+
+
+def _links(plan: Plan, cluster: Cluster) -> dict[str, dict[str, Any]]:
+    mesh, stages = plan.stage_mesh, plan.num_pipeline_ranks
+    found = {
+        name: axis_link(cluster, mesh, [number], stages)
+        for number, (name, size) in enumerate(plan.mesh.items())
+        if size > 1
+    }
+    if stages > 1:
+        sends = (send_link(cluster, mesh, stage, stage + 1) for stage in range(stages - 1))
+        found["pp"] = min(sends, key=lambda link: link.bandwidth)
+    return {name: link._asdict() for name, link in found.items()}
 
 
 def cluster_picture(plan: Plan) -> dict[str, Any]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.errors import AutoparError
 from autopar.ir.plan import Plan, StagePlan
 from autopar.planning import Planned
-from autopar.report.axes import axes, cluster_picture
+from autopar.report.axes import axes, catalogued, cluster_picture
 from autopar.report.candidates import candidates
 from autopar.report.divided import divided_data
 from autopar.report.listing import Row, listings, plain_listing
@@ -52,7 +50,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "words": one_line(plan),
         "prediction": None if prediction is None else prediction.model_dump(),
         "capacity_bytes": _capacity_bytes(plan) if study is None else study.capacity_bytes,
-        "axes": axes(plan),
+        "axes": axes(plan, catalogued(plan) if study is None else study.cluster),
         "divided": {}
         if study is None
         else divided_data(divided_by_axes(study.load.captured, plan, workload=study.load)),
@@ -122,11 +120,8 @@ def _remat_of(stage: StagePlan) -> dict[str, int]:
 
 def _capacity_bytes(plan: Plan) -> float | None:
     """Memory of a rank that a plan may take, if the catalogue knows its GPU."""
-    try:
-        cluster = make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
-    except AutoparError:
-        return None
-    return cluster.device.usable_bytes
+    cluster = catalogued(plan)
+    return None if cluster is None else cluster.device.usable_bytes
 
 
 def _search_data(planned: Planned) -> dict[str, Json]:

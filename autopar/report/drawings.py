@@ -1,7 +1,7 @@
 """Text drawings: which ranks a mesh axis joins, and the passes of a step along time.
 
-tp 8    0 1 2 … 7     of one node
-dp 32   0 8 16 … 248  of 32 nodes
+tp 8    0 1 2 … 7     of one node   NVLink 4, 360 GB/s
+dp 32   0 8 16 … 248  of 32 nodes   NDR InfiniBand, 45 GB/s
 
 stage 0  F0-F1-   B0----F2-B1----F3-B2----B3----
 stage 1     F0-B0----F1-B1----F2-B2----F3-B3----
@@ -14,9 +14,9 @@ from rich.text import Text
 
 from autopar.cost_model.schedule.pipeline_simulator import Timeline
 from autopar.ir.plan import Plan
-from autopar.report.axes import axes
+from autopar.report.axes import axes, catalogued
 from autopar.report.table import plain_table
-from autopar.units import plural
+from autopar.units import bytes_a_second, plural
 
 # Ranks of the pipeline that are drawn; of more, so many that are evenly spread.
 _MAX_ROWS = 16
@@ -26,9 +26,9 @@ _WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "back
 
 
 def drawn_mesh(plan: Plan, styles: dict[str, str]) -> RenderableType:
-    """Every axis with the ranks of its first group, and what is divided over it."""
-    table = plain_table("axis", "joins ranks", "of", "divides")
-    for axis in axes(plan):
+    """Every axis with the ranks of its first group, the link that it waits for, and what is divided over it."""
+    table = plain_table("axis", "joins ranks", "of", "waits for", "divides")
+    for axis in axes(plan, catalogued(plan)):
         name, size, stride = axis["name"], axis["size"], axis["stride"]
         shown = [str(number * stride) for number in range(min(size, 3))]
         if size > 3:
@@ -40,6 +40,7 @@ def drawn_mesh(plan: Plan, styles: dict[str, str]) -> RenderableType:
             Text(f"{name} {size}", styles.get(name, "bold")),
             " ".join(shown),
             "one node" if axis["num_nodes"] == 1 else plural(axis["num_nodes"], "node"),
+            "" if axis["link"] is None else f"{axis['link']['name']}, {bytes_a_second(axis['link']['bandwidth'])}",
             ", ".join(divided),
         )
     return table

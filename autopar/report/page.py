@@ -59,7 +59,7 @@ def _page(**contents: Any) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    for name in ("seconds", "gib", "percent", "plural", "significant", "count"):
+    for name in ("seconds", "gib", "percent", "plural", "significant", "count", "bytes_a_second"):
         environment.filters[name] = getattr(units, name)
     return environment.get_template("plan.html").render(css=Markup(_asset("plan.css")), **contents)
 

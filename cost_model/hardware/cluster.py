@@ -1,5 +1,7 @@
 """Clusters: equal devices on equal nodes, and which of them a mesh axis joins.
 
+What a group of ranks puts on the links of a cluster is said by its graph (``topology``); here is the closed form.
+
 Nodes may stand in pods whose switches pass on less than their NICs send. A ring that takes node after node leaves a
 pod as often as it enters it, once for each of its channels. A pod of g GPUs holds g / (k r) such rings of r ranks on
 each of k of its nodes, with r channels each, and lets g / o of its NICs' bandwidth out; so a ring gets min(1, k / o).

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autopar.cost_model.catalogue import make_cluster
+from autopar.report.axes import axes
 from autopar.report.data import report_data, step_data
 from autopar.report.page import render, render_plain
 from autopar.report.terminal import print_plan
@@ -40,6 +42,11 @@ def test_axes_say_which_ranks_they_join_and_what_they_divide() -> None:
         ("tp", 8, 1, 1),
     ]
     assert [axis["divides_inputs"] for axis in data["axes"]] == [False, True, False]
+    nic, switch = "HDR InfiniBand", "NVLink 3"
+    assert [axis["link"]["name"] for axis in data["axes"]] == [nic, nic, switch]
+    cluster = make_cluster("a100-80gb", 64)
+    assert data["axes"][2]["link"]["bandwidth"] == pytest.approx(cluster.intra_node.ring_bandwidth(8))
+    assert all(axis["link"] is None for axis in axes(sample_plan()))
     tensor = {use["factor"]: use["num_ops"] for use in data["axes"][2]["uses"]}
     assert tensor == {"n": 80, "k": 32, "s": 16, "h": 16, "v": 1}
     picture = data["picture"]
