@@ -12,7 +12,7 @@ from typing import ClassVar
 from autopar.ir.building import remove_dead
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
-from autopar.passes.verify import Memo, verify
+from autopar.passes.verify.well_formed import Memo, verify
 
 
 @dataclass(frozen=True)

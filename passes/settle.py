@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.group_communication import unbound_groups
 from autopar.ir.torch_private import TO_COPY
 from autopar.passes.shard import PRELUDE
-from autopar.passes.verify import signature_of, summary_of
+from autopar.passes.verify.well_formed import signature_of, summary_of
 
 
 def settle(graph: fx.Graph, mesh: Mesh, compute: torch.dtype | None) -> None:

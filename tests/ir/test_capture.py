@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
-from autopar.passes.verify import verify
+from autopar.passes.verify.well_formed import verify
 from tests.ir.models import assert_same_training, run_captured
 
 aten = torch.ops.aten

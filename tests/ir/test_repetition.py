@@ -17,7 +17,7 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.capture.module_equality import groups_alike
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
-from autopar.passes.verify import verify
+from autopar.passes.verify.well_formed import verify
 from tests.ir.models import assert_same_training
 
 DEPTH = 7

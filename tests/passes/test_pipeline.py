@@ -11,7 +11,7 @@ from autopar.ir.building import add_call, fake_mode_of
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.pipeline import Pass, PassReport, run_passes
-from autopar.passes.verify import Memo, verify
+from autopar.passes.verify.well_formed import Memo, verify
 
 aten = torch.ops.aten
 
