@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from autopar.ir.errors import LaunchError as LaunchError
     from autopar.ir.errors import NotFinite as NotFinite
     from autopar.ir.errors import PlanMismatch as PlanMismatch
+    from autopar.ir.errors import UnprovenProgram as UnprovenProgram
     from autopar.ir.errors import UnsupportedOp as UnsupportedOp
     from autopar.ir.plan import Plan as Plan
     from autopar.launching.on_ray import run_on_ray as run_on_ray
@@ -65,6 +66,7 @@ _PUBLIC = {
     "ParallelModule": "autopar.api",
     "Plan": "autopar.ir.plan",
     "PlanMismatch": "autopar.ir.errors",
+    "UnprovenProgram": "autopar.ir.errors",
     "UnsupportedOp": "autopar.ir.errors",
     "cluster_from_yaml": "autopar.cost_model.cluster_file",
     "constrain": "autopar.ir.annotations",
@@ -92,6 +94,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanMismatch",
+    "UnprovenProgram",
     "UnsupportedOp",
     "__version__",
     "cluster_from_yaml",

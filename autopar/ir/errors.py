@@ -12,7 +12,8 @@
     ├── InvalidInput          a call's arguments do not fit the captured program
     ├── LaunchError           ranks cannot be started, or do not find each other
     ├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
-    └── NotFinite             a number of training is infinite or not a number
+    ├── NotFinite             a number of training is infinite or not a number
+    └── UnprovenProgram       a program that autopar made is not proved to train the model: a defect of autopar
 
 A message says what, where, expected and got, and what to try.
 """
@@ -68,3 +69,7 @@ class CheckpointError(AutoparError):
 
 class NotFinite(AutoparError):
     """A number of training is infinite or not a number."""
+
+
+class UnprovenProgram(AutoparError):
+    """A program that autopar made is not proved to compute the model's loss and gradients: a defect of autopar."""
