@@ -1,8 +1,8 @@
 """Private names of torch that only the runtime uses, under plain names; those of ``ir.torch_private`` serve it too.
 
 Each name is here because nothing public does what it does; its docstring says what. There is a case for each in
-``tests/runtime/test_torch_private.py``, which fails under that name where torch has changed. Tried with torch 2.13.0.
-Pipelines, whose import takes a second, have a module of their own, ``runtime.torch_private_pipelining``.
+``tests/runtime/test_torch_private.py``, which fails under that name where torch has changed. Tried with torch 2.13.0
+and 2.14.1. Pipelines, whose import takes a second, have a module of their own, ``runtime.torch_private_pipelining``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Private names of torch, under plain names. No other module below the runtime uses one.
 
 Each name is here because nothing public does what it does; its docstring says what. ``tests/ir/test_torch_private.py``
-has a case for each, which fails under that name where torch has changed. Tried with torch 2.13.0.
+has a case for each, which fails under that name where torch has changed. Tried with torch 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -239,10 +239,11 @@ GENERIC_ASSOCIATIVE_SCAN = EntryPoint(_associative, "generic_associative_scan")
 """``associative_scan`` by a combination of single elements, and by one of all elements at once."""
 
 APPLY_FUNCTION = EntryPoint(_SingleLevelFunction, "apply")
-"""``torch.autograd.Function.apply`` outside of transforms. Its owner is the base class that runs forward and records
-backward."""
+"""``torch.autograd.Function.apply`` outside of transforms, unless ``apply_is_native``."""
 
-CHECKPOINT = EntryPoint(checkpoint, "_checkpoint_without_reentrant_generator")
+_generator = "_checkpoint_without_reentrant_generator"
+# From torch 2.14 on, that name is a wrapper for others.
+CHECKPOINT = EntryPoint(checkpoint, f"{_generator}_impl" if hasattr(checkpoint, f"{_generator}_impl") else _generator)
 """``torch.utils.checkpoint.checkpoint(.., use_reentrant=False)``: a generator that yields before the forward."""
 
 NODE_OF_TENSOR = EntryPoint(torch.autograd.graph, "_get_grad_fn_or_grad_acc")
@@ -275,6 +276,16 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
     """Within, ``x[i]`` with a tensor ``i`` is an op under vmap, as flex_attention has it, and no read of a value."""
     wrapped = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
     return cast("AbstractContextManager[Any]", wrapped.TransformGetItemToIndex())
+
+
+def apply_is_native() -> bool:
+    """Whether ``torch.autograd.Function.apply`` goes through no Python, as from torch 2.14 on."""
+    return not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+
+
+def made_context_of(context: Any, function: type[torch.autograd.Function]) -> bool:
+    """Whether ``context`` is what torch hands to the forward of ``function``; its type has no public name."""
+    return isinstance(context, function._backward_cls)  # type: ignore[attr-defined]
 
 
 def is_of_dispatcher(function: type[torch.autograd.Function]) -> bool:

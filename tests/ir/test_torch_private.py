@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.ir import torch_private as private
+from autopar.ir.autograd.applied import functions_handled
 from autopar.ir.autograd.replacing import replaced
 from tests.private_names import Cases, public_names
 
@@ -453,17 +454,39 @@ def _function_in_transform() -> None:
     assert not _through(private.CALL_FUNCTION, lambda: Double.apply(torch.ones(2)))
 
 
-@case("APPLY_FUNCTION")
+_double = Double.apply
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert private.made_context_of(ctx, Triple)
+        assert not private.made_context_of(ctx, Double)
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+def called(call: Callable[[], Any]) -> list[type]:
+    """The autograd functions that ``call`` calls."""
+    found: list[type] = []
+
+    def handle(function: type, args: tuple[Any, ...], as_torch: Callable[[], Any]) -> Any:
+        found.append(function)
+        return as_torch()
+
+    with functions_handled(handle):
+        call()
+    return found
+
+
+@case("APPLY_FUNCTION", "apply_is_native", "made_context_of")
 def _apply() -> None:
-    called: list[type] = []
-
-    def apply(cls: type, *args: Any) -> Any:
-        called.append(cls)
-        return super(private.APPLY_FUNCTION.owner, cls).apply(*args)  # type: ignore[misc]
-
-    with replaced(*private.APPLY_FUNCTION, classmethod(apply)):
-        assert Double.apply(torch.ones(1)).item() == 2.0
-    assert called == [Double]
+    x = torch.ones(1, requires_grad=True)
+    assert called(lambda: (Double.apply(x), _double(x), Triple.apply(x))) == [Double, Double, Triple]
+    assert private.apply_is_native() is not hasattr(Double.apply, "__func__")
 
 
 @case("SCAN")
@@ -563,18 +586,10 @@ def _flex() -> None:
 
 @case("is_of_dispatcher")
 def _of_dispatcher() -> None:
-    found: list[type] = []
-
-    def apply(cls: type, *args: Any) -> Any:
-        found.append(cls)
-        return super(private.APPLY_FUNCTION.owner, cls).apply(*args)  # type: ignore[misc]
-
-    with replaced(*private.APPLY_FUNCTION, classmethod(apply)):
-        Double.apply(torch.ones(1))
-        # A custom op with a derivative runs an autograd function that torch makes for it.
-        _doubled(torch.ones(1, requires_grad=True))
-    assert len(found) >= 2
-    assert [private.is_of_dispatcher(own) for own in found] == [False, *[True] * (len(found) - 1)]
+    # A custom op with a derivative runs an autograd function that torch makes for it.
+    own, made = called(lambda: (Double.apply(torch.ones(1)), _doubled(torch.ones(1, requires_grad=True))))
+    assert not private.is_of_dispatcher(own)
+    assert private.is_of_dispatcher(made)
 
 
 @torch.library.custom_op("autopar_tests::doubled", mutates_args=())
@@ -687,15 +702,8 @@ def _module_hooks() -> None:
     module.register_full_backward_hook(hook)
     module.register_full_backward_pre_hook(hook)
     assert list(private.backward_hooks(module)) == [hook, hook]
-    called: list[type] = []
-
-    def apply(cls: type, *args: Any) -> Any:
-        called.append(cls)
-        return super(private.APPLY_FUNCTION.owner, cls).apply(*args)  # type: ignore[misc]
-
-    with replaced(*private.APPLY_FUNCTION, classmethod(apply)):
-        module(torch.ones(1, 2, requires_grad=True))
-    assert set(called) == {private.BackwardHookFunction}
+    found = called(lambda: module(torch.ones(1, 2, requires_grad=True)))
+    assert set(found) == {private.BackwardHookFunction}
     assert not list(private.hooks_on_all_modules())
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:

@@ -33,6 +33,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from autopar.ir.autograd.applied import Handler, functions_handled
 from autopar.ir.autograd.derivatives import recorded_gradients
 from autopar.ir.autograd.flex import flex_attention_made_plain
 from autopar.ir.autograd.function_op import Hooked
@@ -46,7 +47,6 @@ from autopar.ir.errors import CaptureError
 from autopar.ir.ops.ctc import ctc_loss_is_one_op
 from autopar.ir.source import is_library, user_line
 from autopar.ir.torch_private import (
-    APPLY_FUNCTION,
     CHECKPOINT,
     NODE_OF_TENSOR,
     BackwardHookFunction,
@@ -71,7 +71,7 @@ def intercepted(model: nn.Module) -> Iterator[Recording]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(replaced(owner, name, value))
 
-        replace(*APPLY_FUNCTION, classmethod(_apply(recording, model)))
+        stack.enter_context(functions_handled(_call(recording, model)))
         replace(Tensor, "register_hook", _hook(recording))
         replace(torch.autograd, "grad", recorded_gradients)
         replace(Tensor, "grad_fn", property(_grad_fn))
@@ -87,8 +87,8 @@ def intercepted(model: nn.Module) -> Iterator[Recording]:
         yield recording
 
 
-def _apply(recording: Recording, model: nn.Module) -> Callable[..., Any]:
-    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+def _call(recording: Recording, model: nn.Module) -> Handler:
+    def call(cls: type[torch.autograd.Function], args: tuple[Any, ...], as_torch: Callable[[], Any]) -> Any:
         if not is_apart() and not is_of_dispatcher(cls):
             if cls is checkpoint.CheckpointFunction:
                 before = _versions(model)
@@ -100,9 +100,9 @@ def _apply(recording: Recording, model: nn.Module) -> Callable[..., Any]:
             # Without a gradient there is no backward.
             if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 return recording.call(cls, args)
-        return super(APPLY_FUNCTION.owner, cls).apply(*args)  # type: ignore[misc]
+        return as_torch()
 
-    return apply
+    return call
 
 
 def _hook(recording: Recording) -> Callable[..., Any]:

@@ -22,7 +22,6 @@ from autopar.ir.capture.module_equality import plain
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code, user_line
 from autopar.ir.torch_private import (
-    APPLY_FUNCTION,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -143,9 +142,7 @@ def _run(
                     given[place] = leaf.clone() if leaf.requires_grad else leaf
                 versions = {place: writes_to(given[place]) for place in own}
                 with flops:
-                    result = super(APPLY_FUNCTION.owner, function).apply(  # type: ignore[misc]
-                        *pytree.tree_unflatten(given, spec)
-                    )
+                    result = function.apply(*pytree.tree_unflatten(given, spec))  # type: ignore[no-untyped-call]
                 draws, watch.draws = watch.draws, False
                 flat, out_spec = pytree.tree_flatten(result)
                 tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
