@@ -23,6 +23,7 @@ from autopar.ir.analysis.zigzag import fold_sequence, unfold_sequence
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Partial, Replicate
 from autopar.ir.primitives.whole_batch import whole_batch
+from autopar.ir.torch_private import TO_COPY
 from autopar.passes.verify.collectives import Move, move_of
 from autopar.passes.verify.inference import Inference, Inferred
 from autopar.passes.verify.lowered_calls import LocalCall, read_call
@@ -178,7 +179,7 @@ class CallTyper:
     def _settle(self, node: fx.Node, values: Sequence[Value]) -> list[Derivation]:
         """A cast to the dtype of compute, or a copy of a value's own: the value itself."""
         is_copy = node.target is aten.clone.default and not node.kwargs
-        is_cast = node.target is aten._to_copy.default and node.kwargs == {"dtype": self.compute} and self.compute
+        is_cast = node.target is TO_COPY and node.kwargs == {"dtype": self.compute} and self.compute
         if not (is_copy or is_cast):
             return []
         return [

@@ -16,7 +16,6 @@ from itertools import product
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.ir.lowered.attention import QUERIES
 from autopar.ir.mesh import Mesh
@@ -24,6 +23,7 @@ from autopar.ir.placement import Layout, Placement
 from autopar.ir.rule import Assignment, Choice, FactorRule, factors_of_choice
 from autopar.ir.rules.call import parameters
 from autopar.ir.rules.sizes import local_arguments
+from autopar.ir.torch_private import pytree
 from autopar.passes.verify.lowered_calls import LocalCall, Sharded, expected_call, lowering_of
 from autopar.passes.verify.sequence_order import Order, is_positional, orders_of, through
 from autopar.passes.verify.terms import CapturedOp, Path, Slot, bind, flatten
