@@ -18,10 +18,12 @@ from typing_extensions import Unpack
 
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.huggingface.pretrained import format_of, open_pretrained
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
 from autopar.local_cluster import local_cluster
@@ -220,7 +222,8 @@ class _Request:
         )
         check_same_start(self.model, captured)
         agree_same(self._said(), "parallelize")
-        sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured).to_yaml()}")
+        known: list[Analysis] = []
+        sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured, known).to_yaml()}")
         seed, _, text = sent.partition("\n")
         plan = Plan.from_yaml(text)
         check_world_size(plan, dist.get_world_size())
@@ -231,8 +234,10 @@ class _Request:
             )
 
         def partitioned() -> tuple[Modes, tuple[StageProgram, ...]]:
-            modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, captured, plan)
-            return modes, partition(captured, plan, outputs="loss" if captured.has_loss else "model")
+            analysis = known[0] if known else Analysis.of(captured, plan.expert_capacity)
+            placed = place(analysis, plan)
+            modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, placed)
+            return modes, partition(placed, outputs="loss" if captured.has_loss else "model")
 
         modes, programs = agree(partitioned)
         return Engine(
@@ -257,8 +262,8 @@ class _Request:
         said["constraints"] = ", ".join(said) or "none"
         return said | {"the plan (digest of its file)": digest, "compile": self.compile}
 
-    def _plan(self, captured: CapturedModel) -> Plan:
-        """On rank 0: the given plan, or the best one."""
+    def _plan(self, captured: CapturedModel, known: list[Analysis]) -> Plan:
+        """On rank 0: the given plan, or the best one, for which ``captured`` is analysed; ``known`` gets that."""
         if isinstance(self.plan, Plan):
             return self.plan
         if self.plan is not None:
@@ -269,7 +274,9 @@ class _Request:
         cluster = self.mesh if isinstance(self.mesh, Cluster) else local_cluster(dist.get_world_size(), this_device())
         if isinstance(self.mesh, DeviceMesh):
             limits = self._within_mesh(limits, self.mesh)
-        return search_captured(captured, cluster, limits).plan
+        found = search_captured(captured, cluster, limits)
+        known.append(found.workload.analysis)
+        return found.plan
 
     def _within_mesh(self, limits: Constraints, mesh: DeviceMesh) -> Constraints:
         names = mesh.mesh_dim_names

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
-from autopar.ir.plan import Plan
+from autopar.ir.placed.placed_model import PlacedModel, place_like
 from autopar.ir.program import StageProgram
 from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
@@ -32,15 +33,14 @@ _WHOLE = True, frozenset[str]()
 class Modes:
     """model: its module tree. example_inputs, example_target: on the meta device.
 
-    captured: by mode, True for train, and the keys of the step inputs that are absent.
+    placed: by mode, True for train, and the keys of the step inputs that are absent.
     """
 
     model: nn.Module
     example_inputs: Any
     loss_fn: Callable[..., Any] | None
     example_target: Any
-    plan: Plan
-    captured: dict[tuple[bool, frozenset[str]], CapturedModel] = field(default_factory=dict)
+    placed: dict[tuple[bool, frozenset[str]], PlacedModel] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -49,13 +49,12 @@ class Modes:
         example_inputs: Any,
         loss_fn: Callable[..., Any] | None,
         example_target: Any,
-        captured: CapturedModel,
-        plan: Plan,
+        placed: PlacedModel,
     ) -> Modes:
-        """captured: the model in train mode. The other arguments are those of ``capture``."""
+        """placed: the model in train mode. The other arguments are those of ``capture``."""
         inputs, target = pytree.tree_map_only(torch.Tensor, _on_meta, (example_inputs, example_target))
         own_model, own_loss_fn = without_parameters(model, loss_fn)
-        return cls(own_model, inputs, own_loss_fn, target, plan, {_WHOLE: captured})
+        return cls(own_model, inputs, own_loss_fn, target, {_WHOLE: placed})
 
     def programs(
         self, results: Results, training: bool, absent: frozenset[str] = frozenset()
@@ -64,20 +63,22 @@ class Modes:
 
         Raises CaptureError, PlanMismatch, or InvalidInput where arguments cannot be left out.
         """
-        trained = self.captured[_WHOLE]
-        if (training, absent) not in self.captured:
+        trained = self.placed[_WHOLE]
+        if (training, absent) not in self.placed:
             found = capture(
                 self.model,
                 _without(self.example_inputs, absent),
                 loss_fn=self.loss_fn,
                 example_target=self.example_target,
-                name=trained.name,
+                name=trained.captured.name,
                 training=training,
             )
-            self.captured[training, absent] = normalise(found, check=False)
-        captured = self.captured[training, absent]
-        like = None if captured is trained else trained
-        return captured, partition(captured, self.plan, outputs=results, like=like)
+            # No tokens are dropped when a model is evaluated.
+            capacity = trained.plan.expert_capacity if training else None
+            analysis = Analysis.of(normalise(found, check=False), capacity)
+            self.placed[training, absent] = place_like(analysis, trained)
+        placed = self.placed[training, absent]
+        return placed.captured, partition(placed, outputs=results)
 
 
 def _without(inputs: Any, absent: frozenset[str]) -> Any:

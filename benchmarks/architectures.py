@@ -45,6 +45,7 @@ from traces import Steps, Trace, describe, in_float64, relative, train_alone, tr
 import autopar.api
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.local_cluster import local_cluster
 from autopar.search.divided_share import divided_flops
@@ -201,7 +202,7 @@ def run_model(case: Case, plans: Sequence[str], record: str) -> None:
         start = time.perf_counter()
         try:
             plan = searched(captured, PLANS[name])
-            autopar.api.partition(captured, plan)
+            autopar.api.partition(place_captured(captured, plan))
         except Exception as error:
             note(name, *verdict_of(error), start)
             continue

@@ -14,6 +14,7 @@ from autopar.cost_model.hardware.device import GIB
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.passes.partition import partition
 from autopar.search.api import predict_plan
@@ -66,7 +67,7 @@ def check_plan(
     size = plan.stage_mesh.size
     chosen = sorted({*(rank * size for rank in range(plan.num_pipeline_ranks)), *ranks})
     progress("partitioning")
-    made = partition(captured, plan)
+    made = partition(place_captured(captured, plan))
     progress(f"running {len(chosen)} of {plan.num_ranks} ranks on fake tensors")
     traces = run_ranks(build, captured, plan, programs or (lambda rank: made), chosen)
     memory = predict_plan(captured, cluster, plan).memory

@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, report, explain, compare, check, profile, export, train."""
+"""The commands: search, estimate, show, report, explain, compare, check, partition, profile, export, train."""
 
 from __future__ import annotations
 
@@ -214,6 +214,27 @@ def check(
 
     if not run_check(model, plan, seq=seq, ranks=ranks, cluster_file=cluster, json=json):
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog=_example(
+        "autopar partition examples/gpt.py plan.yaml --rank 5",
+        "autopar partition examples/gpt.py plan.yaml --print-after insert-redistributions",
+    )
+)
+def partition(
+    model: opt.Model,
+    plan: opt.PlanFile,
+    rank: Annotated[int, typer.Option("--rank", help="rank whose program is printed")] = 0,
+    print_after: Annotated[
+        str | None, typer.Option("--print-after", metavar="PASS", help="the program after this pass instead")
+    ] = None,
+    seq: opt.Seq = None,
+) -> None:
+    """Print the program that one rank runs: ops on local shapes, with their collectives."""
+    from autopar.cli.partition import run_partition
+
+    print(run_partition(model, plan, rank=rank, print_after=print_after, seq=seq))
 
 
 @app.command(

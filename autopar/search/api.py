@@ -8,10 +8,9 @@ from dataclasses import replace
 from math import gcd, inf
 
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.analysis.limit_experts import limit_experts
-from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.assign import leaders_of
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
@@ -48,10 +47,9 @@ def search_captured(
     start = time.perf_counter()
     constraints = constraints or Constraints()
     constraints.check(cluster.num_gpus, captured.batch_size)
-    captured = limit_experts(captured, constraints.expert_capacity)
-    if workload is None or constraints.expert_capacity is not None:
-        workload = Workload.of(captured, constraints.precision)
     load = workload
+    if load is None or constraints.expert_capacity is not None:
+        load = Workload.of(captured, constraints.precision, constraints.expert_capacity)
     _check_microbatches(load, constraints)
     _check_experts(load, constraints)
     _check_expert_load(load, constraints)
@@ -156,9 +154,9 @@ def priced_plan(
     captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
 ) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
     """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
-    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
     solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
-    leaders = leaders_of(load, plan)
+    leaders = leaders_of(load.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,
         mesh=plan.stage_mesh,
@@ -197,23 +195,11 @@ def priced_plan(
     return pricing, leaders, stages
 
 
-def leaders_of(load: Workload, plan: Plan) -> tuple[Assignment, ...]:
-    """Assignment of the leader of every cluster as ``plan`` states it; what it leaves out is replicated."""
-    names = plan.stage_mesh.names
-    stated: dict[object, Assignment] = {None: tuple(BATCH if name in plan.inputs else None for name in names)}
-    for kind, index in enumerate(first_instances(load.folding)):
-        ops = plan.blocks[kind].ops
-        for node in load.folding.blocks[index].nodes:
-            factors = ops.get(load.folding.key[node], {})
-            stated[node] = tuple(factors.get(name) for name in names)
-    return tuple(stated[group.leader] for group in load.clusters.clusters)
-
-
 def _check_microbatches(load: Workload, constraints: Constraints) -> None:
     count = constraints.num_microbatches
-    if count is not None and count > 1 and load.obstacle is not None:
+    if count is not None and count > 1 and load.analysis.obstacle is not None:
         raise InfeasiblePlan(
-            f"the batch cannot be cut into {count} microbatches: {load.obstacle}\n  try: --num-microbatches 1"
+            f"the batch cannot be cut into {count} microbatches: {load.analysis.obstacle}\n  try: --num-microbatches 1"
         )
 
 
@@ -245,17 +231,17 @@ def _balanced(load: Workload, constraints: Constraints) -> bool:
     """Whether sequences that ranks share are folded. They are where they can be, unless asked otherwise."""
     if constraints.sequence_layout == "contiguous":
         return False
-    obstacle = load.folded.obstacle
+    obstacle = load.analysis.zigzag.obstacle
     if obstacle is not None and constraints.sequence_layout == "zigzag":
         raise InfeasiblePlan(
             f"{load.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
             "  try: --sequence-layout contiguous"
         )
     degree = constraints.degree("cp") or 1
-    if constraints.sequence_layout == "zigzag" and degree > 1 and not load.folded.divides(degree):
+    if constraints.sequence_layout == "zigzag" and degree > 1 and not load.analysis.zigzag.divides(degree):
         raise InfeasiblePlan(
-            f"a sequence of {load.folded.length} on cp={degree} ranks has no zigzag order: each rank takes two equal "
-            f"chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
+            f"a sequence of {load.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: each rank takes "
+            f"two equal chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
             "--sequence-layout contiguous"
         )
     return obstacle is None

@@ -13,15 +13,13 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.scans import is_scan
-from autopar.ir.analysis.limit_experts import limit_experts
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.assign import leaders_of, spread
 from autopar.ir.plan import Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules import known_rule
 from autopar.ir.rules.call import call_of
-from autopar.search.api import leaders_of
 from autopar.search.predict.communications import name_of
-from autopar.search.pricing.block_prices import spread
 from autopar.search.problem.allowed_choices import Choices, Rules
 from autopar.search.problem.constraints import role_of_axis
 from autopar.search.problem.constraints_of_plan import constraints_like, mesh_like
@@ -83,14 +81,14 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     (``tp``), the factors of its matrix, if the op reads a parameter that is one. workload: the analysis of
     ``captured``, if it is there already. Raises KeyError for an axis that the plan does not have.
     """
-    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
     mesh = mesh_like(plan)
     place = list(plan.mesh).index(axis) if axis in plan.mesh else _unknown(axis, plan)
     rules = Rules(choices=Choices(load), mesh=mesh, constraints=constraints_like(plan))
     role = role_of_axis(axis)
     divided = total = 0.0
     whole: list[WholeOp] = []
-    for node, assignment in spread(load, leaders_of(load, plan)).items():
+    for node, assignment in spread(load.analysis, leaders_of(load.analysis, plan)).items():
         if not _multiplies(load, node) or (role == "ep" and node not in load.expert_factors):
             continue
         flops, wanted = _PASSES * load.rule(node).flops * load.repeats[node], _wanted(load, node, role)
@@ -106,7 +104,7 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
 
 def divided_by_axes(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
     """``divided_flops`` of every axis of ``plan`` for tensors or experts that has several ranks."""
-    load = workload or Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
     axes = [name for name, size in plan.mesh.items() if size > 1 and role_of_axis(name) in ("tp", "ep")]
     return [divided_flops(captured, plan, axis, workload=load) for axis in axes]
 

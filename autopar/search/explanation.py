@@ -14,7 +14,6 @@ from torch import fx
 
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.analysis.limit_experts import limit_experts
 from autopar.ir.analysis.op_clusters import Cluster as OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
@@ -95,7 +94,7 @@ def explain_op(
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Explanation:
     """Explain the op ``name`` of ``plan`` with the ``count`` next best placements. Raises InvalidInput."""
-    load = Workload.of(limit_experts(captured, plan.expert_capacity), plan.precision)
+    load = Workload.of(captured, plan.precision, plan.expert_capacity)
     block, op, node = _find(load, name)
     group = load.cluster_of(node)
     pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=load)

@@ -21,6 +21,7 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
 from autopar.load_model import load_model_file
@@ -84,7 +85,7 @@ def check_large(
     """1,024 ranks, tensor and data parallel in two stages; rank 515 runs what ``tamper`` makes of its programs."""
     captured = captured_of(source, 1024)
     plan = plan_of(captured, 1024, pp=2, tp=4, dp=128, num_microbatches=4, zero=0)
-    made = partition(captured, plan)
+    made = partition(place_captured(captured, plan))
     start = sum(os.times()[:4])  # of CPU time, with that of the processes that it starts
     checked = check_plan(
         source.build,
@@ -92,7 +93,7 @@ def check_large(
         plan,
         make_cluster("cpu", 1024, 8),
         ranks=[515],
-        programs=lambda rank: tamper(partition(captured, plan)) if tamper and rank == 515 else made,
+        programs=lambda rank: tamper(partition(place_captured(captured, plan))) if tamper and rank == 515 else made,
     )
     return checked, sum(os.times()[:4]) - start
 

@@ -14,6 +14,7 @@ import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import AutoparError, PlanMismatch
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.local_cluster import local_cluster
@@ -142,6 +143,6 @@ def test_what_cannot_be_folded_is_refused() -> None:
     plan = search_captured(captured, local_cluster(4, torch.device("cpu")), Constraints(cp=4, dp=1, tp=1)).plan
     assert plan.sequence_layout == "contiguous", "12 positions do not divide into 8 chunks"
     with pytest.raises(PlanMismatch, match=r"(?s)12 positions do not divide into 2 chunks.*: contiguous"):
-        partition(captured, plan.model_copy(update={"sequence_layout": "zigzag"}))
+        partition(place_captured(captured, plan.model_copy(update={"sequence_layout": "zigzag"})))
     with pytest.raises(AutoparError, match=r"(?s)12 on cp=4 ranks.*divide by 8.*try: another --cp or --seq"):
         autopar.search(_model("llama"), 4, example_inputs=inputs, cp=4, dp=1, tp=1, sequence_layout="zigzag")

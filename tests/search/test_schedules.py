@@ -12,6 +12,7 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import Schedule
 from autopar.passes.normalise import normalise
@@ -52,7 +53,7 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, load: Worklo
         again = predict_plan(tied, cluster, plan, workload=load)
         assert again.step_time_s == pytest.approx(found.predicted.step_time_s)
         assert again.memory == found.predicted.memory and len(again.memory) == 2
-        assert len(partition(tied, plan)) == 2 * virtual
+        assert len(partition(place_captured(tied, plan))) == 2 * virtual
         pinned[schedule, virtual] = found.predicted
     best = search_captured(tied, cluster, PIPELINE, workload=load)
     least = min(predicted.step_time_s for predicted in pinned.values())

@@ -22,6 +22,9 @@ from autopar.ir.analysis.pipeline_cuts import divide
 from autopar.ir.analysis.tandem_repeats import Repeat, Wiring, find_repeats
 from autopar.ir.graph import CapturedModel
 
+# Number in place of a block's: of step inputs, and of what depends on no parameter and runs ahead of all blocks.
+PRELUDE = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:

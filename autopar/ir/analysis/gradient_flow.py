@@ -19,25 +19,26 @@ from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.op_graph import between, dependencies, op_graph
 
 
-def gradient_flow(captured: CapturedModel) -> frozenset[fx.Node]:
+def gradient_flow(captured: CapturedModel, *, every_output: bool = False) -> frozenset[fx.Node]:
     """The tensors of the captured graph that have a gradient, parameters among them, and the ops that give several.
 
-    Without a loss, as if every output of the model were part of one.
+    Without a loss, or with ``every_output``, as if every output of the model were part of one.
     """
     trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
     starts = (node for node in captured.graph.nodes if node.op == "placeholder" and node.name in trained)
-    return frozenset(between(gradient_graph(captured.graph), starts, _ends(captured, buffers=False)))
+    return frozenset(between(gradient_graph(captured.graph), starts, _ends(captured, every_output)))
 
 
 def computed(captured: CapturedModel) -> frozenset[fx.Node]:
     """What a training step computes: all that its loss and its new values of buffers are made of."""
-    return frozenset(dependencies(op_graph(call_nodes(captured.graph)), _ends(captured, buffers=True)))
+    updates = captured.output_args()[captured.has_loss + captured.num_outputs :]
+    ends = (*_ends(captured), *(node for node in updates if isinstance(node, fx.Node)))
+    return frozenset(dependencies(op_graph(call_nodes(captured.graph)), ends))
 
 
-def _ends(captured: CapturedModel, *, buffers: bool) -> Iterable[fx.Node]:
-    """The loss, or all outputs of a model without one; new values of buffers."""
+def _ends(captured: CapturedModel, every_output: bool = False) -> Iterable[fx.Node]:
+    """The loss, or all outputs of a model without one; with ``every_output`` both."""
     loss = captured.loss_node()
-    outputs = captured.output_args()
-    first = [loss] if loss is not None else list(outputs[: captured.num_outputs])
-    later = outputs[captured.has_loss + captured.num_outputs :] if buffers else ()
-    return [node for node in (*first, *later) if isinstance(node, fx.Node)]
+    outputs = captured.output_args()[: captured.has_loss + captured.num_outputs]
+    ends = outputs if loss is None or every_output else [loss]
+    return [node for node in ends if isinstance(node, fx.Node)]

@@ -106,7 +106,7 @@ def _largest(configuration: Configuration, inner: Inner, blocks: range, count: i
                 size = pricing.state(inner.priced.parameters[name]).total
                 found[load.captured.parameters[name].name] = (
                     size,
-                    _placement(inner.priced.layouts[name], configuration),
+                    _placement(inner.priced.storage[name].layout, configuration),
                 )
     top = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))[:count]
     return [

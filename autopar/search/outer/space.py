@@ -44,7 +44,7 @@ class Space:
         for axis in mesh.axes:
             if role_of_axis(axis.name) in dividing:
                 pinned *= axis.size
-        if self.solver.load.obstacle is not None:
+        if self.solver.load.analysis.obstacle is not None:
             options: tuple[int, ...] = (1,)
         elif constraints.num_microbatches is not None:
             options = (constraints.num_microbatches,)

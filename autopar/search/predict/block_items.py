@@ -9,17 +9,16 @@ The items of a block add up to its ``BlockPrice``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import fx
-
 from autopar.cost_model.compute.op_time import ZERO
 from autopar.ir.analysis.op_stream import op_name
+from autopar.ir.placed.layouts import Layouts
 from autopar.ir.rule import Assignment
 from autopar.search.predict.communications import Communication, inside_op, name_of, of_transfer
-from autopar.search.pricing.block_prices import Priced, layout_of, needs_of, spread
+from autopar.search.pricing.block_prices import Priced, layouts_of, needs_of
 from autopar.search.pricing.pricing import Pricing
 
 
@@ -43,19 +42,16 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockItems:
-    """The items of every block of a plan. assignments: of every representative op; inputs: of the step inputs."""
+    """The items of every block of a plan."""
 
     pricing: Pricing
     priced: Priced
-    assignments: Mapping[fx.Node, Assignment]
-    inputs: Assignment
+    layouts: Layouts
 
     @classmethod
     def of(cls, pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced) -> BlockItems:
         """priced: ``evaluate`` of ``leaders`` with ``pricing``."""
-        load = pricing.workload
-        inputs = leaders[load.clusters.inputs.index]
-        return cls(pricing=pricing, priced=priced, assignments=spread(load, leaders), inputs=inputs)
+        return cls(pricing=pricing, priced=priced, layouts=layouts_of(pricing.workload, leaders))
 
     def kind_of(self, block: int) -> str:
         """Name of a block's kind, as in the plan."""
@@ -66,20 +62,18 @@ class BlockItems:
         """Everything in the passes of a block but recomputation and ZeRO's collectives. An item may come again."""
         pricing, load = self.pricing, self.pricing.workload
         for node in map(load.representative, load.folding.blocks[block].nodes):
-            if node not in self.assignments:
+            if node not in self.layouts.assignments:
                 continue
-            assignment = self.assignments[node]
+            assignment = self.layouts.assignments[node]
             own = pricing.op(node, assignment) + -1.0 * pricing.lowering(node, assignment)
             share = load.weights_share(node)
             seconds = Seconds(own.forward_s, (1.0 - share) * own.backward_s, share * own.backward_s)
             yield Item("op", op_name(node), name_of(load, node)), seconds
             yield from _collectives(inside_op(pricing, node, assignment))
-        passing = load.passing(self.assignments)
         for number in load.arrivals[block].transfers:
             transfer = load.transfers[number]
-            source = layout_of(pricing, transfer.tensor, self.assignments, self.inputs)
-            needs = needs_of(load, transfer, self.assignments, passing)
-            yield from _collectives(of_transfer(pricing, transfer, source, needs))
+            source = self.layouts.made(transfer.tensor.node, transfer.tensor.result)
+            yield from _collectives(of_transfer(pricing, transfer, source, needs_of(self.layouts, transfer)))
         micro = sum((price.micro for price in self.priced.held.get(block, ())), ZERO)
         yield (
             Item("parameters", "casts and copies", self.kind_of(block)),

@@ -12,10 +12,11 @@ from torch import fx
 
 from autopar.cost_model.communication.redistribution_table import redistribution
 from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.ir.placed.layouts import Need
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment
-from autopar.search.pricing.block_prices import layout_of, needs_of, spread
+from autopar.search.pricing.block_prices import layouts_of, needs_of
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.workload import Tensor, Transfer, Workload
 
@@ -54,18 +55,17 @@ def name_of(load: Workload, node: fx.Node) -> str:
 def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[Communication]:
     """Every one of a plan, repeats of a block once."""
     load = pricing.workload
-    assignments, inputs = spread(load, leaders), leaders[load.clusters.inputs.index]
-    passing = load.passing(assignments)
+    layouts = layouts_of(load, leaders)
     for transfer in load.transfers:
-        source = layout_of(pricing, transfer.tensor, assignments, inputs)
-        steps = of_transfer(pricing, transfer, source, needs_of(load, transfer, assignments, passing))
+        source = layouts.made(transfer.tensor.node, transfer.tensor.result)
+        steps = of_transfer(pricing, transfer, source, needs_of(layouts, transfer))
         yield from (step for step in steps if step.forward or step.backward)
-    for node, assignment in assignments.items():
+    for node, assignment in layouts.assignments.items():
         yield from inside_op(pricing, node, assignment)
 
 
 def of_transfer(
-    pricing: Pricing, transfer: Transfer, source: Layout, needs: Mapping[tuple[Layout, Layout], Sequence[fx.Node]]
+    pricing: Pricing, transfer: Transfer, source: Layout, needs: Mapping[Need, Sequence[fx.Node]]
 ) -> Iterator[Communication]:
     """Every step that brings a tensor from the layout ``source`` to its users, those on one rank alone too.
 

@@ -19,7 +19,7 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import Waits, pass_seconds
 from autopar.search.predict.peak_memory import each_moment, fullest_moment, most_kept
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layout_of, needs_of, spread
+from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage
@@ -232,8 +232,7 @@ def _by_axis(
 ) -> dict[str, float]:
     """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
     load, mesh = pricing.workload, pricing.mesh
-    assignments = spread(load, leaders)
-    passing, spent = load.passing(assignments), [0.0] * len(mesh)
+    layouts, spent = layouts_of(load, leaders), [0.0] * len(mesh)
 
     def here(block: int) -> bool:
         return any(stage.first <= block <= stage.last for stage in stages)
@@ -242,11 +241,11 @@ def _by_axis(
         times = sum(map(here, transfer.blocks))
         if not times:
             continue
-        source = layout_of(pricing, transfer.tensor, assignments, leaders[load.clusters.inputs.index])
-        for need in needs_of(load, transfer, assignments, passing):
+        source = layouts.made(transfer.tensor.node, transfer.tensor.result)
+        for need in needs_of(layouts, transfer):
             for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
                 spent[step.axis] += times * time.total_s
-    for node, assignment in assignments.items():
+    for node, assignment in layouts.assignments.items():
         block = load.folding.block_of.get(node)
         lowered = load.rule(node).lowered
         for axis, choice in enumerate(assignment):

@@ -9,13 +9,13 @@ from torch import fx
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.placed.assign import spread
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Pipelining
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.predict.predict import Predicted, tokens_per_step
-from autopar.search.pricing.block_prices import spread
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import role_of
 from autopar.search.problem.workload import Workload
@@ -71,8 +71,8 @@ def _sequence_layout(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Seque
     """Zigzag where ranks share a causal attention, and its sequence divides."""
     if not pricing.ops.balanced:
         return "contiguous"
-    folded = pricing.workload.folded
-    ranks = folded.num_folds(spread(pricing.workload, leaders), pricing.mesh)
+    folded = pricing.workload.analysis.zigzag
+    ranks = folded.num_folds(spread(pricing.workload.analysis, leaders), pricing.mesh)
     return "zigzag" if ranks > 1 and folded.divides(ranks) else "contiguous"
 
 

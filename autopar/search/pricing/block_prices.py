@@ -14,12 +14,14 @@ from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.memory.backward_peak import BackwardPeak
 from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
-from autopar.ir.analysis.derived_parameters import Passing, left_to_sum
-from autopar.ir.placement import Layout, replicated
+from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.placed.assign import spread
+from autopar.ir.placed.layouts import Layouts, Need
+from autopar.ir.placed.storage import Storage, find_data_axes, stored
 from autopar.ir.redistribution import reduces_or_exchanges
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
-from autopar.search.problem.workload import PRELUDE, Tensor, Transfer, Workload
+from autopar.search.problem.workload import Tensor, Transfer, Workload
 from autopar.search.stages.stage import LEVELS, BlockCost, Stage
 
 T = TypeVar("T")
@@ -103,7 +105,7 @@ def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """All blocks under one assignment. parameters, layouts: by placeholder name. held: the parameters of each block.
+    """All blocks under one assignment. parameters, storage: by placeholder name. held: the parameters of each block.
 
     prelude_s: of one microbatch on every stage, its step inputs' way to the device included.
     """
@@ -111,7 +113,7 @@ class Priced:
     blocks: tuple[BlockPrice, ...]
     prelude_s: float
     parameters: Mapping[str, ParameterPrice]
-    layouts: Mapping[str, Layout]
+    storage: Mapping[str, Storage]
     held: Mapping[int, tuple[ParameterPrice, ...]]
 
     def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
@@ -151,19 +153,19 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     each of them, as if on stages of their own.
     """
     load = pricing.workload
-    assignments = spread(load, leaders)
-    inputs, passing = leaders[load.clusters.inputs.index], load.passing(assignments)
+    layouts = layouts_of(load, leaders)
+    assignments, inputs = layouts.assignments, layouts.inputs
 
     # What does not depend on ZeRO comes up again with each of its levels.
     def ops(kind: int) -> _Ops:
         return _Ops.of(pricing, assignments, kind)
 
     def move(number: int) -> Moves:
-        return _moved(pricing, load.transfers[number], assignments, inputs, passing)
+        return _moved(pricing, load.transfers[number], layouts)
 
     own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
     moves = _known(pricing, leaders, "moves", load.clusters_of_transfers, move)
-    prices, layouts, by_block = _parameters(pricing, assignments, passing, shared_once)
+    prices, storage, by_block = _parameters(pricing, layouts, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
     for block in load.folding.blocks:
@@ -173,7 +175,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
             reaches = load.activations[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in load.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
-            send = _crossing_bytes(pricing, arrivals.crossing, assignments, inputs)
+            send = _crossing_bytes(pricing, arrivals.crossing, layouts)
             made[key] = own[block.kind].block(pricing, moved, left, held, send)
         blocks.append(made[key])
     if load.unread_bytes:
@@ -184,7 +186,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     prelude = pricing.feeding_s(inputs)
     prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
     prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
-    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, layouts=layouts, held=by_block)
+    return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, storage=storage, held=by_block)
 
 
 def _known(
@@ -216,36 +218,14 @@ def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: S
 
 
 def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
-    """Data axes as the passes define them: some gradient is a partial sum there, and every parameter is whole or the
-    step inputs are divided. inputs: choices of the step inputs."""
-    prices = [price for price in priced.parameters.values() if price.requires_grad]
-    summed = {axis for price in prices for axis in (*price.sync_axes, *price.zero_axes)}
-    return tuple(
-        axis
-        for axis in sorted(summed)
-        if inputs[axis] is not None or all(layout[axis].is_replicate() for layout in priced.layouts.values())
-    )
+    """Data axes of a priced assignment; see ``find_data_axes``. inputs: choices of the step inputs."""
+    return find_data_axes(priced.storage.values(), inputs)
 
 
-def spread(load: Workload, leaders: tuple[Assignment, ...]) -> dict[fx.Node, Assignment]:
-    """Assignment of every representative op."""
-    return {
-        member: group.assignment(member, leader)
-        for group, leader in zip(load.clusters.clusters, leaders, strict=True)
-        for member in group.members
-    }
-
-
-def layout_of(
-    pricing: Pricing, tensor: Tensor, assignments: Mapping[fx.Node, Assignment], inputs: Assignment
-) -> Layout:
-    """Layout that a tensor is produced in. inputs: choices of the step inputs."""
-    node, clusters = tensor.node, pricing.workload.clusters
-    if node in assignments:
-        return pricing.workload.rule(node).result_layout(tensor.result, assignments[node])
-    if node in clusters.input_dims:
-        return tuple(clusters.input_placement(node, choice) for choice in inputs)
-    return replicated(pricing.mesh)
+def layouts_of(load: Workload, leaders: tuple[Assignment, ...]) -> Layouts:
+    """Layouts of all tensors where the leader of cluster ``c`` has assignment ``leaders[c]``."""
+    assignments = spread(load.analysis, leaders)
+    return Layouts(analysis=load.analysis, assignments=assignments, inputs=leaders[load.clusters.inputs.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,53 +345,39 @@ class _Ops:
         )
 
 
-def needs_of(
-    load: Workload, transfer: Transfer, assignments: Mapping[fx.Node, Assignment], passing: Passing
-) -> Mapping[tuple[Layout, Layout], list[fx.Node]]:
-    """What the users of a transfer need: layouts of the value and, of the gradient, what is left to sum -> who does."""
-    found: dict[tuple[Layout, Layout], list[fx.Node]] = {}
+def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node]]:
+    """What the users of a transfer need -> who does."""
+    found: dict[Need, list[fx.Node]] = {}
     for node, position in transfer.uses:
-        value, grad = load.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
-        found.setdefault((value, left_to_sum(grad, passing.get(transfer.tensor.node, ()))), []).append(node)
+        found.setdefault(layouts.need_of(transfer.tensor.node, node, position), []).append(node)
     return found
 
 
-def _moved(
-    pricing: Pricing,
-    transfer: Transfer,
-    assignments: Mapping[fx.Node, Assignment],
-    inputs: Assignment,
-    passing: Passing,
-) -> Moves:
+def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     """Redistributions of a transfer."""
-    source = layout_of(pricing, transfer.tensor, assignments, inputs)
-    wanted = needs_of(pricing.workload, transfer, assignments, passing)
-    made = {need: pricing.move(transfer.tensor, source, *need) for need in wanted}
+    source = layouts.made(transfer.tensor.node, transfer.tensor.result)
+    made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
     return Moves(sum(made.values(), ZERO), redone)
 
 
-def _crossing_bytes(
-    pricing: Pricing, crossing: Sequence[Tensor], assignments: Mapping[fx.Node, Assignment], inputs: Assignment
-) -> float | None:
+def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> float | None:
     """Bytes that cross the cut before a block; None if it cannot be cut there."""
     if not all(tensor.floating for tensor in crossing):
         return None
-    return sum(pricing.local_bytes(t, layout_of(pricing, t, assignments, inputs)) for t in crossing)
+    return sum(pricing.local_bytes(t, layouts.made(t.node, t.result)) for t in crossing)
 
 
 def _parameters(
-    pricing: Pricing, assignments: Mapping[fx.Node, Assignment], passing: Passing, shared_once: bool
-) -> tuple[dict[str, ParameterPrice], dict[str, Layout], dict[int, tuple[ParameterPrice, ...]]]:
-    """Price and layout of every parameter, and the parameters that each block holds."""
+    pricing: Pricing, layouts: Layouts, shared_once: bool
+) -> tuple[dict[str, ParameterPrice], dict[str, Storage], dict[int, tuple[ParameterPrice, ...]]]:
+    """Price and storage of every parameter, and the parameters that each block holds."""
     prices: dict[str, ParameterPrice] = {}
-    layouts: dict[str, Layout] = {}
+    storage: dict[str, Storage] = {}
     held: dict[int, list[ParameterPrice]] = {}
     for group in pricing.workload.parameters:
-        uses = [
-            pricing.workload.rule(node).operand_layout(position, assignments[node], passing.get(node, ()))
-            for node, position in group.uses
-        ]
+        uses = [layouts.need(node, position) for node, position in group.uses]
+        own = stored(uses, len(pricing.mesh), trains=group.requires_grad)
         made: dict[int | None, ParameterPrice] = {}
         for name, blocks in zip(group.names, group.blocks, strict=True):
             users = tuple(dict.fromkeys(blocks))
@@ -421,5 +387,5 @@ def _parameters(
                 if alone not in made:
                     made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
                 held.setdefault(block, []).append(made[alone])
-                prices[name], layouts[name] = made[alone], uses[0][0]
-    return prices, layouts, {block: tuple(own) for block, own in held.items()}
+                prices[name], storage[name] = made[alone], own
+    return prices, storage, {block: tuple(own) for block, own in held.items()}

@@ -310,7 +310,7 @@ class _Builder:
             )
             needs = [self._needs(node, position) for node, position in transfer.uses]
             wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
-            derived = transfer.tensor.node in self.load.derived
+            derived = transfer.tensor.node in self.load.analysis.derived
             parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
             found = moves.patterns[key] = FlowPattern(
                 states=states,

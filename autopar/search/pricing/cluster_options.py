@@ -14,7 +14,7 @@ from torch import fx
 from autopar.ir.analysis.op_clusters import BATCH, Cluster
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Replicate
+from autopar.ir.placed.layouts import made_on_axis
 from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.search.assign.instance import Ints
 from autopar.search.pricing.placement_codes import BASE, MOST_AXES, Moves, code_of
@@ -107,13 +107,9 @@ class Codes:
         found = self._results.get(key)
         if found is None:
             group = self.load.cluster_of(tensor.node)
-            if tensor.node in self.load.repeats:
-                rule = self.load.rule(tensor.node)
-                own = [rule.result(tensor.result, group.follow[choice][tensor.node]) for choice in group.choices]
-            elif tensor.node in self.load.clusters.input_dims:
-                own = [self.load.clusters.input_placement(tensor.node, choice) for choice in group.choices]
-            else:
-                own = [Replicate()] * len(group.choices)
+            is_op = tensor.node in self.load.repeats
+            choices = [group.follow[choice][tensor.node] if is_op else choice for choice in group.choices]
+            own = [made_on_axis(self.load.analysis, tensor.node, tensor.result, choice) for choice in choices]
             found = self._results[key] = np.array([code_of(placement) for placement in own], dtype=np.int64)
         return found
 

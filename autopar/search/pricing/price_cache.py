@@ -62,7 +62,7 @@ class OpPrices:
                 self.cluster.device,
                 precision=load.precision,
                 batch_factor=load.roles.batch.get(node),
-                needs_grad=load.differentiable,
+                needs_grad=load.analysis.differentiable,
                 balanced=self.balanced,
                 loads=self.loads,
             )

@@ -24,7 +24,9 @@ from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
 from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Layout, Partial, Replicate, Shard
+from autopar.ir.placed.layouts import Need
+from autopar.ir.placed.storage import stored
+from autopar.ir.placement import Layout, Shard
 from autopar.ir.primitives.read_parameter import ALONE_BYTES
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.placement_codes import decode_need
@@ -142,7 +144,7 @@ class Pricing:
         self,
         numel: int,
         requires_grad: bool,
-        uses: Sequence[tuple[Layout, Layout]],
+        uses: Sequence[Need],
         kind: int | None = None,
         itemsize: int = MASTER,
     ) -> ParameterPrice:
@@ -150,7 +152,8 @@ class Pricing:
 
         kind: of the block that alone uses it; None if several do. itemsize: bytes of an element of the model's.
         """
-        layout = uses[0][0]
+        storage = stored(uses, len(self.mesh), trains=requires_grad)
+        layout, partial = storage.layout, set(storage.partial_axes)
         zero = self.zero if kind is None or self.levels is None else self.levels[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
         # Without a gradient and its moments there is nothing of it that levels 1 and 2 would divide.
@@ -163,21 +166,12 @@ class Pricing:
         elif zero == 1 and self.num_microbatches == 1:
             # The only backward scatters each gradient as it comes, as level 2 does in every one.
             zero = 2
-        partial = {
-            axis
-            for axis, placement in enumerate(layout)
-            if placement.is_replicate()
-            and requires_grad
-            and any(value[axis].is_replicate() and grad[axis] == Partial() for value, grad in uses)
-        }
         compute = ITEMSIZE[self.workload.precision]
         local = numel / self.pieces(layout)
         micro = ZERO
-        for value, grad in uses[1:]:
-            wanted = tuple(
-                Replicate() if axis in partial and value[axis].is_replicate() else g for axis, g in enumerate(grad)
-            )
-            micro += self.moves.move(layout, value, wanted, requires_grad).at(numel * compute)
+        for need in uses[1:]:
+            wanted = storage.wanted_gradient(need)
+            micro += self.moves.move(layout, need.value, wanted, requires_grad).at(numel * compute)
         masters = master_work(local, shards, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches)
         device = self.ops.cluster.device
         cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
@@ -212,7 +206,7 @@ class Pricing:
         found = self.moves.parameters.get(key)
         if found is None:
             count = self.num_microbatches
-            price = self.parameter(size, requires_grad, [decode_need(use, len(self.mesh)) for use in uses])
+            price = self.parameter(size, requires_grad, [Need(*decode_need(use, len(self.mesh))) for use in uses])
             found = self.moves.parameters[key] = ParameterSeconds(
                 micro_s=count * (price.micro.total_s - price.cast_s),
                 masters_s=count * price.cast_s + self.optimiser_s(price),

@@ -20,18 +20,15 @@ from autopar.cost_model.compute.flops import training_flops
 from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.cost_model.memory.activations import BlockActivations
 from autopar.cost_model.memory.saved_tensors import Saved
-from autopar.ir.analysis.batch_and_sequence import Roles, find_roles, microbatch_obstacle
-from autopar.ir.analysis.blocks import Folding, fold
-from autopar.ir.analysis.derived_parameters import DerivedUses, Passing, find_derived, passing_axes
-from autopar.ir.analysis.gradient_flow import computed, gradient_flow
-from autopar.ir.analysis.op_clusters import Cluster, Clusters, cluster, first_instances
-from autopar.ir.analysis.zigzag import FoldedSequence, find_folds
+from autopar.ir.analysis.analysis import Analysis
+from autopar.ir.analysis.batch_and_sequence import Roles
+from autopar.ir.analysis.blocks import PRELUDE, Folding
+from autopar.ir.analysis.gradient_flow import computed
+from autopar.ir.analysis.op_clusters import Cluster, Clusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
-from autopar.ir.rule import Assignment, FactorRule
+from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS, expert_factors
-
-PRELUDE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,42 +106,39 @@ class Workload:
     ends_early: whether a block's second run ends when all that autograd saves is there again, as with torch since 2.1.
     """
 
-    captured: CapturedModel
-    folding: Folding
-    roles: Roles
-    clusters: Clusters
+    analysis: Analysis
     precision: Precision
     ends_early: bool = True
 
     @classmethod
-    def of(cls, captured: CapturedModel, precision: Precision) -> Workload:
-        """Analyse ``captured``; linear in its ops."""
-        folding, roles = fold(captured), find_roles(captured)
-        return cls(
-            captured=captured,
-            folding=folding,
-            roles=roles,
-            clusters=cluster(captured, folding, roles),
-            precision=precision,
-        )
+    def of(cls, captured: CapturedModel, precision: Precision, expert_capacity: float | None = None) -> Workload:
+        """Analyse ``captured``; see ``Analysis.of``."""
+        return cls(analysis=Analysis.of(captured, expert_capacity), precision=precision)
 
-    @cached_property
-    def derived(self) -> DerivedUses:
-        """Representative ops on parameters alone, with all uses of what they make."""
-        found: dict[fx.Node, dict[tuple[fx.Node, int], None]] = {}
-        for node, uses in find_derived(self.captured, self.roles).items():
-            own = found.setdefault(self.representative(node), {})
-            own.update(((self.representative(user), position), None) for user, position in uses)
-        return {node: tuple(uses) for node, uses in found.items()}
+    @property
+    def captured(self) -> CapturedModel:
+        return self.analysis.captured
 
-    def passing(self, assignments: Mapping[fx.Node, Assignment]) -> Passing:
-        """Axes on which summands pass through derived ops, by representative op."""
-        return passing_axes(self.derived, assignments, self.roles)
+    @property
+    def folding(self) -> Folding:
+        return self.analysis.folding
 
-    @cached_property
-    def obstacle(self) -> str | None:
-        """Why the batch may not be cut into microbatches."""
-        return microbatch_obstacle(self.captured, self.roles)
+    @property
+    def roles(self) -> Roles:
+        return self.analysis.roles
+
+    @property
+    def clusters(self) -> Clusters:
+        return self.analysis.clusters
+
+    def rule(self, node: fx.Node) -> FactorRule:
+        return self.analysis.rule(node)
+
+    def representative(self, node: fx.Node) -> fx.Node:
+        return self.analysis.representative(node)
+
+    def cluster_of(self, node: fx.Node) -> Cluster:
+        return self.analysis.cluster_of(node)
 
     @cached_property
     def experts(self) -> frozenset[int]:
@@ -158,21 +152,6 @@ class Workload:
         return {node: factors for node, factors in found.items() if factors}
 
     @cached_property
-    def folded(self) -> FoldedSequence:
-        """How its sequence could be folded."""
-        return find_folds(self.captured, self.folding, self.roles)
-
-    @cached_property
-    def flow(self) -> frozenset[fx.Node]:
-        """The tensors that have a gradient, in every block."""
-        return gradient_flow(self.captured)
-
-    @cached_property
-    def differentiable(self) -> frozenset[fx.Node]:
-        """These, and the representatives of any that has one: of equal blocks the first may read what has none."""
-        return self.flow | {self.representative(node) for node in self.flow}
-
-    @cached_property
     def repeats(self) -> Mapping[fx.Node, int]:
         """How often each op of the prelude and of the first block of each kind runs; others are absent."""
         found: dict[fx.Node, int] = {}
@@ -181,10 +160,6 @@ class Workload:
                 block = self.folding.block_of.get(node)
                 found[node] = 1 if block is None else self.folding.kinds[self.folding.blocks[block].kind].repeats
         return found
-
-    def rule(self, node: fx.Node) -> FactorRule:
-        """Rule of an op."""
-        return self.roles.rules[node]
 
     def factors_of_matrices(self, node: fx.Node) -> frozenset[str]:
         """Factors of the parameters with two dimensions or more that an op reads."""
@@ -196,13 +171,6 @@ class Workload:
             for dim in dims
             for factor in dim
         )
-
-    def representative(self, node: fx.Node) -> fx.Node:
-        return self.folding.representative.get(node, node)
-
-    def cluster_of(self, node: fx.Node) -> Cluster:
-        """Cluster of a representative op or of a step input."""
-        return self.clusters.of.get(node, self.clusters.inputs)
 
     @cached_property
     def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
@@ -219,7 +187,7 @@ class Workload:
         for transfer in self.transfers:
             nodes = (transfer.tensor.node, *(node for node, _ in transfer.uses))
             # Whether summands pass through a derived op is decided by all that use what it makes.
-            apart = self.derived.keys().isdisjoint(nodes)
+            apart = self.analysis.derived.keys().isdisjoint(nodes)
             found.append(tuple(self.cluster_of(node).index for node in nodes) if apart else every)
         return tuple(found)
 
@@ -296,7 +264,7 @@ class Workload:
                 key = source(node)
                 if isinstance(node.meta.get("val"), torch.Tensor):
                     carrying[key] = self.roles.batch_dim.get(node) is not None
-                    if node in self.differentiable:
+                    if node in self.analysis.differentiable:
                         flowing.add(key)
         found: dict[tuple[fx.Node, int], Tensor] = {}
         for node in self.captured.graph.nodes:
@@ -325,7 +293,11 @@ class Workload:
         """Share of the backward of a representative op that computes gradients of parameters."""
         if node not in self.reads_weights:
             return 0.0
-        return 0.5 if any(o in self.differentiable and o.op != "placeholder" for o in tensor_operands(node)) else 1.0
+        return (
+            0.5
+            if any(o in self.analysis.differentiable and o.op != "placeholder" for o in tensor_operands(node))
+            else 1.0
+        )
 
     @cached_property
     def parameters(self) -> tuple[ParameterGroup, ...]:
@@ -340,11 +312,11 @@ class Workload:
         for name, used in uses.items():
             if used:
                 parameter = self.captured.parameters[name]
-                key = (tuple(u[1:] for u in used), parameter.shape, parameter.dtype, name in self.trained)
+                key = (tuple(u[1:] for u in used), parameter.shape, parameter.dtype, name in self.analysis.trained)
                 grouped.setdefault(key, []).append(name)
         found = []
         for names in grouped.values():
-            parameter, trains = self.captured.parameters[names[0]], names[0] in self.trained
+            parameter, trains = self.captured.parameters[names[0]], names[0] in self.analysis.trained
             found.append(
                 ParameterGroup(
                     numel=prod(parameter.shape),
@@ -360,7 +332,9 @@ class Workload:
 
     @cached_property
     def trainable_numel(self) -> int:
-        return sum(parameter.numel for name, parameter in self.captured.parameters.items() if name in self.trained)
+        return sum(
+            parameter.numel for name, parameter in self.captured.parameters.items() if name in self.analysis.trained
+        )
 
     @cached_property
     def unread_bytes(self) -> float:
@@ -368,11 +342,6 @@ class Workload:
         read = {name for group in self.parameters for name in group.names}
         unread = (parameter for name, parameter in self.captured.parameters.items() if name not in read)
         return float(sum(parameter.numel * parameter.dtype.itemsize for parameter in unread))
-
-    @cached_property
-    def trained(self) -> frozenset[str]:
-        """Placeholder names of the parameters that have a gradient."""
-        return frozenset(node.name for node in self.flow if node.op == "placeholder")
 
     @cached_property
     def shared_parameters(self) -> Mapping[str, tuple[int, ...]]:
@@ -391,7 +360,7 @@ class Workload:
                 precision=self.precision,
                 batch_factors=self.roles.batch,
                 shared=frozenset(self.folding.prelude),
-                needs_grad=self.differentiable,
+                needs_grad=self.analysis.differentiable,
                 ends_early=self.ends_early,
             )
             for index in first_instances(self.folding)
@@ -431,7 +400,7 @@ class Workload:
         """
         run = computed(self.captured)
         return sum(
-            training_flops(node, self.rule(self.representative(node)), self.flow)
+            training_flops(node, self.rule(self.representative(node)), self.analysis.flow)
             for node in op_nodes(self.captured.graph)
             if node in run
         )

@@ -11,6 +11,7 @@ import torch
 from autopar.api import constraints_of
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
 from autopar.local_cluster import local_cluster
@@ -36,4 +37,4 @@ def programs_of(
     """The plan that the search finds within ``constraints``, and its programs."""
     plan = search_captured(captured, local_cluster(ranks, torch.device("cpu")), constraints_of(constraints)).plan
     outputs: Any = "loss" if captured.has_loss else "model"
-    return plan, partition(captured, plan, outputs=outputs)
+    return plan, partition(place_captured(captured, plan), outputs=outputs)

@@ -8,57 +8,83 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import Folding
 from autopar.ir.analysis.op_clusters import BATCH, Cluster, Clusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.rule import Assignment, Choice
+from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 
 
-def assign(captured: CapturedModel, folding: Folding, clusters: Clusters, plan: Plan) -> dict[fx.Node, Assignment]:
-    """The assignment of every op of ``captured`` under ``plan``, on ``plan.stage_mesh``.
+def inputs_of(plan: Plan) -> Assignment:
+    """Choices of the step inputs: on the axes of ``plan.inputs`` each rank has its own rows of the batch."""
+    return tuple(BATCH if name in plan.inputs else None for name in plan.stage_mesh.names)
 
-    Raises PlanMismatch if the plan was made for another model, InvalidPlan if it names an op that does not
-    exist or follows another, or a factor that the op cannot be sharded on.
+
+def leaders_of(analysis: Analysis, plan: Plan) -> tuple[Assignment, ...]:
+    """Assignment of the leader of every cluster as ``plan`` states it; what it leaves out is replicated."""
+    names = plan.stage_mesh.names
+    stated: dict[fx.Node | None, Assignment] = {None: inputs_of(plan)}
+    for kind, index in enumerate(first_instances(analysis.folding)):
+        ops = plan.blocks[kind].ops
+        for node in analysis.folding.blocks[index].nodes:
+            factors = ops.get(analysis.folding.key[node], {})
+            stated[node] = tuple(factors.get(name) for name in names)
+    return tuple(stated[group.leader] for group in analysis.clusters.clusters)
+
+
+def spread(analysis: Analysis, leaders: Sequence[Assignment]) -> dict[fx.Node, Assignment]:
+    """Assignment of every op of the prelude and of the first block of each kind, from those of the leaders."""
+    return {
+        member: group.assignment(member, leader)
+        for group, leader in zip(analysis.clusters.clusters, leaders, strict=True)
+        for member in group.members
+    }
+
+
+def complete(analysis: Analysis, assignments: Mapping[fx.Node, Assignment]) -> dict[fx.Node, Assignment]:
+    """Assignment of every op of the model: repeats of a block are placed as the first."""
+    every = dict(assignments)
+    for node, first in analysis.folding.representative.items():
+        if node.op == "call_function" and node.target is not operator.getitem:
+            every[node] = assignments[first]
+    return every
+
+
+def check_plan_fits(analysis: Analysis, plan: Plan) -> None:
+    """Raise PlanMismatch if ``plan`` was made for another model or batch.
+
+    Raises InvalidPlan if it names an op that does not exist or follows another, a factor that the op cannot be sharded
+    on, or one that its axes do not divide.
     """
-    check_model(captured, folding, plan)
-    mesh = plan.stage_mesh
-    assignments: dict[fx.Node, Assignment] = {}
-
-    inputs: tuple[Choice, ...] = tuple(BATCH if name in plan.inputs else None for name in mesh.names)
-    _spread(clusters.inputs, inputs, mesh, assignments, "the step inputs")
-
+    check_model(analysis.captured, analysis.folding, plan)
+    folding, clusters, mesh = analysis.folding, analysis.clusters, plan.stage_mesh
+    leaders = leaders_of(analysis, plan)
+    _check_sizes(clusters.inputs, leaders[clusters.inputs.index], mesh, "the step inputs")
     for kind, index in enumerate(first_instances(folding)):
-        block = folding.blocks[index]
-        stated = plan.blocks[kind]
-        leaders = {
+        nodes, stated = folding.blocks[index].nodes, plan.blocks[kind]
+        own = {
             folding.key[node]: clusters.of[node]
-            for node in block.nodes
+            for node in nodes
             if node in clusters.of and clusters.of[node].leader is node
         }
-        _check_keys(stated, leaders, folding, block.nodes, clusters)
-        for key, led in leaders.items():
-            possible = ", ".join(c for c in led.choices if c) or "none; leave the op out"
-            factors = stated.ops.get(key, {})
-            choice: Assignment = tuple(factors.get(name) for name in mesh.names)
-            for name, value in zip(mesh.names, choice, strict=True):
-                if value not in led.choices:
+        _check_keys(stated, own, folding, nodes, clusters)
+        for key, group in own.items():
+            possible = ", ".join(c for c in group.choices if c) or "none; leave the op out"
+            for name, value in zip(mesh.names, leaders[group.index], strict=True):
+                if value not in group.choices:
                     raise InvalidPlan(
                         f"plan: op {key!r} of block {stated.name!r} cannot be sharded on factor {value!r} (mesh axis "
                         f"{name!r}).\n  expected one of: {possible}"
                     )
-            _spread(led, choice, mesh, assignments, f"op {key!r} of block {stated.name!r}")
-
-    for node, first in folding.representative.items():
-        if node.op == "call_function" and node.target is not operator.getitem:
-            assignments[node] = assignments[first]
-    return assignments
+            _check_sizes(group, leaders[group.index], mesh, f"op {key!r} of block {stated.name!r}")
 
 
 def check_model(captured: CapturedModel, folding: Folding, plan: Plan) -> None:
@@ -82,10 +108,10 @@ def _listing(names: list[str], repeats: list[int]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in zip(names, repeats, strict=True))
 
 
-def _spread(led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.Node, Assignment], what: str) -> None:
-    """Enter the assignment of every member, checking that sizes divide."""
-    for member in led.members:
-        own = led.assignment(member, choice)
+def _check_sizes(group: Cluster, leader: Assignment, mesh: Mesh, what: str) -> None:
+    """Check that the sizes of every member divide."""
+    for member in group.members:
+        own = group.assignment(member, leader)
         rule = rule_for(member)
         if not rule.allows(own, mesh):
             sizes = {f: rule.sizes[f] for f in own if f is not None and f in rule.sizes}
@@ -94,7 +120,6 @@ def _spread(led: Cluster, choice: Assignment, mesh: Mesh, assignments: dict[fx.N
                 f"{sizes}, sharded as {dict(zip(mesh.names, own, strict=True))}.\n  expected sizes that are multiples "
                 "of the product of the axes put on them\n  try: a smaller axis, or leave the op replicated on it"
             )
-        assignments[member] = own
 
 
 def _check_keys(

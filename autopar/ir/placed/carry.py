@@ -15,61 +15,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
-from autopar.ir.analysis.batch_and_sequence import Roles
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import Folding
-from autopar.ir.analysis.op_clusters import BATCH, Clusters
 from autopar.ir.analysis.op_stream import op_name
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement, Replicate
+from autopar.ir.placed.assign import inputs_of
+from autopar.ir.placed.layouts import made_on_axis
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
-from autopar.ir.rule import Assignment, Choice, FactorRule
-from autopar.ir.rules import rule_for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """folding: the blocks of the plan, with the ops of the other capture. assignments: of every op of it."""
-
-    folding: Folding
-    assignments: dict[fx.Node, Assignment]
+from autopar.ir.rule import Assignment, Choice
 
 
 def carry(
-    captured: CapturedModel,
-    roles: Roles,
-    folding: Folding,
-    clusters: Clusters,
-    plan: Plan,
-    trained: CapturedModel,
-    trained_folding: Folding,
-    trained_assignments: Mapping[fx.Node, Assignment],
-) -> Carried:
-    """The decisions of ``plan``, made for ``trained``, for ``captured``. folding, clusters: of ``captured`` alone."""
-    counterparts = _counterparts(captured, trained)
-    mesh = plan.stage_mesh
+    analysis: Analysis, plan: Plan, trained: Analysis, trained_assignments: Mapping[fx.Node, Assignment]
+) -> tuple[Folding, dict[fx.Node, Assignment]]:
+    """The decisions of ``plan``, made for ``trained``, for another capture of the model.
+
+    trained_assignments: of every op of ``trained``. Returns the blocks of the plan with the ops of the other capture,
+    and the assignment of every op of it.
+    """
+    captured, clusters, mesh = analysis.captured, analysis.clusters, plan.stage_mesh
+    counterparts = _counterparts(captured, trained.captured)
     assignments: dict[fx.Node, Assignment] = {}
-    inputs: tuple[Choice, ...] = tuple(BATCH if name in plan.inputs else None for name in mesh.names)
+    inputs = inputs_of(plan)
     prelude = set(clusters.inputs.members)
     for node in clusters.inputs.members:
         own = clusters.inputs.assignment(node, inputs)
-        assignments[node] = own if rule_for(node).allows(own, mesh) else (None,) * len(mesh)
+        assignments[node] = own if analysis.rule(node).allows(own, mesh) else (None,) * len(mesh)
     for node in call_nodes(captured.graph):
         if is_getitem(node) or node in prelude:
             continue
-        rule = rule_for(node)
+        rule = analysis.rule(node)
         first = counterparts.get(node)
         carried = None if first is None else trained_assignments.get(first)
         if carried is not None and all(c in rule.choices() for c in carried) and rule.allows(carried, mesh):
             assignments[node] = carried
         else:
-            assignments[node] = _as_operands_come(node, rule, captured, clusters, inputs, assignments, mesh)
-    blocks = _blocks(captured, folding, counterparts, trained, trained_folding)
-    return Carried(folding=blocks, assignments=assignments)
+            assignments[node] = _as_operands_come(node, analysis, inputs, assignments, mesh)
+    return _blocks(captured, analysis.folding, counterparts, trained.captured, trained.folding), assignments
 
 
 def _counterparts(captured: CapturedModel, trained: CapturedModel) -> dict[fx.Node, fx.Node]:
@@ -93,23 +81,15 @@ def _keys(captured: CapturedModel) -> dict[fx.Node, Hashable]:
 
 
 def _as_operands_come(
-    node: fx.Node,
-    rule: FactorRule,
-    captured: CapturedModel,
-    clusters: Clusters,
-    inputs: Assignment,
-    assignments: Mapping[fx.Node, Assignment],
-    mesh: Mesh,
+    node: fx.Node, analysis: Analysis, inputs: Assignment, assignments: Mapping[fx.Node, Assignment], mesh: Mesh
 ) -> Assignment:
     """Along each axis the factor that takes most operands in the placement that they have; None if none is divided."""
+    rule = analysis.rule(node)
 
     def placement(operand: fx.Node, axis: int) -> Placement:
         producer, result = source(operand)
-        if producer in assignments:
-            return rule_for(producer).result(result, assignments[producer][axis])
-        if producer.name in captured.inputs:
-            return clusters.input_placement(producer, inputs[axis])
-        return Replicate()
+        choices = assignments[producer] if producer.op == "call_function" else inputs
+        return made_on_axis(analysis, producer, result, choices[axis])
 
     operands = list(enumerate(tensor_operands(node)))
     factors = [factor for factor in rule.shardable() if factor not in rule.lowered]

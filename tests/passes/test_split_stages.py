@@ -7,6 +7,7 @@ import torch
 
 from autopar.api import constraints_of
 from autopar.ir.capture.capture import capture
+from autopar.ir.placed.placed_model import place_captured
 from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
@@ -23,7 +24,7 @@ def test_a_view_of_a_parameter_outlives_the_block_that_frees_it(zero: int, resul
     captured = normalise(capture(model, batch))
     limits = constraints_of({"dp": 2, "zero": zero})
     plan = search_captured(captured, local_cluster(2, torch.device("cpu")), limits).plan
-    (program,) = partition(captured, plan)
+    (program,) = partition(place_captured(captured, plan))
     first = next(block for block in program.blocks if "positions.weight" in block.parameters)
     returned = next(iter(reversed(first.graph.nodes))).args[0]
     assert isinstance(returned, tuple)

@@ -1,0 +1,37 @@
+"""Lower-ops: an op that is sharded on a lowered factor becomes its sharded form, with collectives inside.
+
+embedding(v, tokens)      v sharded on its rows over tp    ->    sharded_embedding(v, tokens, groups=('tp',))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autopar.ir.graph import is_getitem
+from autopar.ir.lowered.table import LOWERINGS, lowering_of
+from autopar.passes.placed_program import PlacedProgram, ProgramPass
+
+
+@dataclass(frozen=True)
+class LowerOps(ProgramPass):
+    name: ClassVar[str] = "lower-ops"
+    requires: ClassVar[frozenset[str]] = frozenset({"local shapes"})
+    provides: ClassVar[frozenset[str]] = frozenset({"lowered ops"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"lowered ops"})
+
+    def apply(self, program: PlacedProgram) -> PlacedProgram:
+        placed = program.placed
+        attentions = placed.zigzag.attentions if placed.zigzag is not None else frozenset()
+        for node, captured in program.origin.items():
+            if is_getitem(captured) or node.graph is not program.graph:
+                continue
+            rule, assignment = placed.analysis.rule(captured), placed.layouts.assignments[captured]
+            name = "ring" if captured in attentions else lowering_of(rule, assignment)
+            if name is None:
+                continue
+            function, args, kwargs = LOWERINGS[name](node, rule, assignment, placed.mesh)
+            if captured in attentions:
+                kwargs["folds"] = placed.num_folds
+            node.target, node.args, node.kwargs = function, args, kwargs
+        return program
