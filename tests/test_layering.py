@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import networkx as nx
 import pytest
@@ -149,3 +150,10 @@ def test_importing_a_layer_brings_no_solver_and_no_report(module: str) -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_modules_are_short() -> None:
+    """One idea a module: 150 lines in the middle, 450 at most."""
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules() if path.stat().st_size}
+    assert median(lengths.values()) <= 150
+    assert not {name: count for name, count in lengths.items() if count > 450}

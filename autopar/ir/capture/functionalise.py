@@ -15,8 +15,7 @@ gradient flows through a no_grad block. Here
     derivative((y,), (x,), ..)                the ops of the derivative of y by x (``autograd.derivatives``)
     steps((y,), (slot(x),), ..)               one op, a scan whose body is between x and y (``autograd.scans``)
 
-A tensor that is written is a *base*; a view of it remembers how it was made, and is made again from the
-base's new value when it is next read.
+A tensor that is written is a *base*; a view remembers how it was made, and is made anew of the base when it is read.
 """
 
 from __future__ import annotations
