@@ -35,7 +35,7 @@ from autopar.ir.graph import is_getitem, source, tensor_operands
 from autopar.ir.placed.operands import Operands, Results
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.uses import Move, Read, Use
-from autopar.ir.placement import Layout, Placement, Replicate, replicated
+from autopar.ir.placement import Layout, Placement, Replicate
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.redistribution_marker import keywords_of, redistribution
@@ -81,12 +81,9 @@ def insert_redistributions(placed: PlacedModel, results: Results) -> PlacedProgr
     for buffer in captured.buffers.values():
         if buffer.updated_by is not None:
             new = placed.analysis.names[buffer.updated_by]
-            over_time, block = placed.over_time(new), placed.analysis.block_of(new)
-            if over_time.is_partial() and block != PRELUDE:
+            if sweep.operands.sums_over_time(new):
                 summed.add(buffer.name)
-            else:
-                over_time = Replicate()
-            updates[buffer.name] = sweep.handed_out(new, replicated(placed.mesh), over_time, block)
+            updates[buffer.name] = sweep.have(sweep.operands.update_of(new))
     sweep.graph.output((*outputs, *updates.values()))
     sweep.graph.eliminate_dead_code()
     return PlacedProgram(

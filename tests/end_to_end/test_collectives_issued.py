@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.ir.placed.placed_model import place_captured
+from autopar.ir.placed.records import redistribution_records
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from tests.end_to_end.stacks import ROWS, SEQ, WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
@@ -69,6 +72,45 @@ def test_sequence_parallel_block_sends_the_same_volume(block: type[nn.Module]) -
         ("all_gather", "backward"): (1, half),
         ("reduce_scatter", "backward"): (1, half),
     }
+
+
+def _recorded_and_issued(block: type[nn.Module], constraints: dict[str, Any]) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Redistributions of a placed model and collectives of a step, as (kind, phase, bytes) -> how many."""
+    model = stack(block, 3)
+    if "sequence" in constraints:
+        constraints = {"plan": tensor_parallel_plan(model, dist.get_world_size(), **constraints)}
+    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=batch(), **constraints)
+    rows = parallel.shard_batch(batch())
+    parallel.step(**rows)
+    with CollectiveCounter() as counter:
+        parallel.step(**rows)
+    recorded: Counter[Any] = Counter()
+    for one in redistribution_records(place_captured(parallel.engine.captured, parallel.plan)):
+        recorded[one.kind.value, one.phase, one.payload_bytes] += one.times
+    issued = Counter((one.kind, one.phase, one.payload_bytes) for one in counter.select())
+    return dict(recorded), dict(issued)
+
+
+@pytest.mark.parametrize("block", [FeedForward, Attention])
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"sequence": False},
+        {"sequence": True},
+        {"cp": 2, "num_microbatches": 2},
+        {"cp": 2},
+        {"dp": 2, "num_microbatches": 2, "zero": 0},
+    ],
+    ids=str,
+)
+def test_what_is_recorded_of_a_placed_model_is_what_runs(block: type[nn.Module], constraints: dict[str, Any]) -> None:
+    """Beside redistributions a step sums gradients, the loss and what ranks agree on, all by all-reduce."""
+    recorded, issued = run_ranks(_recorded_and_issued, 2, block, constraints)[0]
+    for key, times in recorded.items():
+        kind = key[0]
+        assert issued.get(key, 0) >= times if kind == "all_reduce" else issued.get(key) == times, (key, times, issued)
+    others = {key for key in issued if key not in recorded}
+    assert {kind for kind, *_ in others} <= {"all_reduce"}, others
 
 
 def _gradient_bytes() -> int:

@@ -11,10 +11,10 @@ from torch import fx
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.zigzag import Fold
 from autopar.ir.errors import PlanMismatch
-from autopar.ir.graph import op_nodes, source, tensor_operands
+from autopar.ir.graph import source, tensor_operands
 from autopar.ir.placed.layouts import Need
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.uses import Chains, Move, Use
+from autopar.ir.placed.uses import Chains, Use
 from autopar.ir.placement import Layout, Placement, Replicate, Shard, replicated
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.redistribution import Collective, Step, redistribute
@@ -70,13 +70,14 @@ class Operands:
         rows = tuple(Shard(dim) if choice is not None else Replicate() for choice in placed.layouts.inputs)
         return rows, Shard(dim)
 
-    @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """Every redistribution of a training step between ops, in the order that it is first needed in."""
-        for user in op_nodes(self.placed.captured.graph):
-            for position in range(len(tensor_operands(user))):
-                self.of(user, position)
-        return tuple(self.chains.moves.values())
+    def sums_over_time(self, new: fx.Node) -> bool:
+        """Whether every microbatch computes a summand of ``new``, the new value of a buffer."""
+        return self.placed.over_time(new).is_partial() and self.placed.analysis.block_of(new) != PRELUDE
+
+    def update_of(self, new: fx.Node) -> Use:
+        """How a buffer has its new value: whole on every rank, of every microbatch or as a summand."""
+        over_time = self.placed.over_time(new) if self.sums_over_time(new) else Replicate()
+        return self.handed_out(new, replicated(self.placed.mesh), over_time, self.placed.analysis.block_of(new))
 
     def _use(
         self,
