@@ -30,7 +30,7 @@ from autopar.search.problem.constraints_of_plan import constraints_like, forbidd
 from autopar.search.problem.forbidden_placements import Forbidden, deciding_ops, named_ops, unknown_op
 from autopar.search.problem.workload import Workload
 
-# Networks that are tried for a runner-up to be better on: this times as fast.
+# Networks that are tried for a runner-up to be better on: this times as fast. Chosen: the nearest first, both ways.
 _SPEEDS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 
 

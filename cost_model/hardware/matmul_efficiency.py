@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+# Pieces that the depth of a product may be cut into (split-K). Chosen.
 _CUTS = (1, 2, 4, 8)
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from autopar.search.assign.instance import Floats, Flow, Instance, Ints
 
-# Entries of a table from which the linear program is faster.
+# Entries of a table from which the linear program is faster. Halved or doubled: same plans, same work
+# (docs/decisions/0021).
 MAX_ENTRIES = 300_000
 
 

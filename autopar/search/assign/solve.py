@@ -33,9 +33,11 @@ from autopar.search.assign.dead_end_elimination import reduce
 from autopar.search.assign.instance import Floats, Flow, Instance, Ints, absorb, restrict, value
 from autopar.search.assign.message_passing import prune
 
+# Distance from a whole number up to which a variable of the linear program is one. HiGHS's mip_feasibility_tolerance.
 _INTEGRAL = 1e-6
 
-# Entries of tables up to which elimination is faster than removing options first.
+# Entries of tables up to which elimination is faster than removing options first. Halved or doubled: same plans, CPU
+# time of the search within 2 % (docs/decisions/0021).
 _EASY_ENTRIES = 10_000
 
 

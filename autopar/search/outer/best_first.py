@@ -44,29 +44,28 @@ from autopar.search.outer.speculation import Job
 from autopar.search.pricing.build_instance import Weights
 from autopar.search.problem.constraints import Constraints, NoOption
 
-# Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget).
+# Half and twice of each give the same plans on two models, for as much more or less work as its comment says
+# (docs/decisions/0021).
+
+# Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget). Chosen; 3 %.
 PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
-
-# A plan this share slower than the best possible is good enough to stop.
+# A plan this share slower than the best possible is good enough to stop. Chosen; 24 % less if doubled.
 TOLERANCE = 0.005
-
 # Blocks of a model times devices of its cluster, up to which a search tries every configuration that its bounds do not
-# exclude, those of its baselines too, and takes the plan with the shortest step without a tolerance.
+# exclude, those of its baselines too, and takes the plan with the shortest step without a tolerance. Chosen.
 SMALL_SPACE = 40
-
-# Plans that are run stream by stream before one is taken.
+# Plans that are run stream by stream before one is taken. Chosen; 0 %.
 MAX_FINAL = 4
-
 # Work (see ``leaf.Solver``) after which the search settles for what it has, 2 to 10 s on one core, and that it may do
 # after the seeds, or after a plan that was better, without another one. With half of this patience 84 of 193 clusters
-# of two hosts on a slow network got a plan that was 4 to 9 % slower than the best; it is a few tenths of a second.
+# of two hosts on a slow network got a plan that was 4 to 9 % slower than the best; it is a few tenths of a second. 4 %
+# less if MAX_WORK is halved; 26 % less and 58 % more for half and twice the patience.
 MAX_WORK = 400_000
 PATIENCE = 120_000
-
-# Share of the seconds of the first leaf on a mesh that the best one there is likely to take at least.
+# Share of the seconds of the first leaf on a mesh that the best one there is likely to take at least. Chosen; half and
+# twice as far from 1: 29 % less and 15 % more.
 SPREAD = 0.93
-
-# The same of the best baseline with as many stages, whose axes have one role each.
+# The same of the best baseline with as many stages, whose axes have one role each. Chosen; likewise 2 % more.
 BASELINE_SPREAD = 0.85
 
 

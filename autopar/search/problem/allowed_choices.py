@@ -24,6 +24,7 @@ from autopar.search.problem.workload import Workload
 PURPOSES = {"dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
 
 # Share of the model's floating point operations from which an op, in all its repeats, counts as part of its work.
+# Chosen: the router of a mixture of experts, which no axis need divide, has less (of Mixtral 8x7B 8 in 100,000).
 HEAVY = 1e-3
 
 
