@@ -3,7 +3,8 @@
 A lowering computes on shards what its op cannot compute from shards alone; the collectives it needs are its
 own and no redistribution shows them.
 
-    cross_entropy, classes    three all_reduces of one float32 a token forward: maximum, sum, target's logit
+    cross_entropy, classes    all_gather of two float32 a token forward: logarithm of the sum, and the target's logit;
+                              of three with label smoothing
     batch_norm                all_reduce of two float32 statistics a channel forward, and of two backward
     moe, exchange             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
                               experts forward, with a local reordering each; two all_to_alls backward
@@ -28,6 +29,7 @@ from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.ir.graph import tensor_operands
+from autopar.ir.lowered.shards import arguments
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
@@ -84,8 +86,9 @@ def lowering_time(
         if choice is None or name is None or name in _SILENT or fabric.mesh.axes[number].size == 1:
             continue
         if name == "cross_entropy":
-            payload = local(rule.operands[1], operands[1].meta["val"].numel())
-            total += 3 * OpTime(fabric.time(Collective.ALL_REDUCE, payload, number))
+            numbers = 3 if arguments(node)["label_smoothing"] else 2
+            payload = numbers * local(rule.operands[1], operands[1].meta["val"].numel()) * fabric.mesh.axes[number].size
+            total += OpTime(fabric.time(Collective.ALL_GATHER, payload, number))
         elif name == "moe":
             x = operands[0].meta["val"]
             factor: Any = node.kwargs.get("capacity_factor")

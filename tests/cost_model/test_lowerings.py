@@ -81,3 +81,23 @@ def test_every_choice_divides_the_work_once(choice: str) -> None:
     # Sharded tokens leave every rank all the weights to read.
     assert whole.forward_s / 8.5 < part.forward_s < whole.forward_s / 5
     assert rule.flops == 2 * BATCH * SEQ * TOP_K * HIDDEN * 3 * INNER
+
+
+@pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 2), (0.1, 3)])
+def test_split_classes_gather_two_numbers_a_token_and_three_with_label_smoothing(
+    smoothing: float, numbers: int
+) -> None:
+    mesh, classes = Mesh.of(tp=4), 1000
+    node = call(
+        composite.cross_entropy,
+        (BATCH, SEQ, classes),
+        (BATCH, SEQ),
+        ints=(1,),
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    rule = rule_for(node)
+    (choice,) = (factor for factor, name in rule.lowered.items() if name == "cross_entropy")
+    fabric = Fabric(CLUSTER, mesh)
+    found = lowering_time(node, rule, (choice,), fabric)
+    assert found == OpTime(fabric.time(Collective.ALL_GATHER, 4 * numbers * BATCH * SEQ * 4, 0))
