@@ -111,7 +111,8 @@ class _Proof:
             if name is None or layout is None:
                 raise Mistyped(f"the last stage does not give {node.name}")
             term = self.stages.typer.terms.of[node]
-            self._claim(environment, name, term, (in_time, *layout), f"output {name}", seed=True)
+            over_time = in_time if self.mesh.sizes[TIME] > 1 else Replicate()
+            self._claim(environment, name, term, (over_time, *layout), f"output {name}", seed=True)
 
     def _check_updates(self, environments: Sequence[Environment]) -> None:
         """Every buffer that the model writes is written once, whole on every rank."""
