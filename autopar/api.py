@@ -30,6 +30,7 @@ from autopar.local_cluster import local_cluster
 from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
+from autopar.passes.verify.placements import verify_placements
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import ensure_process_group, this_device
@@ -237,7 +238,9 @@ class _Request:
             analysis = known[0] if known else Analysis.of(captured, plan.expert_capacity)
             placed = place(analysis, plan)
             modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, placed)
-            return modes, partition(placed, outputs="loss" if captured.has_loss else "model")
+            programs = partition(placed, outputs="loss" if captured.has_loss else "model")
+            verify_placements(placed.captured, programs, plan)
+            return modes, programs
 
         modes, programs = agree(partitioned)
         return Engine(

@@ -24,6 +24,7 @@ from autopar.ir.program import StageProgram
 from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
+from autopar.passes.verify.placements import verify_placements
 from autopar.runtime.variants import Results
 
 _WHOLE = True, frozenset[str]()
@@ -78,7 +79,9 @@ class Modes:
             analysis = Analysis.of(normalise(found, check=False), capacity)
             self.placed[training, absent] = place_like(analysis, trained)
         placed = self.placed[training, absent]
-        return placed.captured, partition(placed, outputs=results)
+        programs = partition(placed, outputs=results)
+        verify_placements(placed.captured, programs, placed.plan)
+        return placed.captured, programs
 
 
 def _without(inputs: Any, absent: frozenset[str]) -> Any:

@@ -38,6 +38,7 @@ import autopar.api
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import AutoparError, InfeasiblePlan, UnprovenProgram
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import PlacedModel, place_captured
 from autopar.ir.plan import Plan
 from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
@@ -86,7 +87,8 @@ def balanced(every: Sequence[Mutant], count: int, draw: random.Random) -> list[i
 
 def judge(captured: CapturedModel, case: Case, name: str, plan: Plan, count: int, draw: random.Random) -> list[Judged]:
     """``count`` mutants of one cell, accepted or refused. Those that cannot be made (no valid graph) are left out."""
-    programs = partition(captured, plan)
+    placed = place_captured(captured, plan)
+    captured, programs = placed.captured, partition(placed)
     verify_placements(captured, programs, plan)
     every = list(mutants(programs))
     found = []
@@ -130,11 +132,10 @@ def _worker(rank: int, model: str, plan: Plan, numbers: Sequence[int], folder: s
 
 
 def _train_mutant(case: Case, plan: Plan, number: int) -> Trace:
-    def mutated(captured: CapturedModel, made_for: Plan, **options: object) -> object:
-        every = list(mutants(partition(captured, made_for)))
-        return every[number].make()
+    def mutated(placed: PlacedModel, **options: object) -> object:
+        return list(mutants(partition(placed)))[number].make()
 
-    with patch.object(autopar.api, "partition", mutated):
+    with patch.object(autopar.api, "partition", mutated), patch.object(autopar.api, "verify_placements"):
         return train_parallel(case, plan.num_ranks, {"plan": plan}, ONE)[0]
 
 

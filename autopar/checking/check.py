@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from autopar.checking.matching import mismatch
+from autopar.checking.proof import ProvedRanks, prove_ranks
 from autopar.checking.ranks import Programs, RankTrace, run_ranks
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import GIB
@@ -36,9 +37,13 @@ class CheckedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a check found. problems: in words; empty if there is nothing wrong. budget_bytes: of a device."""
+    """What a check found. problems: in words; empty if there is nothing wrong. budget_bytes: of a device.
+
+    ranks: those that were run. proved: all ranks of the plan, by the programs that they run.
+    """
 
     ranks: tuple[CheckedRank, ...]
+    proved: tuple[ProvedRanks, ...]
     budget_bytes: float
     problems: tuple[str, ...]
 
@@ -67,9 +72,13 @@ def check_plan(
     size = plan.stage_mesh.size
     chosen = sorted({*(rank * size for rank in range(plan.num_pipeline_ranks)), *ranks})
     progress("partitioning")
-    made = partition(place_captured(captured, plan))
+    placed = place_captured(captured, plan)
+    made = partition(placed)
+    programs = programs or (lambda rank: made)
+    progress("proving the programs of all ranks")
+    proved = prove_ranks(placed.captured, plan, programs)
     progress(f"running {len(chosen)} of {plan.num_ranks} ranks on fake tensors")
-    traces = run_ranks(build, captured, plan, programs or (lambda rank: made), chosen)
+    traces = run_ranks(build, captured, plan, programs, chosen)
     memory = predict_plan(captured, cluster, plan).memory
     found = tuple(
         CheckedRank(
@@ -81,7 +90,12 @@ def check_plan(
         for trace in traces
     )
     budget = float(cluster.device.usable_bytes)
-    problems = []
+    problems = [
+        f"the programs of {len(own.ranks):,} of {plan.num_ranks:,} ranks (rank {own.ranks[0]} is the first) are not "
+        f"proved: {own.problem}"
+        for own in proved
+        if own.problem is not None
+    ]
     unmatched = mismatch(traces, plan)
     if unmatched is not None:
         problems.append(f"communications do not fit together: {unmatched}")
@@ -92,4 +106,4 @@ def check_plan(
         for own in found
         if own.peak_bytes > budget
     ]
-    return Checked(ranks=found, budget_bytes=budget, problems=tuple(problems))
+    return Checked(ranks=found, proved=proved, budget_bytes=budget, problems=tuple(problems))

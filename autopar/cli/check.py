@@ -60,6 +60,7 @@ def _summary(checked: Checked) -> dict[str, Any]:
     return {
         "agree_and_fit": not checked.problems,
         "problems": list(checked.problems),
+        "proved_ranks": _num_proved(checked),
         "budget_bytes": checked.budget_bytes,
         "ranks": [
             {
@@ -73,6 +74,11 @@ def _summary(checked: Checked) -> dict[str, Any]:
             for own in checked.ranks
         ],
     }
+
+
+def _num_proved(checked: Checked) -> int:
+    """Ranks whose programs are proved to compute the loss and the gradients of the model."""
+    return sum(len(own.ranks) for own in checked.proved if own.problem is None)
 
 
 def _predicted_bytes(own: CheckedRank) -> float:
@@ -95,6 +101,12 @@ def _print(checked: Checked, plan: Plan) -> None:
             gib(own.trace.persistent_bytes),
         )
     console.print(table)
+    stages = f"{plan.num_stages} stages" if plan.num_stages > 1 else "one stage"
+    console.print(
+        f"proved: the programs of {_num_proved(checked):,} of {plan.num_ranks:,} ranks ({stages}) compute the loss and "
+        "every gradient of the model",
+        soft_wrap=True,
+    )
     for problem in checked.problems:
         console.print(f"[bold red]problem[/]: {escape(problem)}", soft_wrap=True)
     if not checked.problems:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.analysis.limit_experts import limit_experts
 from autopar.ir.errors import UnprovenProgram
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh
@@ -26,24 +25,23 @@ from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram, TensorSpec
 from autopar.passes.verify.gradients import type_gradients
 from autopar.passes.verify.parameters import check_layouts
+from autopar.passes.verify.schedule import verify_schedule
 from autopar.passes.verify.stages import Environment, StageTyper, Unplaced
 from autopar.passes.verify.terms import Term
 from autopar.passes.verify.types import TIME, WHOLE, Mistyped, Type, timed
 from autopar.passes.verify.values import Value
 
 
-def verify_placements(
-    captured: CapturedModel, programs: Sequence[StageProgram], plan: Plan, *, drops_tokens: bool = True
-) -> None:
-    """Prove that ``programs``, one for each stage of ``plan``, train ``captured``; linear in the programs.
+def verify_placements(captured: CapturedModel, programs: Sequence[StageProgram], plan: Plan) -> None:
+    """Prove that ``programs``, one for each stage of ``plan``, compute ``captured`` and its gradients, to their end.
 
-    drops_tokens: the experts of the programs are limited by ``plan.expert_capacity``, as those that train are.
+    captured: on global shapes, what the programs have to equal: the model of which they were made, its experts limited
+    where ``plan.expert_capacity`` limits them. Linear in the programs and in the actions of the schedule.
     Raises UnprovenProgram, naming the op, what placement was expected and which it has. That is a defect of autopar.
     """
-    if drops_tokens:
-        captured = limit_experts(captured, plan.expert_capacity)
     try:
         _Proof(captured, programs, plan).run()
+        verify_schedule(plan.pipelining)
     except (Unplaced, Mistyped) as error:
         raise UnprovenProgram(
             f"{captured.name}: the partitioned program is not proved to train the model.\n  {error}\n"

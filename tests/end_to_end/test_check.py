@@ -112,8 +112,10 @@ def without_a_collective(programs: Sequence[StageProgram]) -> Sequence[StageProg
 def test_a_missing_collective_among_1024_ranks_is_found(source: ModelFile) -> None:
     checked, seconds = check_large(source, tamper=without_a_collective)
     assert seconds < 60
-    (problem,) = checked.problems
+    unproved, problem = checked.problems
     assert "communications do not fit together" in problem and "rank 515" in problem and "rank 512" in problem
+    assert "1 of 1,024 ranks (rank 515 is the first) are not proved" in unproved and "Partial()" in unproved
+    assert sorted(len(own.ranks) for own in checked.proved) == [1, 1023]
 
 
 def test_1024_ranks_agree(source: ModelFile) -> None:
@@ -177,10 +179,12 @@ def test_the_command(
         return left.value.code or 0
 
     assert autopar("--ranks", "3") == 0
-    assert "agree" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "agree" in said and "proved: the programs of 4 of 4 ranks" in said
     assert autopar("--ranks", "3", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["agree_and_fit"] is True and found["problems"] == []
+    assert found["proved_ranks"] == 4
     assert {"rank": 3, "stages": [0]}.items() <= found["ranks"][-1].items()
     assert 0 < found["ranks"][0]["peak_bytes"] < found["budget_bytes"]
     assert autopar("--ranks", "4") == 2
