@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,13 +45,14 @@ from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
 from autopar.search.api import search_captured
 from tests.passes.verify.mutations import Mutant, mutants
+from tests.patience import Patience
 
 MODELS = "gpt2,llama,t5,mixtral,deepseek_v3,gemma2,vit,mlp"
 CHOSEN = "dp2 tp2;tp2 sp;cp2;zero1;tp2 pp2;ep2"
 OTHERWISE = "dp2 pp2"  # of models without experts, instead of a plan with some
 ONE = Steps(sgd=1, adamw=0, compared=(0,))
-# Seconds without a result after which ranks wait for each other for ever.
-PATIENCE_S = 60.0
+# Seconds in which ranks that do nothing wait for each other for ever, and seconds of CPU time that are enough for all.
+IDLE_S, LIMIT_S = 30.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def execute(model: str, plan: Plan, numbers: Sequence[int]) -> dict[int, str]:
             context = mp.start_processes(
                 _worker, args=(model, plan, left, folder), nprocs=plan.num_ranks, join=False, start_method="spawn"
             )
-            _wait(context, Path(folder))
+            _wait(context)
             for path in sorted(Path(folder).glob("rank*.jsonl")):
                 for line in map(json.loads, path.read_text().splitlines()):
                     found[line["number"]] = found.get(line["number"]) or line["changed"]
@@ -165,15 +165,12 @@ def execute(model: str, plan: Plan, numbers: Sequence[int]) -> dict[int, str]:
     return found
 
 
-def _wait(context: mp.ProcessContext, folder: Path) -> None:
-    """Until all ranks have ended; those that have had no result for ``PATIENCE_S`` are killed."""
-    size, since = -1, time.monotonic()
+def _wait(context: mp.ProcessContext) -> None:
+    """Until all ranks have ended; those that wait for each other are killed."""
+    patience = Patience([process.pid or 0 for process in context.processes], idle_s=IDLE_S, limit_s=LIMIT_S)
     try:
-        while not context.join(timeout=1.0):
-            now = sum(path.stat().st_size for path in folder.glob("rank*.jsonl"))
-            if now != size:
-                size, since = now, time.monotonic()
-            if time.monotonic() - since > PATIENCE_S:
+        while not context.join(timeout=patience.pause_s):
+            if patience.lost() is not None:
                 break
     except (mp.ProcessExitedException, mp.ProcessRaisedException):
         pass
