@@ -38,7 +38,10 @@ def with_communication(
 
 
 class Stage(PipelineStage):
-    """A stage that says what it will receive for each microbatch; the base class keeps memory for all of them."""
+    """A stage that says what it will receive for each microbatch; the base class keeps memory for all of them.
+
+    torch 2.11 does not ask: there it keeps that memory.
+    """
 
     def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
         """What is known of the tensors that one microbatch receives, for each of ``count``."""

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
+from torch.fx import proxy
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.proxy import _register_stack_trace_anchor
 from torch.nn.modules import module as modules
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import _pytree as pytree
@@ -195,8 +195,12 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 
 
 def keep_lines_of(function: Callable[..., Any]) -> None:
-    """Have traces keep source lines in ``function``, as they do for functions that are called forward."""
-    _register_stack_trace_anchor(function)
+    """Have traces keep source lines in ``function``, as they do for functions that are called forward.
+
+    torch 2.11 has no way to: a message then names the line of forward that called the function.
+    """
+    if hasattr(proxy, "_register_stack_trace_anchor"):
+        proxy._register_stack_trace_anchor(function)
 
 
 CONTROL_FLOW_FILES = ("_higher_order_ops/while_loop.py", "_higher_order_ops/cond.py")
