@@ -93,7 +93,7 @@ def main() -> int:
     for text in options.meshes.split(","):
         sizes = [int(size) for size in text.split("x")]
         cluster = make_cluster("h100-sxm", int(torch.tensor(sizes).prod()), 8)
-        solver = Solver(load=load, cluster=cluster, budget_bytes=0.94 * cluster.device.usable_bytes)
+        solver = Solver(workload=load, cluster=cluster, budget_bytes=0.94 * cluster.device.usable_bytes)
         # What all problems of a cluster have in common is there after the first.
         problems(solver, sizes)
         plain, priced = problems(solver, sizes)

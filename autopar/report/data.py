@@ -53,7 +53,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "axes": axes(plan, catalogued(plan) if study is None else study.cluster),
         "divided": {}
         if study is None
-        else divided_data(divided_by_axes(study.load.captured, plan, workload=study.load)),
+        else divided_data(divided_by_axes(study.workload.captured, plan, workload=study.workload)),
         "picture": cluster_picture(plan),
         "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],

@@ -21,14 +21,14 @@ def plain_listing(block: BlockPlan) -> list[Row]:
 
 def listings(study: Study) -> list[list[Row]]:
     """Of every distinct block, in the plan's order."""
-    load, plan = study.load, study.plan
+    workload, plan = study.workload, study.plan
     found: list[list[Row]] = []
     moved = list(communications(study.pricing, study.leaders))
-    for block, index in zip(plan.blocks, first_instances(load.folding), strict=True):
-        place = {node: number for number, node in enumerate(load.folding.blocks[index].nodes)}
+    for block, index in zip(plan.blocks, first_instances(workload.folding), strict=True):
+        place = {node: number for number, node in enumerate(workload.folding.blocks[index].nodes)}
         rows: list[tuple[float, Row]] = []
         for node, number in place.items():
-            key = load.folding.key[node]
+            key = workload.folding.key[node]
             if key in block.ops:
                 rows.append((number, _op(key, block.ops[key], block.ops)))
         for one in moved:

@@ -35,7 +35,7 @@ class Study:
     variations: tuple[Variation, ...] = ()
 
     @property
-    def load(self) -> Workload:
+    def workload(self) -> Workload:
         return self.pricing.workload
 
     @property
@@ -73,6 +73,6 @@ def study_found(
 ) -> Study:
     """A plan that was just found. vary: search the best plans of other networks, memories and batches too."""
     result = planned.result
-    load = result.workload
-    study = study_plan(load.captured, result.cluster, result.plan, workload=load)
+    workload = result.workload
+    study = study_plan(workload.captured, result.cluster, result.plan, workload=workload)
     return replace(study, planned=planned, variations=variations(planned, progress=progress) if vary else ())

@@ -47,21 +47,21 @@ def search_captured(
     start = time.perf_counter()
     constraints = constraints or Constraints()
     constraints.check(cluster.num_gpus, captured.batch_size)
-    load = workload
-    if load is None or constraints.expert_capacity is not None:
-        load = Workload.of(captured, constraints.precision, constraints.expert_capacity)
-    _check_microbatches(load, constraints)
-    _check_experts(load, constraints)
-    _check_expert_load(load, constraints)
-    check_annotations(load, constraints)
+    workload = workload
+    if workload is None or constraints.expert_capacity is not None:
+        workload = Workload.of(captured, constraints.precision, constraints.expert_capacity)
+    _check_microbatches(workload, constraints)
+    _check_experts(workload, constraints)
+    _check_expert_load(workload, constraints)
+    check_annotations(workload, constraints)
     axes = constraints.pinned_axes() if constraints.axes is None else constraints.axes
-    check_forbidden(load, constraints.forbidden, tuple(axis.name for axis in axes))
+    check_forbidden(workload, constraints.forbidden, tuple(axis.name for axis in axes))
     solver = Solver(
-        load=load,
+        workload=workload,
         cluster=cluster,
         budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
-        balanced=_balanced(load, constraints),
+        balanced=_balanced(workload, constraints),
         loads=constraints.expert_load,
     )
     tried: list[tuple[Configuration, Inner]] = []
@@ -92,7 +92,7 @@ def search_captured(
         baselines=_baselines(outer),
         interrupted=outer.interrupted,
         candidates=tuple(outer.candidates),
-        workload=load,
+        workload=workload,
         cluster=cluster,
         constraints=constraints,
     )
@@ -154,9 +154,11 @@ def priced_plan(
     captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
 ) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
     """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
-    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
-    solver = Solver(load=load, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag")
-    leaders = leaders_of(load.analysis, plan)
+    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+    solver = Solver(
+        workload=workload, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag"
+    )
+    leaders = leaders_of(workload.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,
         mesh=plan.stage_mesh,
@@ -169,7 +171,7 @@ def priced_plan(
     )
     plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)
     if plan.zero:
-        data_axes = data_axes_of(plain, leaders[load.clusters.inputs.index])
+        data_axes = data_axes_of(plain, leaders[workload.clusters.inputs.index])
         if plan.shard_axes is not None:
             data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)
@@ -195,53 +197,54 @@ def priced_plan(
     return pricing, leaders, stages
 
 
-def _check_microbatches(load: Workload, constraints: Constraints) -> None:
+def _check_microbatches(workload: Workload, constraints: Constraints) -> None:
     count = constraints.num_microbatches
-    if count is not None and count > 1 and load.analysis.obstacle is not None:
+    if count is not None and count > 1 and workload.analysis.obstacle is not None:
         raise InfeasiblePlan(
-            f"the batch cannot be cut into {count} microbatches: {load.analysis.obstacle}\n  try: --num-microbatches 1"
+            f"the batch cannot be cut into {count} microbatches: {workload.analysis.obstacle}\n"
+            "  try: --num-microbatches 1"
         )
 
 
-def _check_experts(load: Workload, constraints: Constraints) -> None:
+def _check_experts(workload: Workload, constraints: Constraints) -> None:
     degree = constraints.degree("ep") or 1
     if degree == 1:
         return
-    counts = {load.rule(node).sizes[factor] for node, own in load.expert_factors.items() for factor in own}
+    counts = {workload.rule(node).sizes[factor] for node, own in workload.expert_factors.items() for factor in own}
     if not counts:
-        raise InfeasiblePlan(f"ep={degree}: {load.captured.name} has no experts to divide.\n  try: --ep 1")
+        raise InfeasiblePlan(f"ep={degree}: {workload.captured.name} has no experts to divide.\n  try: --ep 1")
     if all(count % degree for count in counts):
         raise InfeasiblePlan(
             f"ep={degree} does not divide the {' or '.join(map(str, sorted(counts)))} experts of a layer of "
-            f"{load.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
+            f"{workload.captured.name}.\n  try: --ep {gcd(degree, *counts)}"
         )
 
 
-def _check_expert_load(load: Workload, constraints: Constraints) -> None:
+def _check_expert_load(workload: Workload, constraints: Constraints) -> None:
     given = {len(rows) for rows in constraints.expert_load}
-    if not given <= load.experts:
-        found, has = (" and ".join(map(str, sorted(counts))) or "no" for counts in (given, load.experts))
+    if not given <= workload.experts:
+        found, has = (" and ".join(map(str, sorted(counts))) or "no" for counts in (given, workload.experts))
         raise InfeasiblePlan(
-            f"expert_load has layers of {found} experts; those of {load.captured.name} have {has} experts.\n"
+            f"expert_load has layers of {found} experts; those of {workload.captured.name} have {has} experts.\n"
             "  try: what expert_load() of this model counted"
         )
 
 
-def _balanced(load: Workload, constraints: Constraints) -> bool:
+def _balanced(workload: Workload, constraints: Constraints) -> bool:
     """Whether sequences that ranks share are folded. They are where they can be, unless asked otherwise."""
     if constraints.sequence_layout == "contiguous":
         return False
-    obstacle = load.analysis.zigzag.obstacle
+    obstacle = workload.analysis.zigzag.obstacle
     if obstacle is not None and constraints.sequence_layout == "zigzag":
         raise InfeasiblePlan(
-            f"{load.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
+            f"{workload.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
             "  try: --sequence-layout contiguous"
         )
     degree = constraints.degree("cp") or 1
-    if constraints.sequence_layout == "zigzag" and degree > 1 and not load.analysis.zigzag.divides(degree):
+    if constraints.sequence_layout == "zigzag" and degree > 1 and not workload.analysis.zigzag.divides(degree):
         raise InfeasiblePlan(
-            f"a sequence of {load.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: each rank takes "
-            f"two equal chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
+            f"a sequence of {workload.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: each rank "
+            f"takes two equal chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
             "--sequence-layout contiguous"
         )
     return obstacle is None

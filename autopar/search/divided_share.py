@@ -81,60 +81,62 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     (``tp``), the factors of its matrix, if the op reads a parameter that is one. workload: the analysis of
     ``captured``, if it is there already. Raises KeyError for an axis that the plan does not have.
     """
-    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
     mesh = mesh_like(plan)
     place = list(plan.mesh).index(axis) if axis in plan.mesh else _unknown(axis, plan)
-    rules = Rules(choices=Choices(load), mesh=mesh, constraints=constraints_like(plan))
+    rules = Rules(choices=Choices(workload), mesh=mesh, constraints=constraints_like(plan))
     role = role_of_axis(axis)
     divided = total = 0.0
     whole: list[WholeOp] = []
-    for node, assignment in spread(load.analysis, leaders_of(load.analysis, plan)).items():
-        if not _multiplies(load, node) or (role == "ep" and node not in load.expert_factors):
+    for node, assignment in spread(workload.analysis, leaders_of(workload.analysis, plan)).items():
+        if not _multiplies(workload, node) or (role == "ep" and node not in workload.expert_factors):
             continue
-        flops, wanted = _PASSES * load.rule(node).flops * load.repeats[node], _wanted(load, node, role)
+        flops, wanted = _PASSES * workload.rule(node).flops * workload.repeats[node], _wanted(workload, node, role)
         total += flops
         if not wanted.isdisjoint(factors_of_choice(assignment[place])):
             divided += flops
         else:
             reason = _reason(rules, node, place, wanted)
-            whole.append(WholeOp(name=name_of(load, node), repeats=load.repeats[node], flops=flops, reason=reason))
+            whole.append(
+                WholeOp(name=name_of(workload, node), repeats=workload.repeats[node], flops=flops, reason=reason)
+            )
     whole.sort(key=lambda op: -op.flops)
     return DividedFlops(axis=axis, size=plan.mesh[axis], divided=divided, total=total, whole=tuple(whole))
 
 
 def divided_by_axes(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
     """``divided_flops`` of every axis of ``plan`` for tensors or experts that has several ranks."""
-    load = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
     axes = [name for name, size in plan.mesh.items() if size > 1 and role_of_axis(name) in ("tp", "ep")]
-    return [divided_flops(captured, plan, axis, workload=load) for axis in axes]
+    return [divided_flops(captured, plan, axis, workload=workload) for axis in axes]
 
 
 def _unknown(axis: str, plan: Plan) -> int:
     raise KeyError(f"the plan has no mesh axis {axis!r}, but {', '.join(plan.mesh) or 'none'}")
 
 
-def _multiplies(load: Workload, node: fx.Node) -> bool:
+def _multiplies(workload: Workload, node: fx.Node) -> bool:
     """Whether an op counts as work: a product, a scan, or an op that is only known by what it costs."""
-    rule = load.rule(node)
+    rule = workload.rule(node)
     return bool(rule.flops) and (is_contraction(node, rule) or is_scan(node) or known_rule(call_of(node)) is None)
 
 
-def _wanted(load: Workload, node: fx.Node, role: str) -> frozenset[str]:
+def _wanted(workload: Workload, node: fx.Node, role: str) -> frozenset[str]:
     """The factors of an op that an axis of a role is there to divide."""
     if role == "ep":
-        return load.expert_factors[node]
-    return (load.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(load.rule(node).sizes)
+        return workload.expert_factors[node]
+    return (workload.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(workload.rule(node).sizes)
 
 
 def _reason(rules: Rules, node: fx.Node, place: int, wanted: frozenset[str]) -> str:
     """Why none of the ``wanted`` factors of an op is on an axis."""
-    load, group, size = rules.load, rules.load.cluster_of(node), rules.mesh.sizes[place]
-    rule = load.rule(node)
+    workload, group, size = rules.workload, rules.workload.cluster_of(node), rules.mesh.sizes[place]
+    rule = workload.rule(node)
     if known_rule(call_of(node)) is None:
         return "no rule says how to divide it"
     if group.leader is None:
         return "it is computed ahead of all blocks"
-    batch = load.roles.batch.get(node)
+    batch = workload.roles.batch.get(node)
     factors = {
         choice: own
         for choice in group.choices

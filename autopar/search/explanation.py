@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.analysis.op_clusters import Cluster as OpCluster
+from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Prediction
@@ -94,10 +94,10 @@ def explain_op(
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Explanation:
     """Explain the op ``name`` of ``plan`` with the ``count`` next best placements. Raises InvalidInput."""
-    load = Workload.of(captured, plan.precision, plan.expert_capacity)
-    block, op, node = _find(load, name)
-    group = load.cluster_of(node)
-    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=load)
+    workload = Workload.of(captured, plan.precision, plan.expert_capacity)
+    block, op, node = _find(workload, name)
+    group = workload.cluster_of(node)
+    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
     predicted = predict(pricing, leaders, evaluate_stages(pricing, leaders, stages), stages, plan.pipelining)
     plan = plan.model_copy(update={"prediction": prediction_of(pricing, predicted)})
     time = sum((pricing.op(member, group.assignment(member, leaders[group.index])) for member in group.members), ZERO)
@@ -109,12 +109,12 @@ def explain_op(
         progress(f"what if not {', '.join(str(one).rpartition(': ')[2] for one in forbidden)}")
         try:
             own = replace(constraints, forbidden=tuple(forbidden_like(plan, one) for one in forbidden))
-            found = with_axes_of(search_captured(captured, cluster, own, workload=load).plan, plan)
+            found = with_axes_of(search_captured(captured, cluster, own, workload=workload).plan, plan)
         except InfeasiblePlan as error:
             alternatives.append(Alternative(placement=(), plan=None, reason=str(error)))
             break
         other = _placement(found, block, op)
-        faster = _faster_with(captured, cluster, plan, found, load)
+        faster = _faster_with(captured, cluster, plan, found, workload)
         alternatives.append(Alternative(placement=other, plan=found, faster_with=faster))
         forbidden.append(Forbidden(pattern=f"{block}/{op}", placement=other))
     members = set(group.members)
@@ -123,7 +123,7 @@ def explain_op(
         block=block,
         op=op,
         placement=placement,
-        followers=tuple(load.folding.key.get(member, member.name) for member in group.members[1:]),
+        followers=tuple(workload.folding.key.get(member, member.name) for member in group.members[1:]),
         factors=tuple(choice for choice in group.choices if choice is not None),
         excluded=_excluded(plan, pricing, group, constraints),
         time=time,
@@ -135,12 +135,12 @@ def explain_op(
     )
 
 
-def _find(load: Workload, name: str) -> tuple[str, str, fx.Node]:
+def _find(workload: Workload, name: str) -> tuple[str, str, fx.Node]:
     """(block, op, node) that ``name`` means, as ``OP`` or ``BLOCK/OP``. Raises InvalidInput for none or several."""
-    nodes = named_ops(load, name)
-    found = [(block, op, node) for block, op, node in deciding_ops(load) if node in nodes]
+    nodes = named_ops(workload, name)
+    found = [(block, op, node) for block, op, node in deciding_ops(workload) if node in nodes]
     if not found:
-        raise InvalidInput(unknown_op(load, name))
+        raise InvalidInput(unknown_op(workload, name))
     if len(found) > 1:
         names = ", ".join(f"{block}/{op}" for block, op, _ in found[:8])
         raise InvalidInput(
@@ -169,11 +169,13 @@ def _placement(plan: Plan, block: str, op: str) -> tuple[tuple[str, str | None],
     return tuple((axis, axes.get(axis)) for axis, size in plan.mesh.items() if size > 1)
 
 
-def _faster_with(captured: CapturedModel, cluster: Cluster, plan: Plan, other: Plan, load: Workload) -> float | None:
+def _faster_with(
+    captured: CapturedModel, cluster: Cluster, plan: Plan, other: Plan, workload: Workload
+) -> float | None:
     """The first of the speeds of the network at which ``other`` would be faster than ``plan``."""
     for speed in _SPEEDS:
         there = cluster.with_network(speed)
-        now, then = (predict_plan(captured, there, each, workload=load).step_time_s for each in (plan, other))
+        now, then = (predict_plan(captured, there, each, workload=workload).step_time_s for each in (plan, other))
         if then < now:
             return speed
     return None

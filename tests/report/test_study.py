@@ -139,8 +139,8 @@ def test_a_variation_that_does_not_fit_says_why() -> None:
 
 def test_a_plan_from_a_file_is_studied_with_its_model() -> None:
     plan = Plan.from_yaml(pipelined().plan.to_yaml()).model_copy(update={"prediction": None})
-    load = pipelined().load
-    study = study_plan(load.captured, pipelined().cluster, plan)
+    workload = pipelined().workload
+    study = study_plan(workload.captured, pipelined().cluster, plan)
     assert study.plan.prediction == pytest.approx(pipelined().plan.prediction)
     page = render(study.plan, study)
     assert "The step over time" in page and "What else was tried" not in page

@@ -45,7 +45,7 @@ def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: i
     state = 16 * sum(parameter.numel for parameter in captured.parameters.values())
     budget = room * (state + 4 * batch * seq * sum(widths))
     solver = Solver(
-        load=Workload.of(captured, "fp32"), cluster=make_cluster("a100-80gb", gpus, gpus), budget_bytes=budget
+        workload=Workload.of(captured, "fp32"), cluster=make_cluster("a100-80gb", gpus, gpus), budget_bytes=budget
     )
     return Outer(solver=solver, constraints=Constraints())
 

@@ -44,7 +44,7 @@ def with_whole_inputs() -> tuple[Solver, Candidate]:
         captured = normalise(capture(Tagger(1024), (tokens, tokens.clone())))
     cluster = make_cluster("a100-80gb", 8)
     load = Workload.of(captured, "bf16")
-    solver = Solver(load=load, cluster=cluster, budget_bytes=cluster.device.usable_bytes)
+    solver = Solver(workload=load, cluster=cluster, budget_bytes=cluster.device.usable_bytes)
     found = Outer(solver=solver, constraints=Constraints(precision="bf16")).run()
     assert found is not None
     leaders = list(found.leaders)

@@ -13,7 +13,7 @@ from autopar.ir.analysis.blocks import PRELUDE, Folding, fold
 from autopar.ir.analysis.derived_parameters import DerivedUses, find_derived
 from autopar.ir.analysis.gradient_flow import gradient_flow
 from autopar.ir.analysis.limit_experts import limit_experts
-from autopar.ir.analysis.op_clusters import Cluster, Clusters, cluster
+from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, cluster
 from autopar.ir.analysis.zigzag import FoldedSequence, find_folds
 from autopar.ir.graph import CapturedModel, source
 from autopar.ir.rule import FactorRule
@@ -30,7 +30,7 @@ class Analysis:
     captured: CapturedModel
     roles: Roles
     folding: Folding
-    clusters: Clusters
+    clusters: OpClusters
 
     @classmethod
     def of(cls, captured: CapturedModel, expert_capacity: float | None = None) -> Analysis:
@@ -51,8 +51,8 @@ class Analysis:
         """The op of the first block of its kind that stands for ``node``; ``node`` itself outside repeated blocks."""
         return self.folding.representative.get(node, node)
 
-    def cluster_of(self, node: fx.Node) -> Cluster:
-        """Cluster of a representative op or of a step input."""
+    def cluster_of(self, node: fx.Node) -> OpCluster:
+        """Op cluster of a representative op or of a step input."""
         return self.clusters.of.get(node, self.clusters.inputs)
 
     def block_of(self, node: fx.Node) -> int:

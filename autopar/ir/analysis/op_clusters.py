@@ -1,4 +1,4 @@
-"""Clusters: ops whose placement follows from that of one leading op.
+"""Op clusters: ops whose placement follows from that of one leading op.
 
 A view of a tensor, a pointwise op after one operand, a rotary embedding of a query: wherever their operand
 goes they can go too, at no cost, so they need no decision of their own. A cluster is a leader and its
@@ -29,7 +29,7 @@ BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class OpCluster:
     """A leader and the ops that follow it.
 
     leader: None for the cluster of the step inputs and the prelude, whose choices are None and ``"batch"``.
@@ -53,19 +53,19 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clusters:
-    """Clusters of the prelude and of the first instance of every distinct block.
+class OpClusters:
+    """Op clusters of the prelude and of the first instance of every distinct block.
 
     of: the cluster of each of their ops.
     input_dims: step input placeholder -> its batch dimension, None if it has none.
     """
 
-    clusters: tuple[Cluster, ...]
-    of: Mapping[fx.Node, Cluster]
+    clusters: tuple[OpCluster, ...]
+    of: Mapping[fx.Node, OpCluster]
     input_dims: Mapping[fx.Node, int | None]
 
     @property
-    def inputs(self) -> Cluster:
+    def inputs(self) -> OpCluster:
         """The cluster of the step inputs and the prelude."""
         return self.clusters[0]
 
@@ -75,7 +75,7 @@ class Clusters:
         return Shard(dim) if choice == BATCH and dim is not None else Replicate()
 
 
-def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = None) -> Clusters:
+def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = None) -> OpClusters:
     """Group the ops of the prelude and of one instance of every distinct block.
 
     Linear in the number of ops. Leaders appear in execution order.
@@ -101,9 +101,9 @@ def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = Non
             of[node] = draft
     prelude = _prelude_cluster(folding, roles)
     clusters = [prelude]
-    final: dict[fx.Node, Cluster] = dict.fromkeys(prelude.members, prelude)
+    final: dict[fx.Node, OpCluster] = dict.fromkeys(prelude.members, prelude)
     for number, draft in enumerate(drafts, start=1):
-        made = Cluster(
+        made = OpCluster(
             index=number,
             leader=draft.leader,
             members=tuple(draft.members),
@@ -114,7 +114,7 @@ def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = Non
         final.update((node, made) for node in made.members)
     placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     input_dims = {placeholders[name]: step.batch_dim for name, step in captured.inputs.items()}
-    return Clusters(clusters=tuple(clusters), of=final, input_dims=input_dims)
+    return OpClusters(clusters=tuple(clusters), of=final, input_dims=input_dims)
 
 
 def first_instances(folding: Folding) -> list[int]:
@@ -191,13 +191,13 @@ def _has_loops_of_its_own(rule: FactorRule, mains: set[int]) -> bool:
     )
 
 
-def _prelude_cluster(folding: Folding, roles: Roles) -> Cluster:
+def _prelude_cluster(folding: Folding, roles: Roles) -> OpCluster:
     nodes = tuple(n for n in folding.prelude if n.target is not operator.getitem)
     with_batch: dict[fx.Node, Choice] = {}
     for node in nodes:
         factor = roles.batch.get(node)
         with_batch[node] = factor if factor in rule_for(node).shardable() else None
-    return Cluster(
+    return OpCluster(
         index=0,
         leader=None,
         members=nodes,

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import Folding
-from autopar.ir.analysis.op_clusters import BATCH, Cluster, Clusters, first_instances
+from autopar.ir.analysis.op_clusters import BATCH, OpCluster, OpClusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh
@@ -108,7 +108,7 @@ def _listing(names: list[str], repeats: list[int]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in zip(names, repeats, strict=True))
 
 
-def _check_sizes(group: Cluster, leader: Assignment, mesh: Mesh, what: str) -> None:
+def _check_sizes(group: OpCluster, leader: Assignment, mesh: Mesh, what: str) -> None:
     """Check that the sizes of every member divide."""
     for member in group.members:
         own = group.assignment(member, leader)
@@ -124,10 +124,10 @@ def _check_sizes(group: Cluster, leader: Assignment, mesh: Mesh, what: str) -> N
 
 def _check_keys(
     stated: BlockPlan,
-    leaders: dict[str, Cluster],
+    leaders: dict[str, OpCluster],
     folding: Folding,
     nodes: tuple[fx.Node, ...],
-    clusters: Clusters,
+    clusters: OpClusters,
 ) -> None:
     every = {folding.key[node]: node for node in nodes}
     for key in stated.ops:

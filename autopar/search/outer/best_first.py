@@ -133,7 +133,7 @@ class Outer:
     is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_small = self.solver.load.num_blocks * self.solver.cluster.num_gpus <= SMALL_SPACE
+        self.is_small = self.solver.workload.num_blocks * self.solver.cluster.num_gpus <= SMALL_SPACE
         self.space = Space(solver=self.solver, constraints=self.constraints, offload=self.offload)
         self.bounds = Bounds(solver=self.solver, constraints=self.constraints, offload=self.offload)
 

@@ -97,7 +97,7 @@ class Solver:
     work: a measure of time that is the same on every machine.
     """
 
-    load: Workload
+    workload: Workload
     cluster: Cluster
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
@@ -115,15 +115,15 @@ class Solver:
     _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ops = OpPrices(self.load, self.cluster, self.balanced, self.loads)
+        self.ops = OpPrices(self.workload, self.cluster, self.balanced, self.loads)
         self.floor = Floor.of(self.ops)
-        self.choices = Choices(self.load)
+        self.choices = Choices(self.workload)
         self.ahead = Ahead(self._solve, self._solve_ahead)
 
     @property
     def least_state_bytes(self) -> float:
         """State of the model perfectly divided over all ranks."""
-        share = self.load.trainable_numel / self.cluster.num_gpus
+        share = self.workload.trainable_numel / self.cluster.num_gpus
         return state_memory(share, zero=0, data_size=1, precision="fp32").total
 
     def least_state_of(self, configuration: Configuration) -> float:
@@ -134,7 +134,7 @@ class Solver:
         dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
         tensor = prod(mesh.sizes[axis] for axis in dividing)
         return state_memory(
-            self.load.trainable_numel / (configuration.num_stages * tensor),
+            self.workload.trainable_numel / (configuration.num_stages * tensor),
             zero=configuration.zero,
             data_size=prod(mesh.sizes[axis] for axis in data),
             precision="fp32",
@@ -262,7 +262,7 @@ class Solver:
         return configuration.constraints.shapes(
             configuration.num_stages,
             configuration.num_microbatches,
-            self.load.num_blocks,
+            self.workload.num_blocks,
             configuration.zero,
             remat="none" not in self.levels,
         )
@@ -355,7 +355,7 @@ class Solver:
         key = (num_stages, count, constraints)
         if key not in self._room:
             remat = "none" not in self.levels
-            shapes = constraints.shapes(num_stages, count, self.load.num_blocks, remat=remat)
+            shapes = constraints.shapes(num_stages, count, self.workload.num_blocks, remat=remat)
             most = max(shapes[0].live()) if shapes else 1
             found = 0.0
             for shape in shapes:

@@ -80,10 +80,10 @@ class Kept:
 
     @classmethod
     def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
-        load, found = ops.workload, ops.workload.activations[kind]
-        repeats = load.folding.kinds[kind].repeats
-        contracts = [float(is_contraction(node, load.rule(node))) for node in nodes]
-        saved = [tensor for node in nodes for tensor in load.kept.get(node, ())]
+        workload, found = ops.workload, ops.workload.activations[kind]
+        repeats = workload.folding.kinds[kind].repeats
+        contracts = [float(is_contraction(node, workload.rule(node))) for node in nodes]
+        saved = [tensor for node in nodes for tensor in workload.kept.get(node, ())]
         fewer = [tensor for tensor in found.kept if tensor.node not in found.every_second]
         levels = saved, (*found.inputs, *found.kept), (*found.inputs, *fewer), found.inputs
         size = [[repeats * _distinct_bytes(tensors, batch) for tensors in levels] for batch in (True, False)]
@@ -143,20 +143,20 @@ class Floor:
 
     @classmethod
     def of(cls, ops: OpPrices) -> Floor:
-        load = ops.workload
+        workload = ops.workload
         passes, on_path = [], []
-        inside: list[list[fx.Node]] = [[] for _ in load.folding.kinds]
-        for node, repeats in load.repeats.items():
-            block = load.folding.block_of.get(node)
+        inside: list[list[fx.Node]] = [[] for _ in workload.folding.kinds]
+        for node, repeats in workload.repeats.items():
+            block = workload.folding.block_of.get(node)
             if block is None:
                 continue
-            inside[load.folding.blocks[block].kind].append(node)
+            inside[workload.folding.blocks[block].kind].append(node)
             cost = ops.cost(node)
             passes.append(_forward(cost, repeats))
             on_path.append(1.0)
             if not cost.free_backward:
                 passes.append(_row(cost, cost.backward_flops, True, repeats))
-                on_path.append(1.0 - load.weights_share(node))
+                on_path.append(1.0 - workload.weights_share(node))
         return cls(
             passes=Work.of(passes),
             on_path=np.array(on_path),

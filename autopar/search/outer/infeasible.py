@@ -18,12 +18,12 @@ GIB = float(1 << 30)
 
 def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Configuration, Inner]]) -> InfeasiblePlan:
     """The error for a search in which every one of ``tried`` was too large."""
-    load, cluster = solver.load, solver.cluster
+    workload, cluster = solver.workload, solver.cluster
     if not tried:
         return InfeasiblePlan(
             f"no configuration of {cluster.num_gpus} GPUs satisfies the constraints: {_stated(constraints)}.\n"
-            f"  the model has {_blocks(load)}, which bounds pp, and a global batch of "
-            f"{load.captured.batch_size}, which dp times the number of microbatches has to divide.\n"
+            f"  the model has {_blocks(workload)}, which bounds pp, and a global batch of "
+            f"{workload.captured.batch_size}, which dp times the number of microbatches has to divide.\n"
             "  try: fewer constraints"
         )
     need, configuration, inner = min(
@@ -47,11 +47,11 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     return InfeasiblePlan("\n".join(lines))
 
 
-def _blocks(load: Workload) -> str:
+def _blocks(workload: Workload) -> str:
     """How many blocks a model has, and which parts of it they are."""
-    kinds = [f"{kind.repeats} x {kind.name}" if kind.repeats > 1 else kind.name for kind in load.folding.kinds]
+    kinds = [f"{kind.repeats} x {kind.name}" if kind.repeats > 1 else kind.name for kind in workload.folding.kinds]
     which = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
-    return f"{load.num_blocks} block{'s' if load.num_blocks != 1 else ''} ({which})"
+    return f"{workload.num_blocks} block{'s' if workload.num_blocks != 1 else ''} ({which})"
 
 
 def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:
@@ -98,13 +98,13 @@ def _least_budget(solver: Solver, configuration: Configuration, inner: Inner) ->
 
 def _largest(configuration: Configuration, inner: Inner, blocks: range, count: int = 3) -> list[str]:
     """Lines on the parameters of a stage with the most state."""
-    load, pricing = inner.pricing.workload, inner.pricing
+    workload, pricing = inner.pricing.workload, inner.pricing
     found: dict[str, tuple[float, str]] = {}
-    for group in load.parameters:
+    for group in workload.parameters:
         for name, used in zip(group.names, group.blocks, strict=True):
             if any(block in blocks for block in used):
                 size = pricing.state(inner.priced.parameters[name]).total
-                found[load.captured.parameters[name].name] = (
+                found[workload.captured.parameters[name].name] = (
                     size,
                     _placement(inner.priced.storage[name].layout, configuration),
                 )

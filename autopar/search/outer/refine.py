@@ -122,16 +122,16 @@ def _on_device(solver: Solver, found: Candidate) -> Candidate:
 
 
 def _levels(solver: Solver, found: Candidate) -> Candidate:
-    load, zero = found.pricing.workload, found.pricing.zero
+    workload, zero = found.pricing.workload, found.pricing.zero
     options = [
         level for level in (1, 2, 3) if level < zero and not (level == 2 and found.pricing.num_microbatches == 1)
     ]
     if not options:
         return found
-    held = [0.0] * len(load.folding.kinds)
-    for group in load.parameters:
+    held = [0.0] * len(workload.folding.kinds)
+    for group in workload.parameters:
         for blocks in group.blocks:
-            held[load.folding.blocks[blocks[0]].kind] += group.numel
+            held[workload.folding.blocks[blocks[0]].kind] += group.numel
     kinds = sorted((kind for kind, numel in enumerate(held) if numel), key=lambda kind: -held[kind])[:MAX_KINDS]
 
     def at(levels: tuple[int, ...]) -> Candidate:

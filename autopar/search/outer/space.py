@@ -23,7 +23,7 @@ class Space:
 
     def nodes(self) -> Iterator[tuple[int, Mesh]]:
         """Pipeline degrees and stage meshes. Inside a node, free axes in another order are the same mesh."""
-        num_gpus, num_blocks = self.solver.cluster.num_gpus, self.solver.load.num_blocks
+        num_gpus, num_blocks = self.solver.cluster.num_gpus, self.solver.workload.num_blocks
         for num_stages in divisors(num_gpus) if self.constraints.pp is None else (self.constraints.pp,):
             if num_stages <= num_blocks and num_gpus % num_stages == 0:
                 for mesh in self.constraints.meshes(num_gpus // num_stages):
@@ -38,13 +38,13 @@ class Space:
 
     def microbatches(self, mesh: Mesh, constraints: Constraints) -> tuple[int, ...]:
         """Numbers of microbatches to consider, ascending."""
-        batch = self.solver.load.captured.batch_size
+        batch = self.solver.workload.captured.batch_size
         dividing = ("dp", "ep") if divides_experts_axes(batch, mesh, constraints) else ("dp",)
         pinned = 1
         for axis in mesh.axes:
             if role_of_axis(axis.name) in dividing:
                 pinned *= axis.size
-        if self.solver.load.analysis.obstacle is not None:
+        if self.solver.workload.analysis.obstacle is not None:
             options: tuple[int, ...] = (1,)
         elif constraints.num_microbatches is not None:
             options = (constraints.num_microbatches,)
@@ -91,7 +91,7 @@ class Space:
         size = root.constraints.microbatch_size
         if size is None:
             return [None]
-        degree = self.solver.load.captured.batch_size // (root.num_microbatches * size)
+        degree = self.solver.workload.captured.batch_size // (root.num_microbatches * size)
         found: list[tuple[int, ...] | None] = []
         for number in range(len(root.mesh) + 1):
             for axes in combinations(range(len(root.mesh)), number):
@@ -115,7 +115,7 @@ class Space:
             return
         num_gpus, node = self.solver.cluster.num_gpus, self.solver.cluster.gpus_per_node
         for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
-            if num_stages > self.solver.load.num_blocks:
+            if num_stages > self.solver.workload.num_blocks:
                 continue
             size = num_gpus // num_stages
             for tensor in divisors(min(size, node)) if given.tp is None else (given.tp,):
@@ -126,7 +126,7 @@ class Space:
                     named = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
                     for mesh in named.meshes(size, node if given.dp is None and experts == 1 else None):
                         # The dense part divides the batch over the ranks of the experts too.
-                        rows = self.solver.load.captured.batch_size // (mesh.size // tensor)
+                        rows = self.solver.workload.captured.batch_size // (mesh.size // tensor)
                         options = self.microbatches(mesh, named)
                         dividing = tuple(num for num in options if rows and rows % num == 0)
                         for num in self._few(dividing or options, num_stages):
@@ -137,9 +137,9 @@ class Space:
         given = self.constraints
         if given.axes is not None or given.microbatch_size is not None:
             return
-        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.load.expert_factors)
+        num_gpus, has_experts = self.solver.cluster.num_gpus, bool(self.solver.workload.expert_factors)
         for num_stages in divisors(num_gpus) if given.pp is None else (given.pp,):
-            if num_stages > self.solver.load.num_blocks:
+            if num_stages > self.solver.workload.num_blocks:
                 continue
             size = num_gpus // num_stages
             for dp, tp, cp, ep in product(divisors(size), repeat=4):
@@ -156,9 +156,9 @@ class Space:
         """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
         if self.constraints.ep is not None:
             return (self.constraints.ep,)
-        if tensor > 1 or not self.solver.load.experts:
+        if tensor > 1 or not self.solver.workload.experts:
             return (1,)
-        possible = [e for e in divisors(min(self.solver.load.experts)) if size % e == 0]
+        possible = [e for e in divisors(min(self.solver.workload.experts)) if size % e == 0]
         inside = max(e for e in possible if e <= self.solver.cluster.gpus_per_node)
         return tuple(sorted({1, inside, max(possible)}))
 

@@ -60,18 +60,18 @@ class BlockItems:
 
     def items(self, block: int) -> Iterator[tuple[Item, Seconds]]:
         """Everything in the passes of a block but recomputation and ZeRO's collectives. An item may come again."""
-        pricing, load = self.pricing, self.pricing.workload
-        for node in map(load.representative, load.folding.blocks[block].nodes):
+        pricing, workload = self.pricing, self.pricing.workload
+        for node in map(workload.representative, workload.folding.blocks[block].nodes):
             if node not in self.layouts.assignments:
                 continue
             assignment = self.layouts.assignments[node]
             own = pricing.op(node, assignment) + -1.0 * pricing.lowering(node, assignment)
-            share = load.weights_share(node)
+            share = workload.weights_share(node)
             seconds = Seconds(own.forward_s, (1.0 - share) * own.backward_s, share * own.backward_s)
-            yield Item("op", op_name(node), name_of(load, node)), seconds
+            yield Item("op", op_name(node), name_of(workload, node)), seconds
             yield from _collectives(inside_op(pricing, node, assignment))
-        for number in load.arrivals[block].transfers:
-            transfer = load.transfers[number]
+        for number in workload.arrivals[block].transfers:
+            transfer = workload.transfers[number]
             source = self.layouts.made(transfer.tensor.node, transfer.tensor.result)
             yield from _collectives(of_transfer(pricing, transfer, source, needs_of(self.layouts, transfer)))
         micro = sum((price.micro for price in self.priced.held.get(block, ())), ZERO)

@@ -44,19 +44,20 @@ class Communication:
     readers: tuple[fx.Node, ...] = field(repr=False)
 
 
-def name_of(load: Workload, node: fx.Node) -> str:
+def name_of(workload: Workload, node: fx.Node) -> str:
     """``BLOCK/OP`` as in the plan; the name of a step input."""
-    block = load.folding.block_of.get(node)
+    block = workload.folding.block_of.get(node)
     if block is None:
         return node.name
-    return f"{load.folding.kinds[load.folding.blocks[block].kind].name}/{load.folding.key.get(node, node.name)}"
+    folding = workload.folding
+    return f"{folding.kinds[folding.blocks[block].kind].name}/{folding.key.get(node, node.name)}"
 
 
 def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[Communication]:
     """Every one of a plan, repeats of a block once."""
-    load = pricing.workload
-    layouts = layouts_of(load, leaders)
-    for transfer in load.transfers:
+    workload = pricing.workload
+    layouts = layouts_of(workload, leaders)
+    for transfer in workload.transfers:
         source = layouts.made(transfer.tensor.node, transfer.tensor.result)
         steps = of_transfer(pricing, transfer, source, needs_of(layouts, transfer))
         yield from (step for step in steps if step.forward or step.backward)
@@ -71,13 +72,13 @@ def of_transfer(
 
     needs: ``needs_of`` the transfer.
     """
-    load, tensor = pricing.workload, transfer.tensor
+    workload, tensor = pricing.workload, transfer.tensor
     for (value, grad), users in needs.items():
         for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
             forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
             yield Communication(
-                tensor=name_of(load, tensor.node),
-                users=tuple(dict.fromkeys(name_of(load, node) for node in users)),
+                tensor=name_of(workload, tensor.node),
+                users=tuple(dict.fromkeys(name_of(workload, node) for node in users)),
                 axis=pricing.mesh.names[step.axis],
                 forward=forward.value if forward.communicates else "",
                 backward=backward.value if backward.communicates else "",
@@ -91,11 +92,11 @@ def of_transfer(
 
 def inside_op(pricing: Pricing, node: fx.Node, assignment: Assignment) -> Iterator[Communication]:
     """Those of the lowering of an op, together."""
-    load, own = pricing.workload, pricing.lowering(node, assignment)
+    workload, own = pricing.workload, pricing.lowering(node, assignment)
     if own.total_s:
-        lowered = load.rule(node).lowered
+        lowered = workload.rule(node).lowered
         axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
-        name = name_of(load, node)
+        name = name_of(workload, node)
         yield Communication(
             tensor=name,
             users=(name,),
@@ -104,7 +105,7 @@ def inside_op(pricing: Pricing, node: fx.Node, assignment: Assignment) -> Iterat
             backward="inside the op",
             num_bytes=None,
             time=own,
-            repeats=load.repeats[node],
+            repeats=workload.repeats[node],
             source=node,
             readers=(node,),
         )

@@ -231,13 +231,13 @@ def _by_axis(
     pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage], total_s: float
 ) -> dict[str, float]:
     """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
-    load, mesh = pricing.workload, pricing.mesh
-    layouts, spent = layouts_of(load, leaders), [0.0] * len(mesh)
+    workload, mesh = pricing.workload, pricing.mesh
+    layouts, spent = layouts_of(workload, leaders), [0.0] * len(mesh)
 
     def here(block: int) -> bool:
         return any(stage.first <= block <= stage.last for stage in stages)
 
-    for transfer in load.transfers:
+    for transfer in workload.transfers:
         times = sum(map(here, transfer.blocks))
         if not times:
             continue
@@ -246,8 +246,8 @@ def _by_axis(
             for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
                 spent[step.axis] += times * time.total_s
     for node, assignment in layouts.assignments.items():
-        block = load.folding.block_of.get(node)
-        lowered = load.rule(node).lowered
+        block = workload.folding.block_of.get(node)
+        lowered = workload.rule(node).lowered
         for axis, choice in enumerate(assignment):
             if block is not None and choice in lowered and here(block):
                 spent[axis] += pricing.lowering(node, assignment).total_s
@@ -257,10 +257,10 @@ def _by_axis(
     return {f"communication_{mesh.names[a]}": total_s * s / whole for a, s in enumerate(spent) if s}
 
 
-def tokens_per_step(load: Workload) -> int:
+def tokens_per_step(workload: Workload) -> int:
     """Tokens of the first step input, or samples if it holds no token ids."""
-    for node in load.clusters.input_dims:
+    for node in workload.clusters.input_dims:
         value = node.meta["val"]
         if not value.is_floating_point() and value.dim() >= 2:
             return int(value.numel())
-    return load.captured.batch_size
+    return workload.captured.batch_size

@@ -30,9 +30,9 @@ def plan_of(
     predicted: Predicted,
 ) -> Plan:
     """The plan that says what the arguments say. Free axes get names by what they do."""
-    load, cluster = pricing.workload, pricing.ops.cluster
-    captured, folding, clusters = load.captured, load.folding, load.clusters
-    mesh = named(load, pricing.mesh, leaders)
+    workload, cluster = pricing.workload, pricing.ops.cluster
+    captured, folding, clusters = workload.captured, workload.folding, workload.clusters
+    mesh = named(workload, pricing.mesh, leaders)
     inputs = leaders[clusters.inputs.index]
     blocks: list[BlockPlan] = []
     for kind, index in zip(folding.kinds, first_instances(folding), strict=True):
@@ -60,7 +60,7 @@ def plan_of(
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
         prefetch=pricing.prefetch,
         reshard_after_forward=pricing.reshard,
-        precision=load.precision,
+        precision=workload.precision,
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],
         prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),
@@ -90,15 +90,15 @@ def prediction_of(
     pricing: Pricing, predicted: Predicted, old_names: Sequence[str] = (), new_names: Sequence[str] = ()
 ) -> Prediction:
     """The prediction as the plan file has it. Axis names in the breakdown are translated."""
-    load, cluster = pricing.workload, pricing.ops.cluster
+    workload, cluster = pricing.workload, pricing.ops.cluster
     renamed = {f"communication_{old}": f"communication_{new}" for old, new in zip(old_names, new_names, strict=True)}
     step = predicted.step_time_s
-    flops = load.model_flops / step / cluster.num_gpus
+    flops = workload.model_flops / step / cluster.num_gpus
     return Prediction(
         step_time_s=step,
-        tokens_per_s_per_gpu=tokens_per_step(load) / step / cluster.num_gpus,
+        tokens_per_s_per_gpu=tokens_per_step(workload) / step / cluster.num_gpus,
         model_tflops_per_gpu=flops / 1e12,
-        mfu=flops / cluster.device.peak_flops(load.precision),
+        mfu=flops / cluster.device.peak_flops(workload.precision),
         peak_memory_bytes=int(predicted.peak_bytes),
         stage_memory_bytes=[int(parts.total) for parts in predicted.memory],
         stage_forward_s=list(predicted.forward_s),
@@ -110,15 +110,15 @@ def prediction_of(
     )
 
 
-def named(load: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Mesh:
+def named(workload: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Mesh:
     """``mesh`` with each free axis named after what the heavy ops do on it: dp, cp, ep, or tp; duplicates numbered."""
-    heavy = [node for node in load.repeats if _is_heavy(load, node)]
+    heavy = [node for node in workload.repeats if _is_heavy(workload, node)]
     taken: set[str] = set()
     axes = []
     for position, axis in enumerate(mesh.axes):
         name = axis.name
         if name.startswith("free") or not name:
-            roles = {role_of(load, n, _own(load, n, leaders)[position]) for n in heavy} - {""}
+            roles = {role_of(workload, n, _own(workload, n, leaders)[position]) for n in heavy} - {""}
             name = "ep" if "ep" in roles and roles <= {"ep", "dp"} else roles.pop() if len(roles) == 1 else "tp"
             if not roles and not heavy:
                 name = "dp"
@@ -130,10 +130,10 @@ def named(load: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Mesh:
     return Mesh(tuple(axes))
 
 
-def _own(load: Workload, node: fx.Node, leaders: tuple[Assignment, ...]) -> Assignment:
-    group = load.cluster_of(node)
+def _own(workload: Workload, node: fx.Node, leaders: tuple[Assignment, ...]) -> Assignment:
+    group = workload.cluster_of(node)
     return group.assignment(node, leaders[group.index])
 
 
-def _is_heavy(load: Workload, node: fx.Node) -> bool:
-    return node in load.folding.block_of and is_contraction(node, rule_for(node))
+def _is_heavy(workload: Workload, node: fx.Node) -> bool:
+    return node in workload.folding.block_of and is_contraction(node, rule_for(node))

@@ -152,8 +152,8 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by
     each of them, as if on stages of their own.
     """
-    load = pricing.workload
-    layouts = layouts_of(load, leaders)
+    workload = pricing.workload
+    layouts = layouts_of(workload, leaders)
     assignments, inputs = layouts.assignments, layouts.inputs
 
     # What does not depend on ZeRO comes up again with each of its levels.
@@ -161,31 +161,31 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
         return _Ops.of(pricing, assignments, kind)
 
     def move(number: int) -> Moves:
-        return _moved(pricing, load.transfers[number], layouts)
+        return _moved(pricing, workload.transfers[number], layouts)
 
-    own = _known(pricing, leaders, "ops", load.clusters_of_kinds, ops)
-    moves = _known(pricing, leaders, "moves", load.clusters_of_transfers, move)
+    own = _known(pricing, leaders, "ops", workload.clusters_of_kinds, ops)
+    moves = _known(pricing, leaders, "moves", workload.clusters_of_transfers, move)
     prices, storage, by_block = _parameters(pricing, layouts, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
-    for block in load.folding.blocks:
-        arrivals, held = load.arrivals[block.index], by_block.get(block.index, ())
+    for block in workload.folding.blocks:
+        arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            reaches = load.activations[block.kind]
-            past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in load.transfers[n].uses)]
+            reaches = workload.activations[block.kind]
+            past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             send = _crossing_bytes(pricing, arrivals.crossing, layouts)
             made[key] = own[block.kind].block(pricing, moved, left, held, send)
         blocks.append(made[key])
-    if load.unread_bytes:
+    if workload.unread_bytes:
         # Parameters that no op reads are there all the time, on the first stage.
-        unread = MemoryParts(parameters=load.unread_bytes)
+        unread = MemoryParts(parameters=workload.unread_bytes)
         first = blocks[0]
         blocks[0] = replace(first, states=first.states + unread, resting=first.resting + unread)
     prelude = pricing.feeding_s(inputs)
-    prelude += sum(pricing.op(n, assignments[n]).forward_s for n in load.clusters.inputs.members)
-    prelude += sum(moves[number].all.forward_s for number in load.arrivals[PRELUDE].transfers)
+    prelude += sum(pricing.op(n, assignments[n]).forward_s for n in workload.clusters.inputs.members)
+    prelude += sum(moves[number].all.forward_s for number in workload.arrivals[PRELUDE].transfers)
     return Priced(blocks=tuple(blocks), prelude_s=prelude, parameters=prices, storage=storage, held=by_block)
 
 
@@ -222,10 +222,10 @@ def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
     return find_data_axes(priced.storage.values(), inputs)
 
 
-def layouts_of(load: Workload, leaders: tuple[Assignment, ...]) -> Layouts:
+def layouts_of(workload: Workload, leaders: tuple[Assignment, ...]) -> Layouts:
     """Layouts of all tensors where the leader of cluster ``c`` has assignment ``leaders[c]``."""
-    assignments = spread(load.analysis, leaders)
-    return Layouts(analysis=load.analysis, assignments=assignments, inputs=leaders[load.clusters.inputs.index])
+    assignments = spread(workload.analysis, leaders)
+    return Layouts(analysis=workload.analysis, assignments=assignments, inputs=leaders[workload.clusters.inputs.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +261,11 @@ class _Ops:
 
     @classmethod
     def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
-        load = pricing.workload
-        first = next(block for block in load.folding.blocks if block.kind == kind)
+        workload = pricing.workload
+        first = next(block for block in workload.folding.blocks if block.kind == kind)
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
-        activations = load.activations[kind]
+        activations = workload.activations[kind]
         for node in first.nodes:
             if node not in assignments:
                 continue
@@ -273,13 +273,13 @@ class _Ops:
             lowered = pricing.lowering(node, assignments[node])
             compute += total + -1.0 * lowered
             inside += lowered
-            contracts = is_contraction(node, load.rule(node))
+            contracts = is_contraction(node, workload.rule(node))
             if contracts:
                 contraction += (total + -1.0 * lowered).forward_s
             if node in activations.unreached:
                 unreached += total.forward_s
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
-            share = load.weights_share(node)
+            share = workload.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if 0.0 < share < 1.0:
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.num_microbatches)

@@ -24,7 +24,7 @@ from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.derived_parameters import left_to_sum
 from autopar.ir.analysis.matrix_products import is_product
-from autopar.ir.analysis.op_clusters import Cluster
+from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.placement import Partial
 from autopar.ir.rule import Assignment
 from autopar.search.assign.instance import Floats, Flow, Instance, Ints, User
@@ -84,7 +84,7 @@ def build(pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> Bu
     return _Builder(pricings, allowed, weights).run()
 
 
-def options_of(pricing: Pricing, group: Cluster, allowed: Allowed) -> Options:
+def options_of(pricing: Pricing, group: OpCluster, allowed: Allowed) -> Options:
     """What a cluster may do so that every factor of every member divides."""
     mesh, known = pricing.mesh, pricing.moves.options
     choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
@@ -117,15 +117,15 @@ class _Builder:
     def __init__(self, pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> None:
         self.pricings = pricings
         self.pricing = pricing = pricings[0]
-        self.load: Workload = pricing.workload
+        self.workload: Workload = pricing.workload
         self.codes = pricing.ops.codes
         self.weights = weights
-        self.groups = self.load.clusters.clusters
+        self.groups = self.workload.clusters.clusters
         self.count = pricing.num_microbatches
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
         self.flows: list[Flow] = []
-        own = self.load.clusters.inputs.index
+        own = self.workload.clusters.inputs.index
         every = range(len(self.options[own]))
         self.costs[own] += [self.count * pricing.feeding_s(self.options[own].leader(option)) for option in every]
 
@@ -134,9 +134,9 @@ class _Builder:
             self._add_kept()
         if self.weights.working:
             self._add_working()
-        for number, group in enumerate(self.load.parameters):
+        for number, group in enumerate(self.workload.parameters):
             self._add_parameter(number, group)
-        for number, transfer in enumerate(self.load.transfers):
+        for number, transfer in enumerate(self.workload.transfers):
             self._add_transfer(number, transfer)
         return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
 
@@ -155,32 +155,32 @@ class _Builder:
             total = self.pricing.ops.totals.get(key)
             if total is None:
                 total = self.pricing.ops.totals[key] = sum(
-                    self.load.repeats[node] * self._time(node, option).total_s for node in options.group.members
+                    self.workload.repeats[node] * self._time(node, option).total_s for node in options.group.members
                 )
             totals.append(total)
         return np.array(totals)[options.of]
 
     def _time(self, node: fx.Node, option: int) -> OpTime:
         """One microbatch of one op alone, under an option of its cluster."""
-        assignment = self.options[self.load.cluster_of(node).index].member(node, option)
+        assignment = self.options[self.workload.cluster_of(node).index].member(node, option)
         return self.pricing.ops.time(node, assignment, self.pricing.mesh, self.count)
 
     def _inside(self, options: Options) -> Floats:
         """Collectives inside ops."""
         seconds = np.zeros(len(options))
         for node in options.group.members:
-            lowered = self.load.rule(node).lowered
+            lowered = self.workload.rule(node).lowered
             if not lowered:
                 continue
             for option in range(len(options)):
                 assignment = options.member(node, option)
                 if any(choice in lowered for choice in assignment):
-                    seconds[option] += self.load.repeats[node] * self.pricing.lowering(node, assignment).total_s
+                    seconds[option] += self.workload.repeats[node] * self.pricing.lowering(node, assignment).total_s
         return seconds
 
     def _bytes(self, tensor: Saved) -> Floats:
         """Bytes that a rank holds of a tensor for one microbatch, under each option of its op."""
-        options = self.options[self.load.cluster_of(tensor.node).index]
+        options = self.options[self.workload.cluster_of(tensor.node).index]
         mesh = self.pricing.mesh
         local = [
             tensor.local_bytes(options.member(tensor.node, option), mesh, self.count)
@@ -191,33 +191,38 @@ class _Builder:
     def _add_working(self) -> None:
         """The peak while gradients are made, at least what the op with the largest tensors needs."""
         largest = max(
-            (tensors for activations in self.load.activations for tensors in activations.backward.working() if tensors),
+            (
+                tensors
+                for activations in self.workload.activations
+                for tensors in activations.backward.working()
+                if tensors
+            ),
             key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
             default=(),
         )
         for tensor in largest:
-            self.costs[self.load.cluster_of(tensor.node).index] += self.weights.working * self._bytes(tensor)
+            self.costs[self.workload.cluster_of(tensor.node).index] += self.weights.working * self._bytes(tensor)
 
     def _add_kept(self) -> None:
-        for node, tensors in self.load.kept.items():
-            index = self.load.cluster_of(node).index
+        for node, tensors in self.workload.kept.items():
+            index = self.workload.cluster_of(node).index
             price = self.weights.activations * np.sum([self._bytes(tensor) for tensor in tensors], axis=0)
             if self.weights.again:
                 price = np.minimum(price, self._rematerialised(node))
-            self.costs[index] += self.load.repeats[node] * price
+            self.costs[index] += self.workload.repeats[node] * price
 
     def _rematerialised(self, node: fx.Node) -> Floats:
         """What an op costs at least if its block is rematerialised: it runs again, or its results are kept.
 
         Products are kept as what comes out of a reduction; that is no less than an equal part for each rank.
         """
-        options = self.options[self.load.cluster_of(node).index]
+        options = self.options[self.workload.cluster_of(node).index]
         forward = [self._time(node, option).forward_s for option in options.first.tolist()]
         least: Floats = self.count * np.array(forward)[options.of]
-        if not is_contraction(node, self.load.rule(node)):
+        if not is_contraction(node, self.workload.rule(node)):
             return least
         kept = np.zeros(len(options))
-        for tensor in self.load.contracted[node]:
+        for tensor in self.workload.contracted[node]:
             whole = tensor.num_bytes / (self.count if tensor.carries_batch else 1)
             divided = whole / self.pricing.mesh.size
             kept += divided if is_product(node.target) else self._bytes(tensor)
@@ -233,7 +238,7 @@ class _Builder:
         return found * group.numel * len(group.names)
 
     def _add_parameter(self, number: int, group: ParameterGroup) -> None:
-        units = [self.load.cluster_of(node).index for node, _ in group.uses]
+        units = [self.workload.cluster_of(node).index for node, _ in group.uses]
         key = (number, *(self.options[unit].code for unit in units))
         known = self.pricing.moves.known.stored
         shape = known.get(key)
@@ -264,12 +269,14 @@ class _Builder:
 
     def _needs(self, node: fx.Node, position: int) -> Ints:
         """Codes of what an op needs an operand in, under each of its options."""
-        options = self.options[self.load.cluster_of(node).index]
+        options = self.options[self.workload.cluster_of(node).index]
         return need_code(*(options.layouts(of_pick) for of_pick in self.codes.need(node, position)))
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         """A flow for a transfer. Its shape depends on the options of its units and the rows only: it is kept."""
-        units = [self.load.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))]
+        units = [
+            self.workload.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))
+        ]
         rows = rows_class(transfer.tensor.rows_of_microbatch(self.count), self.pricing.mesh)
         key = (number, rows, *(id(self.options[unit]) for unit in units))
         shape = self.pricing.moves.shapes.get(key)
@@ -289,7 +296,7 @@ class _Builder:
         """Seconds that an element of a gradient takes to be summed over axes, once a step."""
         # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
         own = tuple(axis for axis in axes if not pricing.zero or axis not in pricing.data_axes)
-        return pricing.moves.sync_rate(own, 0, self.load.precision).total_s(self.count) if own else 0.0
+        return pricing.moves.sync_rate(own, 0, self.workload.precision).total_s(self.count) if own else 0.0
 
     def _shape(self, transfer: Transfer, pattern: FlowPattern, rows: float) -> FlowShape:
         moves, summed = self.pricing.moves, dict[tuple[tuple[int, ...], int], Floats]()
@@ -310,7 +317,7 @@ class _Builder:
             )
             needs = [self._needs(node, position) for node, position in transfer.uses]
             wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
-            derived = transfer.tensor.node in self.load.analysis.derived
+            derived = transfer.tensor.node in self.workload.analysis.derived
             parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
             found = moves.patterns[key] = FlowPattern(
                 states=states,

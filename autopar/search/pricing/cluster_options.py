@@ -1,6 +1,6 @@
 """What a cluster may do on a mesh, as arrays: all of its options are looked at together.
 
-A *pick* is the position of a choice among ``Cluster.choices``; an option is one pick for each mesh axis.
+A *pick* is the position of a choice among ``OpCluster.choices``; an option is one pick for each mesh axis.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from autopar.ir.analysis.op_clusters import BATCH, Cluster
+from autopar.ir.analysis.op_clusters import BATCH, OpCluster
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.placed.layouts import made_on_axis
@@ -38,7 +38,7 @@ class Options:
     """What a cluster may do on a mesh. picks: (options, axes). degrees: (distinct, picks), the ranks that each pick
     divides among; of: the row of ``degrees`` of each option; first: an option with it."""
 
-    group: Cluster
+    group: OpCluster
     mesh: Mesh
     picks: Ints
     degrees: Ints
@@ -46,7 +46,7 @@ class Options:
     first: Ints
 
     @classmethod
-    def made(cls, group: Cluster, mesh: Mesh, picks: Ints) -> Options:
+    def made(cls, group: OpCluster, mesh: Mesh, picks: Ints) -> Options:
         sizes = np.array(mesh.sizes, dtype=np.int64)
         chosen = picks[:, :, None] == np.arange(len(group.choices))
         every = np.where(chosen, sizes[None, :, None], 1).prod(axis=1)
@@ -86,7 +86,7 @@ class Options:
 class Codes:
     """The placements of a workload's tensors by the picks of the clusters that decide them. Remembers them."""
 
-    load: Workload
+    workload: Workload
     _moves: dict[int, Moves] = field(default_factory=dict)
     _results: dict[tuple[fx.Node, int], Ints] = field(default_factory=dict)
     _needs: dict[tuple[fx.Node, int], tuple[Ints, Ints]] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class Codes:
         key = (tensor.node, tensor.result)
         found = self._results.get(key)
         if found is None:
-            group = self.load.cluster_of(tensor.node)
-            is_op = tensor.node in self.load.repeats
+            group = self.workload.cluster_of(tensor.node)
+            is_op = tensor.node in self.workload.repeats
             choices = [group.follow[choice][tensor.node] if is_op else choice for choice in group.choices]
-            own = [made_on_axis(self.load.analysis, tensor.node, tensor.result, choice) for choice in choices]
+            own = [made_on_axis(self.workload.analysis, tensor.node, tensor.result, choice) for choice in choices]
             found = self._results[key] = np.array([code_of(placement) for placement in own], dtype=np.int64)
         return found
 
@@ -117,7 +117,7 @@ class Codes:
         """Placements of an operand and of its gradient, by pick of the op's cluster."""
         found = self._needs.get((node, position))
         if found is None:
-            group, rule = self.load.cluster_of(node), self.load.rule(node)
+            group, rule = self.workload.cluster_of(node), self.workload.rule(node)
             pairs = [rule.operand(position, group.follow[choice][node]) for choice in group.choices]
             values, grads = ([code_of(pair[side]) for pair in pairs] for side in (0, 1))
             found = (np.array(values, dtype=np.int64), np.array(grads, dtype=np.int64))
@@ -125,7 +125,7 @@ class Codes:
         return found
 
     def allows(
-        self, group: Cluster, picks: Ints, mesh: Mesh, num_microbatches: int
+        self, group: OpCluster, picks: Ints, mesh: Mesh, num_microbatches: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which options of a cluster divide every factor of every member."""
         sizes = np.array(mesh.sizes, dtype=np.int64)
@@ -135,12 +135,12 @@ class Codes:
             kept &= (limit.size // (num_microbatches if limit.by_batch else 1)) % degree == 0
         return kept
 
-    def limits(self, group: Cluster) -> tuple[Limit, ...]:
+    def limits(self, group: OpCluster) -> tuple[Limit, ...]:
         found = self._limits.get(group.index)
         if found is None:
             made: dict[Limit, None] = {}
             for member in group.members:
-                rule, batch = self.load.rule(member), self.load.roles.batch.get(member)
+                rule, batch = self.workload.rule(member), self.workload.roles.batch.get(member)
                 picks: dict[str, set[int]] = {}
                 for pick, choice in enumerate(group.choices):
                     for factor in factors_of_choice(group.follow[choice][member]):
@@ -150,6 +150,6 @@ class Codes:
                     made[Limit(picks=marked, size=rule.sizes[factor], by_batch=factor == batch)] = None
             if group.leader is None:
                 marked = tuple(choice == BATCH for choice in group.choices)
-                made[Limit(picks=marked, size=self.load.captured.batch_size, by_batch=True)] = None
+                made[Limit(picks=marked, size=self.workload.captured.batch_size, by_batch=True)] = None
             found = self._limits[group.index] = tuple(made)
         return found

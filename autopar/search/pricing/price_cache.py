@@ -55,14 +55,14 @@ class OpPrices:
     def cost(self, node: fx.Node) -> OpCost:
         found = self._costs.get(node)
         if found is None:
-            load = self.workload
+            workload = self.workload
             found = self._costs[node] = OpCost.of(
                 node,
-                load.rule(node),
+                workload.rule(node),
                 self.cluster.device,
-                precision=load.precision,
-                batch_factor=load.roles.batch.get(node),
-                needs_grad=load.analysis.differentiable,
+                precision=workload.precision,
+                batch_factor=workload.roles.batch.get(node),
+                needs_grad=workload.analysis.differentiable,
                 balanced=self.balanced,
                 loads=self.loads,
             )

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_attention
-from autopar.ir.analysis.op_clusters import BATCH, Cluster
+from autopar.ir.analysis.op_clusters import BATCH, OpCluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.attention import QUERIES
 from autopar.ir.mesh import Mesh
@@ -28,7 +28,7 @@ PURPOSES = {"dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
 HEAVY = 1e-3
 
 
-def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
+def role_of(workload: Workload, node: fx.Node, choice: Choice) -> str:
     """ "dp", "cp", "ep" or "tp"; "" for replicated ops and partial sums passed on.
 
     Rows that are not of the batch are a sequence, also where no step input says so (patches of an image, frames): those
@@ -39,11 +39,11 @@ def role_of(load: Workload, node: fx.Node, choice: Choice) -> str:
         return ""
     if EXPERTS in factors:
         return "ep"
-    if load.roles.batch.get(node) in factors:
+    if workload.roles.batch.get(node) in factors:
         return "dp"
-    if any(f in load.roles.sequence.get(node, ()) for f in factors):
+    if any(f in workload.roles.sequence.get(node, ()) for f in factors):
         return "cp"
-    of_matrices = load.factors_of_matrices(node)
+    of_matrices = workload.factors_of_matrices(node)
     rows = not of_matrices.intersection(factors) if of_matrices else is_attention(node) and QUERIES in factors
     return "cp" if rows else "tp"
 
@@ -68,31 +68,31 @@ class _Choice:
 class Choices:
     """What the choices of a model's clusters amount to, on any mesh. Remembers it."""
 
-    load: Workload
+    workload: Workload
     known: dict[tuple[int, Choice], _Choice] = field(default_factory=dict)
 
-    def of(self, group: Cluster, choice: Choice) -> _Choice:
+    def of(self, group: OpCluster, choice: Choice) -> _Choice:
         key = (group.index, choice)
         if key not in self.known:
             assert group.leader is not None
             factors = factors_of_choice(choice)
             # Roles of the factors that share an axis with experts: of the tokens that are exchanged.
-            others = {role_of(self.load, group.leader, factor) for factor in factors} - {"ep"}
+            others = {role_of(self.workload, group.leader, factor) for factor in factors} - {"ep"}
             self.known[key] = _Choice(
-                role=role_of(self.load, group.leader, choice),
+                role=role_of(self.workload, group.leader, choice),
                 others=frozenset(others),
-                experts=not self.load.expert_factors.get(group.leader, frozenset()).isdisjoint(factors),
+                experts=not self.workload.expert_factors.get(group.leader, frozenset()).isdisjoint(factors),
                 stores=self._stores(group, choice),
             )
         return self.known[key]
 
-    def _stores(self, group: Cluster, choice: Choice) -> str:
-        parameters = self.load.captured.parameters
+    def _stores(self, group: OpCluster, choice: Choice) -> str:
+        parameters = self.workload.captured.parameters
         stores = "whole"
         for member in group.members:
             for position, operand in enumerate(tensor_operands(member)):
                 if operand.op == "placeholder" and operand.name in parameters:
-                    value, _ = self.load.rule(member).operand(position, group.follow[choice][member])
+                    value, _ = self.workload.rule(member).operand(position, group.follow[choice][member])
                     if value.is_partial():
                         return "partial"
                     if not value.is_replicate():
@@ -103,9 +103,9 @@ class Choices:
 class Allowed(Protocol):
     """Which choices each cluster may make on each axis of a mesh, and which on several at once it may not."""
 
-    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]: ...
+    def __call__(self, group: OpCluster, axis: int) -> tuple[Choice, ...]: ...
 
-    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]: ...
+    def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +125,22 @@ class Rules:
     known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
 
     @property
-    def load(self) -> Workload:
-        return self.choices.load
+    def workload(self) -> Workload:
+        return self.choices.workload
 
-    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+    def __call__(self, group: OpCluster, axis: int) -> tuple[Choice, ...]:
         key = (group.index, axis)
         if key not in self.known:
             self.known[key] = self._find(group, axis)
         return self.known[key]
 
-    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+    def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
         """Choices on mesh axes, by position, that the leader may not make at once."""
         if not self.constraints.forbidden:
             return ()
-        return forbidden_choices(self.load, self.constraints.forbidden, group, self.mesh.names)
+        return forbidden_choices(self.workload, self.constraints.forbidden, group, self.mesh.names)
 
-    def refusal(self, group: Cluster, axis: int, choice: Choice) -> str:
+    def refusal(self, group: OpCluster, axis: int, choice: Choice) -> str:
         """Why the ops of a cluster may not make a choice on an axis, where they make none on others; "" if they may."""
         assert group.leader is not None
         name, size = self.mesh.names[axis], self.mesh.axes[axis].size
@@ -155,7 +155,7 @@ class Rules:
             return f"not every op of it divides by {size}"
         return ""
 
-    def _find(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+    def _find(self, group: OpCluster, axis: int) -> tuple[Choice, ...]:
         name = self.mesh.names[axis]
         if group.leader is None:
             if self.batch_axes is not None:
@@ -173,10 +173,10 @@ class Rules:
             )
         return tuple(self._put_to_use(group, axis, agreed))
 
-    def _agrees(self, group: Cluster, name: str, choice: Choice) -> bool:
-        return all(agrees(self.load, self.constraints, m, group.follow[choice][m], name) for m in group.members)
+    def _agrees(self, group: OpCluster, name: str, choice: Choice) -> bool:
+        return all(agrees(self.workload, self.constraints, m, group.follow[choice][m], name) for m in group.members)
 
-    def _put_to_use(self, group: Cluster, axis: int, allowed: list[Choice]) -> list[Choice]:
+    def _put_to_use(self, group: OpCluster, axis: int, allowed: list[Choice]) -> list[Choice]:
         """A pinned axis is there to be used: what can divide the model's work on it has to.
 
         A heavy op takes a factor of the axis' role where one divides (an attention may take heads for the sequence),
@@ -188,12 +188,14 @@ class Rules:
         if self.forbidden(group):
             return allowed  # what is left when its usual choice is ruled out is the question
         named = role_of_axis(self.mesh.names[axis])
-        flops = self.load.rule(group.leader).flops * self.load.repeats.get(group.leader, 1)
-        heavy = flops >= HEAVY * self.load.forward_flops
+        flops = self.workload.rule(group.leader).flops * self.workload.repeats.get(group.leader, 1)
+        heavy = flops >= HEAVY * self.workload.forward_flops
         between = named == "tp" and not heavy and self.constraints.sequence_parallel
         wanted = named if heavy or between else ""
-        if wanted == "ep" and group.leader not in self.load.expert_factors:
-            wanted = "dp" if divides_experts_axes(self.load.captured.batch_size, self.mesh, self.constraints) else ""
+        if wanted == "ep" and group.leader not in self.workload.expert_factors:
+            wanted = (
+                "dp" if divides_experts_axes(self.workload.captured.batch_size, self.mesh, self.constraints) else ""
+            )
         roles = {wanted}
         if between:
             roles = {"tp", "cp"}
@@ -204,12 +206,12 @@ class Rules:
         dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
         return dividing or allowed
 
-    def _plays(self, group: Cluster, axis: int, choice: Choice) -> str:
+    def _plays(self, group: OpCluster, axis: int, choice: Choice) -> str:
         """The role of a choice on an axis: matrices of a stack are experts on one for experts, else of a tensor."""
         known = self.choices.of(group, choice)
         return "ep" if known.experts and role_of_axis(self.mesh.names[axis]) == "ep" else known.role
 
-    def _may(self, group: Cluster, axis: int, choice: Choice) -> bool:
+    def _may(self, group: OpCluster, axis: int, choice: Choice) -> bool:
         assert group.leader is not None
         known = self.choices.of(group, choice)
         role, name = self._plays(group, axis, choice), self.mesh.names[axis]
@@ -219,7 +221,7 @@ class Rules:
             return True
         return role_of_axis(name) == "cp" and role == "tp" and is_attention(group.leader)
 
-    def _stores(self, group: Cluster, axis: int, choice: Choice) -> bool:
+    def _stores(self, group: OpCluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
         known = self.choices.of(group, choice)
         if known.stores != "sharded" or axis not in self.data_axes:
@@ -235,7 +237,7 @@ class AnyOf:
     rules: tuple[Rules, ...]
     known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
 
-    def __call__(self, group: Cluster, axis: int) -> tuple[Choice, ...]:
+    def __call__(self, group: OpCluster, axis: int) -> tuple[Choice, ...]:
         key = (group.index, axis)
         if key not in self.known:
             found: dict[Choice, None] = {}
@@ -250,5 +252,5 @@ class AnyOf:
             self.known[key] = tuple(found)
         return self.known[key]
 
-    def forbidden(self, group: Cluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+    def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
         return self.rules[0].forbidden(group)

@@ -16,14 +16,14 @@ from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
 
 
-def agrees(load: Workload, constraints: Constraints, member: fx.Node, choice: Choice, axis: str) -> bool:
+def agrees(workload: Workload, constraints: Constraints, member: fx.Node, choice: Choice, axis: str) -> bool:
     """Whether ``member`` may make ``choice`` on ``axis``: as to its result, if annotated, and its parameters."""
-    rule = load.rule(member)
+    rule = workload.rule(member)
     if member.target is annotated and not _is(rule.result(0, choice), _layout_of(member), axis, len(rule.results[0])):
         return False
     for annotation in constraints.annotations:
         for position, operand in enumerate(tensor_operands(member)):
-            parameter = load.captured.parameters.get(operand.name) if operand.op == "placeholder" else None
+            parameter = workload.captured.parameters.get(operand.name) if operand.op == "placeholder" else None
             if parameter is not None and annotation.matches((*parameter.names, *parameter.whole_names)):
                 value, _ = rule.operand(position, choice)
                 if not _is(value, annotation.layout, axis, len(parameter.shape)):
@@ -31,14 +31,14 @@ def agrees(load: Workload, constraints: Constraints, member: fx.Node, choice: Ch
     return True
 
 
-def check_annotations(load: Workload, constraints: Constraints) -> None:
+def check_annotations(workload: Workload, constraints: Constraints) -> None:
     """Raise InvalidInput for an annotation that says nothing, or names an axis or a dimension that is not there."""
     axes = constraints.axes if constraints.axes is not None else constraints.pinned_axes()
     names = [axis.name for axis in axes]
     given: list[tuple[str, FixedLayout]] = [(str(a), a.layout) for a in constraints.annotations]
     given += [
         (f"constrain of {node.name} ({node.meta.get('source', 'no source line')})", _layout_of(node))
-        for node in op_nodes(load.captured.graph)
+        for node in op_nodes(workload.captured.graph)
         if node.target is annotated
     ]
     for what, layout in given:
@@ -48,7 +48,7 @@ def check_annotations(load: Workload, constraints: Constraints) -> None:
                     f"{what}: there is no mesh axis {axis!r}; the pinned ones are {names or 'none'}.\n"
                     f"  try: pin the degree, as in {axis}=2, or pass a DeviceMesh whose axes have names"
                 )
-    parameters = list(load.captured.parameters.values())
+    parameters = list(workload.captured.parameters.values())
     for annotation in constraints.annotations:
         found = [p for p in parameters if annotation.matches((*p.names, *p.whole_names))]
         if not found:
@@ -63,13 +63,13 @@ def check_annotations(load: Workload, constraints: Constraints) -> None:
                         f"{annotation}: {parameter.name} has {rank} dimensions, dimension {dim} is not among them "
                         f"(mesh axis {axis!r})"
                     )
-    _check_repeats(load, constraints)
+    _check_repeats(workload, constraints)
 
 
-def _check_repeats(load: Workload, constraints: Constraints) -> None:
+def _check_repeats(workload: Workload, constraints: Constraints) -> None:
     """Repeats of a block share their decisions, so a pattern has to match in all of them or in none."""
-    parameters = load.captured.parameters
-    for node, first in load.folding.representative.items():
+    parameters = workload.captured.parameters
+    for node, first in workload.folding.representative.items():
         if node.op != "call_function" or node is first:
             continue
         for one, other in zip(tensor_operands(node), tensor_operands(first), strict=True):

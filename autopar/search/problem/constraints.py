@@ -125,7 +125,7 @@ class Constraints:
         self._check_schedule()
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
-        if any(count < 0 for load in self.expert_load for count in load):
+        if any(count < 0 for workload in self.expert_load for count in workload):
             raise InfeasiblePlan("expert_load has negative counts; expected rows of each expert")
         if self.expert_capacity is not None and self.expert_capacity <= 0:
             raise InfeasiblePlan(f"expert_capacity is {self.expert_capacity}; expected a number above 0")

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from autopar.ir.analysis.op_clusters import Cluster
+from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.errors import InvalidInput
 from autopar.ir.rule import Choice
 from autopar.search.problem.workload import Workload
@@ -53,38 +53,38 @@ def parse_forbidden(text: str) -> Forbidden:
     return Forbidden(pattern=pattern, placement=tuple(placement))
 
 
-def deciding_ops(load: Workload) -> Iterator[tuple[str, str, fx.Node]]:
+def deciding_ops(workload: Workload) -> Iterator[tuple[str, str, fx.Node]]:
     """(block, op, its representative) of every op that plans place; the others follow one of them."""
-    folding = load.folding
-    for group in load.clusters.clusters:
+    folding = workload.folding
+    for group in workload.clusters.clusters:
         block = None if group.leader is None else folding.block_of.get(group.leader)
         if group.leader is not None and block is not None:
             kind = folding.kinds[folding.blocks[block].kind]
             yield kind.name, folding.key[group.leader], group.leader
 
 
-def named_ops(load: Workload, pattern: str) -> list[fx.Node]:
+def named_ops(workload: Workload, pattern: str) -> list[fx.Node]:
     """Deciding ops that ``pattern`` means: those of just this name, or else those that it matches."""
-    known = list(deciding_ops(load))
+    known = list(deciding_ops(workload))
     exact = [node for block, op, node in known if pattern in (op, f"{block}/{op}")]
     return exact or [
         node for block, op, node in known if fnmatchcase(op, pattern) or fnmatchcase(f"{block}/{op}", pattern)
     ]
 
 
-def check_forbidden(load: Workload, forbidden: tuple[Forbidden, ...], axes: tuple[str, ...]) -> None:
+def check_forbidden(workload: Workload, forbidden: tuple[Forbidden, ...], axes: tuple[str, ...]) -> None:
     """Raise InvalidInput for an op, an axis or a factor that is not there."""
     for one in forbidden:
-        found = named_ops(load, one.pattern)
+        found = named_ops(workload, one.pattern)
         if not found:
-            raise InvalidInput(f"{one}: {unknown_op(load, one.pattern)}")
+            raise InvalidInput(f"{one}: {unknown_op(workload, one.pattern)}")
         for axis, factor in one.placement:
             if axis not in axes:
                 raise InvalidInput(
                     f"{one}: there is no mesh axis {axis!r}; the pinned ones are {', '.join(axes) or 'none'}.\n"
                     f"  try: pin the degree, as in --{axis} 2, or --like with a plan that has the axis"
                 )
-            choices = {choice for node in found for choice in load.cluster_of(node).choices}
+            choices = {choice for node in found for choice in workload.cluster_of(node).choices}
             if factor not in choices:
                 raise InvalidInput(
                     f"{one}: {factor!r} is no factor that it can be divided along.\n"
@@ -92,24 +92,24 @@ def check_forbidden(load: Workload, forbidden: tuple[Forbidden, ...], axes: tupl
                 )
 
 
-def unknown_op(load: Workload, name: str) -> str:
+def unknown_op(workload: Workload, name: str) -> str:
     """What to say of a name that no deciding op has."""
-    folding = load.folding
-    for group in load.clusters.clusters:
+    folding = workload.folding
+    for group in workload.clusters.clusters:
         for member in group.members[1:]:
             if group.leader is not None and folding.key.get(member) == name:
                 return f"{name!r} is placed as {folding.key[group.leader]!r} is.\n  try: that one"
-    names = list(dict.fromkeys(key for block, op, _ in deciding_ops(load) for key in (op, f"{block}/{op}")))
+    names = list(dict.fromkeys(key for block, op, _ in deciding_ops(workload) for key in (op, f"{block}/{op}")))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
     return f"the plan places no op {name!r}.\n  names like it: {', '.join(close) or 'none'}"
 
 
 def forbidden_choices(
-    load: Workload, forbidden: tuple[Forbidden, ...], group: Cluster, axes: tuple[str, ...]
+    workload: Workload, forbidden: tuple[Forbidden, ...], group: OpCluster, axes: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, Choice], ...], ...]:
     """What the leader of a cluster may not do on mesh axes, by position, at once."""
     return tuple(
         tuple((axes.index(axis), factor) for axis, factor in one.placement)
         for one in forbidden
-        if group.leader in named_ops(load, one.pattern) and all(axis in axes for axis, _ in one.placement)
+        if group.leader in named_ops(workload, one.pattern) and all(axis in axes for axis, _ in one.placement)
     )

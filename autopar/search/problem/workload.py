@@ -24,7 +24,7 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import PRELUDE, Folding
 from autopar.ir.analysis.gradient_flow import computed
-from autopar.ir.analysis.op_clusters import Cluster, Clusters, first_instances
+from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
 from autopar.ir.rule import FactorRule
@@ -128,7 +128,7 @@ class Workload:
         return self.analysis.roles
 
     @property
-    def clusters(self) -> Clusters:
+    def clusters(self) -> OpClusters:
         return self.analysis.clusters
 
     def rule(self, node: fx.Node) -> FactorRule:
@@ -137,7 +137,7 @@ class Workload:
     def representative(self, node: fx.Node) -> fx.Node:
         return self.analysis.representative(node)
 
-    def cluster_of(self, node: fx.Node) -> Cluster:
+    def cluster_of(self, node: fx.Node) -> OpCluster:
         return self.analysis.cluster_of(node)
 
     @cached_property
@@ -174,7 +174,7 @@ class Workload:
 
     @cached_property
     def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Clusters of the ops of each kind of block."""
+        """Op clusters of the ops of each kind of block."""
         blocks = (self.folding.blocks[index] for index in first_instances(self.folding))
         nodes = ([node for node in block.nodes if node in self.repeats] for block in blocks)
         return tuple(tuple(sorted({self.cluster_of(node).index for node in own})) for own in nodes)
