@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import psutil
@@ -43,9 +44,9 @@ from models import Case, build
 from traces import Steps, Trace, describe, in_float64, relative, train_alone, train_parallel
 
 import autopar.api
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
-from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.local_cluster import local_cluster
 from autopar.search.divided_share import divided_flops
@@ -165,15 +166,17 @@ def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callabl
 
 
 def remember_captures() -> None:
-    """Capture, normalisation and partition are the same on every rank; here they are done before ranks fork."""
+    """What is the same on every rank, from capture to the proof of the programs, is done before ranks fork."""
     api = autopar.api
     api.capture = remembered(
         api.capture, lambda model, *args, **kwargs: (type(model), model.training, next(model.parameters()).dtype)
     )
     api.normalise = remembered(api.normalise, lambda captured, **kwargs: id(captured))
-    api.partition = remembered(
-        api.partition, lambda captured, plan, **kwargs: (id(captured), plan.to_yaml(), *kwargs.values())
-    )
+    analyse = remembered(Analysis.of, lambda captured, capacity=None: (id(captured), capacity))
+    api.Analysis = SimpleNamespace(of=analyse)
+    api.place = remembered(api.place, lambda analysis, plan: (id(analysis), plan.to_yaml()))
+    api.partition = remembered(api.partition, lambda placed, outputs: (id(placed), outputs))
+    api.verify_placements = remembered(api.verify_placements, lambda captured, programs, plan: id(programs))
 
 
 def run_model(case: Case, plans: Sequence[str], record: str) -> None:
@@ -202,7 +205,9 @@ def run_model(case: Case, plans: Sequence[str], record: str) -> None:
         start = time.perf_counter()
         try:
             plan = searched(captured, PLANS[name])
-            autopar.api.partition(place_captured(captured, plan))
+            placed = autopar.api.place(autopar.api.Analysis.of(captured, plan.expert_capacity), plan)
+            programs = autopar.api.partition(placed, outputs="loss" if captured.has_loss else "model")
+            autopar.api.verify_placements(placed.captured, programs, plan)
         except Exception as error:
             note(name, *verdict_of(error), start)
             continue
