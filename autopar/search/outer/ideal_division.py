@@ -110,7 +110,8 @@ class Kept:
         light = float(self.light @ forward)
         second = (self.second_batch_bytes / num_microbatches + self.second_other_bytes) / num_ranks
         # Where a product is not kept anyway it does not run again, so others may be all that does: the cheapest.
-        rate = float(np.min(forward[self.every_second] / second)) if len(second) else 0.0
+        saves = second > 0.0
+        rate = float(np.min(forward[self.every_second][saves] / second[saves])) if saves.any() else 0.0
         seconds = 0.0, light, light + rate * float(kept[1] - kept[2]), float(forward.sum())
         now = 0
         found: list[tuple[float, float]] = []
