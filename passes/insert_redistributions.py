@@ -189,7 +189,7 @@ class _Sweep:
         def make() -> fx.Node:
             name = move.step.forward.value if move.step.forward is not Collective.NONE else "identity"
             kwargs = keywords_of(move.step, self.placed.mesh)
-            new = self.graph.create_node("call_function", redistribution, (node,), kwargs, name=name)  # type: ignore[arg-type]
+            new = self.graph.create_node("call_function", redistribution, (node,), kwargs, name=name)
             new.meta.update(val=move.tensor.meta["val"], block=move.block)
             return self.place(new, move.after, node.meta["over_time"])
 
@@ -205,16 +205,16 @@ class _Sweep:
     ) -> fx.Node:
         """``node`` with its sequence in another order. It is whole there on every rank."""
         for fold in folds:
-            zigzag, before = self.placed.zigzag, node
-            assert zigzag is not None
-            options = {"dim": fold.dim, "length": zigzag.length, "inner": fold.inner, "folds": self.placed.num_folds}
-            node = self.once(
-                (before, fold, function, block),
-                lambda before=before, options=options: self.like(  # type: ignore[misc]  # bound at once
-                    before, function, (before,), options, block=block
-                ),
-            )
+            node = self.reordered(node, fold, function, block)
         return node
+
+    def reordered(self, node: fx.Node, fold: Fold, function: Callable[..., torch.Tensor], block: int) -> fx.Node:
+        """``node`` with one sequence of it in another order."""
+        zigzag = self.placed.zigzag
+        assert zigzag is not None
+        options = {"dim": fold.dim, "length": zigzag.length, "inner": fold.inner, "folds": self.placed.num_folds}
+        key = (node, fold, function, block)
+        return self.once(key, lambda: self.like(node, function, (node,), options, block=block))
 
     def like(
         self,

@@ -12,8 +12,6 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import is_getitem, tensor_results
-from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.placed.placed_model import TIME
 from autopar.ir.placement import local_shape
 from autopar.ir.rules.sizes import local_arguments
 from autopar.ir.torch_private import pytree
@@ -29,7 +27,7 @@ class LocaliseShapes(ProgramPass):
 
     def apply(self, program: PlacedProgram) -> PlacedProgram:
         placed = program.placed
-        mesh = Mesh((MeshAxis(TIME, placed.num_microbatches), *placed.mesh.axes))
+        mesh = placed.time_and_mesh
         values: dict[fx.Node, object] = {}
         for node in program.graph.nodes:
             captured = program.origin.get(node)

@@ -7,7 +7,7 @@ y_1 = all_reduce(y, group='tp', backward='none')
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from autopar.ir.graph import call_nodes
 from autopar.ir.primitives.collectives import step_call
@@ -26,6 +26,6 @@ class LowerRedistributions(ProgramPass):
         mesh = program.placed.mesh
         for node in call_nodes(program.graph):
             if node.target is redistribution:
-                function, kwargs = step_call(step_of(mesh, **node.kwargs), mesh)  # type: ignore[arg-type]
+                function, kwargs = step_call(step_of(mesh, **cast("dict[str, Any]", node.kwargs)), mesh)
                 node.target, node.kwargs = function, kwargs
         return program

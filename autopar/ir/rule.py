@@ -151,6 +151,21 @@ class FactorRule:
     def result_layout(self, position: int, assignment: Assignment) -> Layout:
         return tuple(self.result(position, choice) for choice in assignment)
 
+    def is_positionwise(self, factor: str) -> bool:
+        """Whether the op does the same at every position of ``factor``, and loses none: their order may change.
+
+        Queries and keys of an attention that goes round a ring count, since the ring is told their order.
+        """
+        if any(name == "ring" and factor in factors_of_choice(choice) for choice, name in self.lowered.items()):
+            return True
+        if factor in self.blocked or self.lowered.get(factor) in ("attention", "moe"):
+            return False
+        tensors = (*self.operands, *self.results)
+        if any(sum(factor in dim for dim in tensor) > 1 for tensor in tensors):
+            return False
+        kept = all(any(factor in dim for dim in tensor) for tensor in self.results)
+        return kept or factor in self.summed or factor in self.lowered
+
     def parallel_degree(self, assignment: Assignment, mesh: Mesh) -> int:
         """Number of ranks among which the op's work is divided."""
         return prod(axis.size for c, axis in zip(assignment, mesh.axes, strict=True) if c and not c.startswith("+"))

@@ -89,7 +89,7 @@ def joined(held: tuple[Span, ...]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which keys a query sees, by position: kind and window as in ``ops.attention``, its mask operand apart."""
+    """Which keys a query sees, by position: kind and window as in ``composite.attention``, its mask operand apart."""
 
     kind: AttentionKind
     window: int | None = None

@@ -9,8 +9,8 @@ Times are fitted in proportion: an error of 10 % counts alike whether it is of a
 error. The terms of a link are the non-negative ones of least absolute relative error, so that a few messages that a
 busy machine delayed do not count; ``factor`` is 1 for an all-reduce. A link that one device of a node has for itself is
 faster by the ratio of the sends. What of an all-reduce can overlap with compute is what the two at once save, as
-``step.exposed_time`` counts it. Ranks wait for each other as long as a small all-reduce takes between computations more
-than by itself, which is taken to grow with the root of the time that they compute.
+``gradient_sync.exposed_time`` counts it. Ranks wait for each other as long as a small all-reduce takes between
+computations more than by itself, which is taken to grow with the root of the time that they compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention with a mask tensor and repeated heads becomes ``ops.attention``.
+"""scaled_dot_product_attention with a mask tensor and repeated heads becomes ``composite.attention``.
 
     k2 = reshape(expand(unsqueeze(k, 2), [B, 8, 4, T, D]), [B, 32, T, D])
     m = le(positions, positions') & same_document

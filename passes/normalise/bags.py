@@ -33,7 +33,7 @@ _MODES = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class RecogniseBags(Pass):
-    """``aten.embedding_bag`` as ``ops.embedding_bag``, without offsets where they are regular."""
+    """``aten.embedding_bag`` as ``composite.embedding_bag``, without offsets where they are regular."""
 
     name: ClassVar[str] = "recognise-bags"
 

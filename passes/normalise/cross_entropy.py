@@ -1,4 +1,4 @@
-"""Cross entropy over flattened rows becomes ``ops.cross_entropy`` on logits with all their dimensions.
+"""Cross entropy over flattened rows becomes ``composite.cross_entropy`` on logits with all their dimensions.
 
     cross_entropy_loss(reshape(logits, [B * S, C]), reshape(labels, [B * S]))
                                                           cross_entropy(logits, labels)

@@ -34,7 +34,7 @@ _NAMES["gelu(gate, approximate='none')"] = "gelu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """source: the result of the first product. activation, gated, interleaved: as ``ops.moe`` takes them."""
+    """source: the result of the first product. activation, gated, interleaved: as ``composite.moe`` takes them."""
 
     source: fx.Node
     activation: str

@@ -2,7 +2,7 @@
 
 A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are evaluated, in
 blocks of rows and on as little of the batch as decides them, and compared with the kinds that
-``ops.attention`` knows. What is left, a padding mask or a learned bias, stays an operand in its smallest
+``composite.attention`` knows. What is left, a padding mask or a learned bias, stays an operand in its smallest
 broadcast shape.
 """
 
@@ -37,7 +37,7 @@ _SAMPLE_STRIDE = 61
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMeaning:
-    """kind and window as in ``ops.attention``; parts: what else restricts or biases the scores."""
+    """kind and window as in ``composite.attention``; parts: what else restricts or biases the scores."""
 
     kind: AttentionKind
     window: int | None = None

@@ -1,4 +1,4 @@
-"""Sorting tokens by expert, grouped products and the way back become ``ops.moe``.
+"""Sorting tokens by expert, grouped products and the way back become ``composite.moe``.
 
     chosen, order = sort(reshape(index, [T * K]))
     rows = x[order // K]

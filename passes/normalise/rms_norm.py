@@ -1,4 +1,4 @@
-"""RMSNorm spelt out, or as ``aten.rms_norm``, becomes ``ops.rms_norm``.
+"""RMSNorm spelt out, or as ``aten.rms_norm``, becomes ``composite.rms_norm``.
 
     r = rsqrt(mean(pow(x, 2), [-1], True) + eps)
     mul(weight, mul(x, r))                                rms_norm(x, weight, eps)

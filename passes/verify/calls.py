@@ -72,7 +72,7 @@ class CallTyper:
         values = tuple(operands[operand] for operand in node.all_input_nodes)
         for _, derivations in self._as_op(node, operands, reasons):
             found += derivations
-        for rest in (self._share, self._settle):
+        for rest in (self._share, self._cast_or_copy):
             found += rest(node, values)
         if not found:
             raise Mistyped(self._why(node, values, reasons))
@@ -176,7 +176,7 @@ class CallTyper:
                 found.append(Derivation(operands=(given,), results=(shared,), way=Same(frozenset({TIME}))))
         return found
 
-    def _settle(self, node: fx.Node, values: Sequence[Value]) -> list[Derivation]:
+    def _cast_or_copy(self, node: fx.Node, values: Sequence[Value]) -> list[Derivation]:
         """A cast to the dtype of compute, or a copy of a value's own: the value itself."""
         is_copy = node.target is aten.clone.default and not node.kwargs
         is_cast = node.target is TO_COPY and node.kwargs == {"dtype": self.compute} and self.compute

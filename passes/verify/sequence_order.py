@@ -33,7 +33,7 @@ def through(op: CapturedOp, operands: Sequence[Order], length: int, free: Mappin
             if found.setdefault(factor, inner) != inner:
                 raise Mistyped(f"factor {factor!r} is in two zigzag orders")
     for factor in found:
-        if not _alike(rule, factor):
+        if not rule.is_positionwise(factor):
             raise Mistyped(f"it minds the order of factor {factor!r}, which is in zigzag order")
     for position, (factors, orders) in enumerate(zip(rule.operands, operands, strict=False)):
         expected = orders_of(factors, rule, found)
@@ -73,16 +73,3 @@ def _factor_of(dim: DimFactors, rule: FactorRule, inner: int, length: int) -> tu
             return factor, inner // stride
         stride *= size
     raise Mistyped("it takes a sequence in zigzag order apart")
-
-
-def _alike(rule: FactorRule, factor: str) -> bool:
-    """Whether an op does the same at every position of ``factor``, and loses none."""
-    if "ring" in rule.lowered.values() and factor in (QUERIES, KEYS):
-        return True
-    if factor in rule.blocked or rule.lowered.get(factor) in ("attention", "moe"):
-        return False
-    tensors = (*rule.operands, *rule.results)
-    if any(sum(factor in dim for dim in tensor) > 1 for tensor in tensors):
-        return False
-    kept = all(any(factor in dim for dim in tensor) for tensor in rule.results)
-    return kept or factor in rule.summed or factor in rule.lowered

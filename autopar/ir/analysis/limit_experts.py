@@ -15,7 +15,7 @@ from autopar.ir.ops import composite
 def limit_experts(captured: CapturedModel, capacity_factor: float | None) -> CapturedModel:
     """``captured`` with experts that take at most ``capacity_factor`` times their even share of rows; None: no limit.
 
-    See ``ops.moe`` for which rows are dropped. Raises PlanMismatch if the model has no experts.
+    See ``composite.moe`` for which rows are dropped. Raises PlanMismatch if the model has no experts.
     """
     if capacity_factor is None:
         return captured

@@ -186,7 +186,7 @@ class _Sweep:
         for factor in self.roles.sequence.get(node, ()):
             if factor not in inside and rule.sizes[factor] == self.length:
                 found.setdefault(factor, 1)
-        return {f: inner for f, inner in found.items() if f not in clashing and _minds_no_order(rule, f)}
+        return {f: inner for f, inner in found.items() if f not in clashing and rule.is_positionwise(f)}
 
     def operand(self, node: fx.Node, position: int, value: _Value, rule: FactorRule, folded: dict[str, int]) -> None:
         """Compare the order that an operand has with the one that its op wants."""
@@ -222,25 +222,12 @@ class _Sweep:
         rule = self.roles.rules[producer]
         for fold in missing:
             located = _locate(rule.results[number][fold.dim], rule, fold.inner, self.length)
-            if located is None or not _minds_no_order(rule, located[0]):
+            if located is None or not rule.is_positionwise(located[0]):
                 self.obstacles.append(
                     f"{_title(node)} joins the sequence with {_title(producer)}, which minds the order"
                 )
                 return
             self.demanded.setdefault(producer, {}).setdefault(*located)
-
-
-def _minds_no_order(rule: FactorRule, factor: str) -> bool:
-    """Whether an op does the same at every position of ``factor``, and loses none."""
-    if goes_round(rule) and factor in (QUERIES, KEYS):
-        return True
-    if factor in rule.blocked or rule.lowered.get(factor) in ("attention", "moe"):
-        return False
-    tensors = (*rule.operands, *rule.results)
-    if any(sum(factor in dim for dim in tensor) > 1 for tensor in tensors):
-        return False
-    kept = all(any(factor in dim for dim in tensor) for tensor in rule.results)
-    return kept or factor in rule.summed or factor in rule.lowered
 
 
 def _locate(dim: DimFactors, rule: FactorRule, inner: int, length: int) -> tuple[str, int] | None:

@@ -44,7 +44,7 @@ def attention(
     query_groups: Groups = (),
     random_groups: Groups = (),
 ) -> Tensor:
-    """``ops.attention`` of this rank's queries: piece ``shard_index(query_groups)`` of the sequence.
+    """``composite.attention`` of this rank's queries: piece ``shard_index(query_groups)`` of the sequence.
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, T, D). mask: its rows are those of the local queries, or broadcast. sinks:
     (Hq,).
@@ -135,7 +135,7 @@ def _keys(k: Tensor, v: Tensor, mask: Tensor | None, begin: int, end: int) -> tu
 
 
 def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Query, key, value and mask, and the options of ``ops.attention``, of any op that is an attention."""
+    """Query, key, value and mask, and the options of ``composite.attention``, of any op that is an attention."""
     call = arguments(node)
     if node.target is composite.attention:
         operands = (call["q"], call["k"], call["v"], call["mask"])
@@ -160,7 +160,7 @@ def lengths_of(rule: FactorRule) -> tuple[int, int]:
 
 
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
-    """The call that replaces ``ops.attention`` or ``aten.scaled_dot_product_attention``."""
+    """The call that replaces ``composite.attention`` or ``aten.scaled_dot_product_attention``."""
     operands, kwargs = attention_arguments(node)
     kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
     kwargs["sinks"] = arguments(node).get("sinks")

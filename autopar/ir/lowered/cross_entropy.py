@@ -73,7 +73,7 @@ def cross_entropy(
     reduction: composite.Reduction = "mean",
     vocab_groups: Groups = (),
 ) -> Tensor:
-    """``ops.cross_entropy`` of a piece of the classes, over ``vocab_groups``.
+    """``composite.cross_entropy`` of a piece of the classes, over ``vocab_groups``.
 
     logits: (..., local c), widened to float32 if narrower. target: (...), global class numbers. Result: equal on
     all ranks of ``vocab_groups``.

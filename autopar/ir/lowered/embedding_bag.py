@@ -28,7 +28,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     groups: Groups,
 ) -> Tensor:
-    """``ops.embedding_bag`` of a (global V, h) table of which this rank has piece ``shard_index(groups)``.
+    """``composite.embedding_bag`` of a (global V, h) table of which this rank has piece ``shard_index(groups)``.
 
     weight: (local V, h). indices: (B, L) or (N,), global. mode: "sum" or "mean". Result: (B, h), a summand over
     ``groups``. No communication.
@@ -53,7 +53,7 @@ def embedding_bag(
 
 
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
-    """The call that replaces ``ops.embedding_bag``."""
+    """The call that replaces ``composite.embedding_bag``."""
     call = arguments(node)
     operands = ("weight", "indices", "per_sample_weights", "offsets")
     options = {name: value for name, value in call.items() if name not in operands}

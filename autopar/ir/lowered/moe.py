@@ -68,7 +68,7 @@ def moe(
     inner_groups: Groups = (),
     token_groups: Groups = (),
 ) -> Tensor:
-    """``ops.moe`` on this rank's tokens and experts; a summand over groups that are not exchanged.
+    """``composite.moe`` on this rank's tokens and experts; a summand over groups that are not exchanged.
 
     x: (.., h), expert_index, expert_weight: (.., K): this rank's tokens; the indices are global. w_up and the
     other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. exchanged: for each
@@ -155,7 +155,7 @@ def _through(rows: Tensor, address: Tensor, num_addresses: int, groups: Groups, 
 
 
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
-    """The call that replaces ``ops.moe``."""
+    """The call that replaces ``composite.moe``."""
     call = arguments(node)
     names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
     kwargs = {name: call[name] for name in ("activation", "gated", "interleaved", "capacity_factor")}

@@ -52,7 +52,7 @@ def ring_attention(
     query_groups: Groups,
     key_groups: Groups,
 ) -> Tensor:
-    """``ops.attention`` of this rank's queries to the keys of all ranks of ``key_groups``.
+    """``composite.attention`` of this rank's queries to the keys of all ranks of ``key_groups``.
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, local T, D). mask: rows of the local queries or one for all; columns of
         all keys, as they are stored, or one for all. Without rows of its own it has the columns of the local keys.

@@ -120,7 +120,7 @@ def run_experts(
 ) -> Tensor:
     """Each row through its expert: (rows, h) -> (rows, h).
 
-    x: (rows, h), sorted by expert. expert: (rows,). The parameters are those of ``ops.moe``.
+    x: (rows, h), sorted by expert. expert: (rows,). The parameters are those of ``composite.moe``.
     """
     ends = rows_of_experts(expert, w_up.shape[0]).cumsum(0).to(torch.int32)
     up = _grouped_linear(x, w_up, ends)

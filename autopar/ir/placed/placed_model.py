@@ -60,7 +60,8 @@ class PlacedModel:
         return self.plan.batch.num_microbatches
 
     @cached_property
-    def _time_and_mesh(self) -> Mesh:
+    def time_and_mesh(self) -> Mesh:
+        """The mesh of one stage with the microbatches as an axis in front, which no collective crosses."""
         return Mesh((MeshAxis(TIME, self.num_microbatches), *self.mesh.axes))
 
     def is_parameter(self, node: fx.Node) -> bool:
@@ -90,7 +91,7 @@ class PlacedModel:
 
     def local_shape(self, node: fx.Node, layout: Layout, over_time: Placement) -> tuple[int, ...]:
         """Shape of the part of ``node`` that one rank has in one microbatch."""
-        return local_shape(node.meta["val"].shape, (over_time, *layout), self._time_and_mesh)
+        return local_shape(node.meta["val"].shape, (over_time, *layout), self.time_and_mesh)
 
     def input_layouts(self) -> dict[str, Layout]:
         """Layout in which each step input arrives, by placeholder name."""

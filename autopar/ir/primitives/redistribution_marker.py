@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autopar.ir.mesh import Mesh
@@ -24,9 +26,9 @@ def redistribution(
     return x
 
 
-def keywords_of(step: Step, mesh: Mesh) -> dict[str, str | int]:
+def keywords_of(step: Step, mesh: Mesh) -> dict[str, Any]:
     """Keywords of ``redistribution`` for ``step`` on ``mesh``."""
-    found: dict[str, str | int] = {
+    found: dict[str, Any] = {
         "axis": mesh.names[step.axis],
         "forward": step.forward.value,
         "backward": step.backward.value,

@@ -56,7 +56,7 @@ TOLERANCE = 0.005
 SMALL_SPACE = 40
 # Plans that are run stream by stream before one is taken. Chosen; 0 %.
 MAX_FINAL = 4
-# Work (see ``leaf.Solver``) after which the search settles for what it has, 2 to 10 s on one core, and that it may do
+# Work (see ``Solver``) after which the search settles for what it has, 2 to 10 s on one core, and that it may do
 # after the seeds, or after a plan that was better, without another one. With half of this patience 84 of 193 clusters
 # of two hosts on a slow network got a plan that was 4 to 9 % slower than the best; it is a few tenths of a second. 4 %
 # less if MAX_WORK is halved; 26 % less and 58 % more for half and twice the patience.

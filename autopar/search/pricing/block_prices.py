@@ -117,7 +117,7 @@ class Priced:
     held: Mapping[int, tuple[ParameterPrice, ...]]
 
     def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
-        """For ``cuts.cut``: what happens once a step is spread over the microbatches."""
+        """For ``stage_cuts.cut``: what happens once a step is spread over the microbatches."""
         cluster = pricing.ops.cluster
         link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
         count = pricing.num_microbatches

@@ -9,7 +9,7 @@ critical path. Stage i keeps K_i microbatches alive and must fit
 
 where R, present only if the stage rematerialises, is what one block holds while it is recomputed: the largest
 A_none - A_level over the blocks of the stage, for the strongest level used. The objective is the closed form of
-the schedule (``simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
+the schedule (``pipeline_simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
 
     alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
 
