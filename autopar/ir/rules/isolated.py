@@ -6,6 +6,7 @@ process (a fork, which knows every op that was registered here) the worst that i
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -33,10 +34,7 @@ def isolated(function: Callable[[], T], *, limit_s: float) -> T | None:
     if not hasattr(os, "fork"):
         return None
     read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+    child = _fork()
     if child == 0:
         os.close(read_end)
         _answer(function, write_end)
@@ -53,6 +51,28 @@ def isolated(function: Callable[[], T], *, limit_s: float) -> T | None:
         return pickle.loads(answer)  # type: ignore[no-any-return]  # what ``function`` returned
     except (EOFError, pickle.UnpicklingError):
         return None  # the copy died before it had written all
+
+
+def _fork() -> int:
+    """``os.fork`` without the handlers that libraries have set for it, where the C library has ``_Fork`` (POSIX 2024).
+
+    torch sets such a handler as soon as a backward has run where there is a GPU: every backward in a copy would be
+    refused, since the engine's threads of that GPU are not copied. A copy computes on the CPU, in its own thread alone.
+    """
+    copy = getattr(ctypes.PyDLL(None), "_Fork", None)
+    if copy is None:
+        with warnings.catch_warnings():
+            # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork()
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    child: int = copy()
+    if child == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return child
 
 
 def _answer(function: Callable[[], object], write_end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from autopar.ir.rules.isolated import isolated
 from autopar.ir.rules.probe import probe
 
 aten = torch.ops.aten
+
+_HANDLERS: list[Any] = []  # of forks, which the C library calls for as long as this process lives
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +129,27 @@ def test_an_op_without_a_rule_costs_its_bytes_and_its_products(library: Any) -> 
     assert 2 * 64 * 32 * 48 <= rule.flops <= 1.1 * 2 * 64 * 32 * 48
     seconds = OpCost.of(node, rule, make_cluster("h100-sxm", 1).device).time((), Mesh(()))
     assert seconds.forward_s > 0 and seconds.backward_s > 0
+
+
+def test_isolated_calls_run_a_backward_after_one_has_run_here() -> None:
+    def slope() -> float:
+        x = torch.ones((), requires_grad=True)
+        (3.0 * x).backward()
+        assert x.grad is not None
+        return float(x.grad)
+
+    assert slope() == 3.0
+    assert isolated(slope, limit_s=60.0) == 3.0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.PyDLL(None), "_Fork"), reason="this C library has no _Fork")
+def test_no_library_hears_of_an_isolated_call() -> None:
+    """As torch would, which then refuses every backward in the copy."""
+    heard: list[bool] = []
+    handler = ctypes.CFUNCTYPE(None)(lambda: heard.append(True))
+    ctypes.PyDLL(None).__register_atfork(None, None, handler, None)
+    _HANDLERS.append(handler)
+    assert isolated(lambda: list(heard), limit_s=60.0) == []
 
 
 def test_isolated_calls_answer_fail_die_and_hang() -> None:

@@ -1,0 +1,75 @@
+"""One GPU under NCCL: a step equals the plain model's, for every level of rematerialisation, and a compiled one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import autopar
+
+ROWS, SEQ, VOCABULARY = 4, 32, 128
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).cuda()
+
+
+def _train(take_step: Any, model: Any) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(5):
+        tokens = torch.randint(0, VOCABULARY, (ROWS, SEQ), generator=torch.Generator().manual_seed(number)).cuda()
+        losses.append(float(take_step({"input_ids": tokens, "labels": tokens})))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _compare(_: int, folder: str, options: dict[str, Any]) -> None:
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    alone = _llama()
+
+    def plain(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = alone(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    expected = _train(plain, alone)
+    tokens = torch.zeros((ROWS, SEQ), dtype=torch.int64)
+    parallel = autopar.parallelize(_llama(), 1, example_inputs={"input_ids": tokens, "labels": tokens}, **options)
+    losses = _train(lambda batch: parallel.step(**parallel.shard_batch(batch)), parallel)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    state = parallel.full_state_dict()
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(state[name].cpu(), value.detach().cpu(), rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remat": "none", "num_microbatches": 1},
+        {"remat": "selective", "num_microbatches": 2},
+        {"remat": "full", "num_microbatches": 4},
+        {"remat": "none", "num_microbatches": 2, "compile": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_step_equals_the_plain_model(options: dict[str, Any], tmp_path: Path) -> None:
+    mp.start_processes(_compare, args=(str(tmp_path), options), nprocs=1, start_method="spawn")
