@@ -1,11 +1,12 @@
 """Does the proof of a program refuse every mutant that changes a loss or a gradient?
 
     python benchmarks/mutants.py [--models llama,gpt2] [--plans "dp2 tp2;tp2 sp"] [--count 1000] [--refused 20]
+                                 [--kinds "schedule actions swapped"]
 
 Mutants of correct programs (``tests/passes/verify/mutations.py``), as many of each kind as of any other, are given to
-``verify_placements``. Those that it accepts, and ``--refused`` of those that it refuses, are run for one step on gloo
-ranks, and the loss and all gradients compared with one process. Printed: for each kind, how many are refused, how many
-are accepted, and of those how many change something. Exits with 1 if an accepted one does.
+``verify_placements`` and ``verify_schedule``. Those that they accept, and ``--refused`` of those that they refuse, are
+run for one step on gloo ranks, and the loss and all gradients compared with one process. Printed: for each kind, how
+many are refused, how many are accepted, and of those how many change something. Exits with 1 if an accepted one does.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import random
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,21 +31,19 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from models import CASES, Case, build
-from parity import LIMITS, PLANS, constraints_of
+from models import CASES, Case
+from parity import LIMITS, cells_of
+from proof import capture_case, plan_of
 from traces import Steps, Trace, relative, train_alone, train_parallel
 
 import autopar.api
-from autopar.ir.capture.capture import capture
-from autopar.ir.errors import AutoparError, InfeasiblePlan, UnprovenProgram
+from autopar.ir.errors import UnprovenProgram
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import PlacedModel, place_captured
 from autopar.ir.plan import Plan
-from autopar.local_cluster import local_cluster
-from autopar.passes.normalise import normalise
+from autopar.ir.schedule import Pipelining
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
-from autopar.search.api import search_captured
 from tests.passes.verify.mutations import Mutant, mutants
 from tests.patience import Patience
 
@@ -68,45 +68,51 @@ class Judged:
     text: str = ""
 
 
-def capture_case(case: Case) -> CapturedModel:
-    batch = dict(case.batch(0))
-    extra = {"loss_fn": case.loss_fn, "example_target": batch.pop("target")} if case.loss_fn is not None else {}
-    return normalise(capture(build(case), batch, **extra), check=False)
+@dataclass(slots=True)
+class Judge:
+    """Draws mutants and has the proof judge them.
+
+    each: how many of a cell. kinds: those that are wanted, all if empty. counts: how many of each kind are judged, of
+    all cells.
+    """
+
+    each: int
+    kinds: frozenset[str]
+    draw: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def cell(self, captured: CapturedModel, model: str, name: str, plan: Plan) -> list[Judged]:
+        """Mutants of one cell; the next one is of a kind of which fewest are judged.
+
+        Those that cannot be made (no valid graph) are left out.
+        """
+        placed = place_captured(captured, plan)
+        captured, programs = placed.captured, partition(placed)
+        verify_placements(captured, programs, plan)
+        every = list(mutants(programs, plan.pipelining))
+        waiting: dict[str, list[int]] = defaultdict(list)
+        for number in self.draw.sample(range(len(every)), len(every)):
+            if not self.kinds or every[number].kind in self.kinds:
+                waiting[every[number].kind].append(number)
+        found: list[Judged] = []
+        while len(found) < self.each and waiting:
+            kind = min(waiting, key=self.counts.__getitem__)
+            number = waiting[kind].pop()
+            if not waiting[kind]:
+                del waiting[kind]
+            try:
+                every[number].verify(captured, plan)
+            except UnprovenProgram as error:
+                found.append(Judged(model, name, number, every[number], False, text=str(error)))
+            except RuntimeError:
+                continue
+            else:
+                found.append(Judged(model, name, number, every[number], True))
+            self.counts[kind] += 1
+        return found
 
 
-def balanced(every: Sequence[Mutant], count: int, draw: random.Random) -> list[int]:
-    """Numbers of ``count`` mutants, those of all kinds in turn."""
-    by_kind: dict[str, list[int]] = defaultdict(list)
-    for number, mutant in enumerate(every):
-        by_kind[mutant.kind].append(number)
-    for numbers in by_kind.values():
-        draw.shuffle(numbers)
-    turns = chain.from_iterable(zip_longest(*by_kind.values()))
-    return [number for number in turns if number is not None][:count]
-
-
-def judge(captured: CapturedModel, case: Case, name: str, plan: Plan, count: int, draw: random.Random) -> list[Judged]:
-    """``count`` mutants of one cell, accepted or refused. Those that cannot be made (no valid graph) are left out."""
-    placed = place_captured(captured, plan)
-    captured, programs = placed.captured, partition(placed)
-    verify_placements(captured, programs, plan)
-    every = list(mutants(programs))
-    found = []
-    for number in balanced(every, count, draw):
-        try:
-            mutated = every[number].make()
-        except RuntimeError:
-            continue
-        try:
-            verify_placements(captured, mutated, plan)
-        except UnprovenProgram as error:
-            found.append(Judged(case.name, name, number, every[number], False, text=str(error)))
-        else:
-            found.append(Judged(case.name, name, number, every[number], True))
-    return found
-
-
-def _worker(rank: int, model: str, plan: Plan, numbers: Sequence[int], folder: str) -> None:
+def _worker(rank: int, model: str, plan: Plan, chosen: Mapping[int, str], folder: str) -> None:
     """Body of a rank: a step of each mutant. A line for each that ran; what does not run ends the group."""
     world = plan.num_ranks
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -115,9 +121,9 @@ def _worker(rank: int, model: str, plan: Plan, numbers: Sequence[int], folder: s
     case = CASES[model]
     alone = train_alone(case, ONE)
     with open(f"{folder}/rank{rank}.jsonl", "w") as results:
-        for number in numbers:
+        for number, name in chosen.items():
             try:
-                trace = _train_mutant(case, plan, number)
+                trace = _train_mutant(case, plan, number, name)
                 # A parameter or the loss of one rank may be right where that of another is not.
                 wrong = [None] * world
                 dist.all_gather_object(wrong, _errors(trace, alone))
@@ -131,11 +137,18 @@ def _worker(rank: int, model: str, plan: Plan, numbers: Sequence[int], folder: s
             results.flush()
 
 
-def _train_mutant(case: Case, plan: Plan, number: int) -> Trace:
-    def mutated(placed: PlacedModel, **options: object) -> object:
-        return list(mutants(partition(placed)))[number].make()
+def _train_mutant(case: Case, plan: Plan, number: int, name: str) -> Trace:
+    with ExitStack() as stack:
 
-    with patch.object(autopar.api, "partition", mutated), patch.object(autopar.api, "verify_placements"):
+        def mutated(placed: PlacedModel, **options: object) -> object:
+            mutant = list(mutants(partition(placed), plan.pipelining))[number]
+            assert str(mutant) == name, f"{mutant} is another mutant than {name}"
+            if mutant.orders is not None:
+                stack.enter_context(patch.object(Pipelining, "orders", lambda shape: mutant.orders))
+            return mutant.make()
+
+        stack.enter_context(patch.object(autopar.api, "partition", mutated))
+        stack.enter_context(patch.object(autopar.api, "verify_placements"))
         return train_parallel(case, plan.num_ranks, {"plan": plan}, ONE)[0]
 
 
@@ -148,10 +161,13 @@ def _errors(trace: Trace, alone: Trace) -> str:
     return ", ".join(f"{name} {error:.1e}" for name, error in found.items() if not error <= LIMITS[name])
 
 
-def execute(model: str, plan: Plan, numbers: Sequence[int]) -> dict[int, str]:
-    """Number of a mutant -> what it changes; empty if nothing. A failure ends its group, and another one goes on."""
+def execute(model: str, plan: Plan, chosen: Mapping[int, str]) -> dict[int, str]:
+    """Number of a mutant -> what it changes; empty if nothing. A failure ends its group, and another one goes on.
+
+    chosen: number -> the mutant as text, which the ranks hold against what they make under that number.
+    """
     found: dict[int, str] = {}
-    while left := [number for number in numbers if number not in found]:
+    while left := {number: text for number, text in chosen.items() if number not in found}:
         with tempfile.TemporaryDirectory() as folder:
             context = mp.start_processes(
                 _worker, args=(model, plan, left, folder), nprocs=plan.num_ranks, join=False, start_method="spawn"
@@ -160,8 +176,8 @@ def execute(model: str, plan: Plan, numbers: Sequence[int]) -> dict[int, str]:
             for path in sorted(Path(folder).glob("rank*.jsonl")):
                 for line in map(json.loads, path.read_text().splitlines()):
                     found[line["number"]] = found.get(line["number"]) or line["changed"]
-        if left[0] not in found:
-            found[left[0]] = "no rank came to its end"
+        first = next(iter(left))
+        found.setdefault(first, "no rank came to its end")
     return found
 
 
@@ -202,49 +218,36 @@ def main() -> int:
     parser.add_argument("--plans", default=CHOSEN)
     parser.add_argument("--count", type=int, default=1000, help="mutants in all")
     parser.add_argument("--refused", type=int, default=0, help="refused ones to run too")
+    parser.add_argument("--kinds", help="kind;... instead of all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    models, names = options.models.split(","), options.plans.split(";")
-    draw, each = random.Random(options.seed), -(-options.count // (len(models) * len(names)))
+    cells = list(product(options.models.split(","), options.plans.split(";")))
+    draw, each = random.Random(options.seed), -(-options.count // len(cells))
+    judge = Judge(each, frozenset(options.kinds.split(";") if options.kinds else ()), draw)
+    captured = {model: capture_case(CASES[model]) for model, _ in cells}
     judged: list[Judged] = []
-    for model in models:
-        captured = capture_case(CASES[model])
-        for name in names:
-            try:
-                plan = _plan(captured, CASES[model], name)
-            except InfeasiblePlan:
-                name = OTHERWISE
-                plan = _plan(captured, CASES[model], name)
-            cell = judge(captured, CASES[model], name, plan, each, draw)
-            refused = [one.number for one in cell if not one.accepted]
-            sample = draw.sample(refused, min(len(refused), -(-options.refused // (len(models) * len(names)))))
-            chosen = [one.number for one in cell if one.accepted] + sample
-            changed = execute(model, plan, chosen)
-            judged += [
-                replace(one, changed=bool(changed[one.number]), text=changed[one.number])
-                if one.number in changed
-                else one
-                for one in cell
-            ]
-            counts = Counter(one.accepted for one in cell)
-            print(f"{model:12} {name:10} {counts[False]} refused, {counts[True]} accepted", flush=True)
-            for one in judged[-len(cell) :]:
-                if one.accepted:
-                    print(f"    {'WRONG ' + one.text if one.changed else 'the same'}: {one.mutant}", flush=True)
-                elif one.changed is False:
-                    print(f"    refused, and the same: {one.mutant}", flush=True)
+    for model, name in cells:
+        name = name if cells_of([model], [name]) else OTHERWISE
+        plan = plan_of(captured[model], CASES[model], name)
+        cell = judge.cell(captured[model], model, name, plan)
+        refused = [one for one in cell if not one.accepted]
+        sample = draw.sample(refused, min(len(refused), -(-options.refused // len(cells))))
+        chosen = {one.number: str(one.mutant) for one in cell if one.accepted or one in sample}
+        changed = execute(model, plan, chosen)
+        cell = [
+            replace(one, changed=bool(changed[one.number]), text=changed[one.number]) if one.number in changed else one
+            for one in cell
+        ]
+        counts = Counter(one.accepted for one in cell)
+        print(f"{model:12} {name:16} {counts[False]} refused, {counts[True]} accepted", flush=True)
+        for one in cell:
+            if one.accepted:
+                print(f"    {'WRONG ' + one.text if one.changed else 'the same'}: {one.mutant}", flush=True)
+            elif one.changed is False:
+                print(f"    refused, and the same: {one.mutant}", flush=True)
+        judged += cell
     print(table(judged))
     return 1 if any(one.accepted and one.changed for one in judged) else 0
-
-
-def _plan(captured: CapturedModel, case: Case, name: str) -> Plan:
-    """The plan that the search finds. Raises InfeasiblePlan if the model cannot have it."""
-    cluster = local_cluster(PLANS[name][0], torch.device("cpu"))
-    limits = autopar.api.constraints_of(constraints_of(case, name))
-    try:
-        return search_captured(captured, cluster, limits).plan
-    except AutoparError as error:
-        raise InfeasiblePlan(str(error)) from error
 
 
 if __name__ == "__main__":

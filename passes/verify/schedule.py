@@ -5,6 +5,9 @@
                                        0F0 -> 0F1            a rank runs one action after the other
 
 An action waits for what it depends on and for the action before it on its rank. A cycle is a deadlock, and is printed.
+The last stage runs microbatches forward in order of their numbers: the runtime keeps the losses in the order in which
+they are computed, and a backward starts from the loss that is in the place of its microbatch. Any other order of passes
+gives the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from autopar.ir.schedule import Action, Pipelining
 def verify_schedule(shape: Pipelining, orders: Sequence[Sequence[Action]] | None = None) -> None:
     """Prove that ``orders``, what each rank does in order (those of ``shape`` if not given), run to their end.
 
-    Raises UnprovenProgram: with the actions that are missing, run twice or on the wrong rank, or with the deadlock.
+    Raises UnprovenProgram: with the actions that are missing, run twice, on the wrong rank or out of order, or with the
+    deadlock.
     Linear in the number of actions.
     """
     given = shape.orders() if orders is None else orders
     _check_counts(shape, given)
+    _check_losses(shape, given)
     graph = dependencies(given)
     try:
         cycle = nx.find_cycle(graph)
@@ -85,3 +90,14 @@ def _check_counts(shape: Pipelining, orders: Sequence[Sequence[Action]]) -> None
                 )
     if sum(counts.values()) != sum(counts[a] for a in counts if a.microbatch < shape.num_microbatches):
         raise UnprovenProgram("the schedule runs microbatches that there are not")
+
+
+def _check_losses(shape: Pipelining, orders: Sequence[Sequence[Action]]) -> None:
+    """The losses are computed in order of their microbatches."""
+    last = shape.num_stages - 1
+    found = [a.microbatch for a in orders[shape.rank_of(last)] if (a.stage, a.kind) == (last, "F")]
+    if found != sorted(found):
+        raise UnprovenProgram(
+            f"stage {last}, the last one, runs microbatches {found} forward in this order; expected {sorted(found)}: "
+            "the runtime finds a loss by its place among those computed"
+        )

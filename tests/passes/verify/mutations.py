@@ -1,8 +1,8 @@
-"""Mutants of partitioned programs: a correct program with one thing changed.
+"""Mutants of partitioned programs and of their schedule: a correct program with one thing changed.
 
-``mutants(programs)`` yields a description and a function that makes the mutant anew: programs are copied, since graphs
-are changed in place. Many mutants change what is computed; some do not (a collective over one operand moved across a
-linear op), and those may be accepted.
+``mutants(programs, shape)`` yields a description and a function that makes the mutant anew: programs are copied, since
+graphs are changed in place. Many mutants change what is computed; some do not (a collective over one operand moved
+across a linear op, two backward passes of a rank swapped), and those may be accepted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.ir.graph import CapturedModel
 from autopar.ir.placement import Replicate
+from autopar.ir.plan import Plan
 from autopar.ir.primitives.collectives import (
     COLLECTIVES,
     all_gather,
@@ -28,6 +31,9 @@ from autopar.ir.primitives.collectives import (
 )
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.program import BlockProgram, ParameterLayout, StageProgram
+from autopar.ir.schedule import Order, Pipelining
+from autopar.passes.verify.placements import verify_placements
+from autopar.passes.verify.schedule import verify_schedule
 
 aten = torch.ops.aten
 Programs = tuple[StageProgram, ...]
@@ -37,18 +43,28 @@ Change = Callable[[fx.Graph, fx.Node], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """kind: what was done, in a word. text: to what. make: the mutated programs."""
+    """kind: what was done, in a word. text: to what. make: the mutated programs.
+
+    orders: the mutated schedule, what each rank does in order; None if it is as it was.
+    """
 
     kind: str
     text: str
     make: Callable[[], Programs]
+    orders: tuple[Order, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
 
+    def verify(self, captured: CapturedModel, plan: Plan) -> None:
+        """Raise UnprovenProgram if the proof refuses it, RuntimeError if there is no such mutant: no valid graph."""
+        verify_placements(captured, self.make(), plan)
+        if self.orders is not None:
+            verify_schedule(plan.pipelining, self.orders)
 
-def mutants(programs: Sequence[StageProgram]) -> Iterator[Mutant]:
-    """Every mutant of ``programs``, those of one op after the other, in a fixed order."""
+
+def mutants(programs: Sequence[StageProgram], shape: Pipelining) -> Iterator[Mutant]:
+    """Every mutant of ``programs`` and of ``shape``, those of one op after the other, in a fixed order."""
     programs = tuple(programs)
     for program in programs:
         for number, block in enumerate(program.blocks):
@@ -60,6 +76,7 @@ def mutants(programs: Sequence[StageProgram]) -> Iterator[Mutant]:
                     yield Mutant(kind, text, _with_graph(programs, program.stage, number, index, change))
     yield from _of_parameters(programs)
     yield from _of_stages(programs)
+    yield from _of_schedule(programs, shape)
 
 
 def _with_graph(programs: Programs, stage: int, block: int, index: int, change: Change) -> Callable[[], Programs]:
@@ -242,8 +259,6 @@ def _moved_up(graph: fx.Graph, node: fx.Node) -> None:
     moved.meta.update(source.meta)
     with graph.inserting_after(producer):
         again = graph.node_copy(producer, lambda one: moved if one is source else one)
-    with graph.inserting_before(producer):
-        moved.meta.update(source.meta)
     producer.append(again)
     node.replace_all_uses_with(again)
     graph.erase_node(node)
@@ -289,6 +304,7 @@ def _stored(programs: Programs, name: str, layout: ParameterLayout) -> Callable[
 def _of_stages(programs: Programs) -> Iterator[Mutant]:
     """A stage that sends another tensor, or the same ones in another order; a loss that is summed otherwise."""
     for program in programs:
+        yield from _under_names_sent(programs, program)
         for number, spec in enumerate(program.sent):
             others = [
                 (block, name, node)
@@ -321,6 +337,45 @@ def _of_stages(programs: Programs) -> Iterator[Mutant]:
                 f"over {sorted(axes)}",
                 lambda axes=axes: _with(programs, replace(last, loss_partial_axes=tuple(sorted(axes)))),  # type: ignore[misc]
             )
+
+
+def _under_names_sent(programs: Programs, program: StageProgram) -> Iterator[Mutant]:
+    """A block that gives another value of the same shape under a name that is sent."""
+    sent = {spec.name for spec in program.sent}
+    for number, block in enumerate(program.blocks):
+        nodes = list(block.graph.nodes)
+        for place, (name, node) in enumerate(zip(block.outputs, _results(block), strict=True)):
+            value = node.meta.get("val")
+            if name not in sent or not isinstance(value, torch.Tensor):
+                continue
+            others = [n for n in nodes if n.op == "call_function" and n is not node and _alike(n, value)]
+            for other in others[-2:]:
+                change = _result(place, other.name)
+                yield Mutant(
+                    "another tensor sent",
+                    f"stage {program.stage}, {block.name}: {other.name} as {name}",
+                    _with_graph(programs, program.stage, number, len(nodes) - 1, change),
+                )
+
+
+def _result(place: int, name: str) -> Change:
+    def change(graph: fx.Graph, node: fx.Node) -> None:
+        (results,) = node.args
+        by_name = {one.name: one for one in graph.nodes}
+        node.args = (tuple(by_name[name] if n == place else one for n, one in enumerate(results)),)  # type: ignore[arg-type]
+
+    return change
+
+
+def _of_schedule(programs: Programs, shape: Pipelining) -> Iterator[Mutant]:
+    """Two actions of one rank swapped."""
+    for rank, order in enumerate(shape.orders()):
+        for one, two in combinations(range(len(order)), 2):
+            swapped = list(order)
+            swapped[one], swapped[two] = order[two], order[one]
+            orders = (*shape.orders()[:rank], tuple(swapped), *shape.orders()[rank + 1 :])
+            text = f"{order[one]} and {order[two]} of rank {rank}, {shape.schedule}"
+            yield Mutant("schedule actions swapped", text, lambda: programs, orders)
 
 
 def _results(block: BlockProgram) -> tuple[fx.Node, ...]:

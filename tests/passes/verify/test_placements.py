@@ -120,10 +120,10 @@ ALWAYS_WRONG = (
 def test_mutants_are_refused(tower: CapturedModel, name: str) -> None:
     plan, programs = programs_of(tower, *TOWER_PLANS[name])
     accepted, count = [], 0
-    for mutant in _few(mutants(programs)):
+    for mutant in _few(mutants(programs, plan.pipelining)):
         count += 1
         try:
-            verify_placements(tower, mutant.make(), plan)
+            mutant.verify(tower, plan)
         except UnprovenProgram:
             continue
         accepted.append(str(mutant))
@@ -142,9 +142,10 @@ def _few(every: Iterator[Any]) -> Iterator[Any]:
 
 def test_a_message_names_the_op_its_line_and_both_placements(tower: CapturedModel) -> None:
     plan, programs = programs_of(tower, *TOWER_PLANS["tp2-sp"])
-    mutant = next(m for m in mutants(programs) if m.kind == "collective dropped" and ".all_gather" in m.text)
+    every = mutants(programs, plan.pipelining)
+    mutant = next(m for m in every if m.kind == "collective dropped" and ".all_gather" in m.text)
     with pytest.raises(UnprovenProgram) as error:
-        verify_placements(tower, mutant.make(), plan)
+        mutant.verify(tower, plan)
     text = str(error.value)
     assert "stage 0, block" in text
     assert "at test_placements.py:" in text
@@ -163,6 +164,6 @@ def test_a_gradient_that_nobody_sums_is_named(tower: CapturedModel) -> None:
 
 def test_a_conjugate_that_sums_twice_is_named(tower: CapturedModel) -> None:
     plan, programs = programs_of(tower, *TOWER_PLANS["tp2-sp"])
-    mutant = next(m for m in mutants(programs) if m.kind == "wrong conjugate")
+    mutant = next(m for m in mutants(programs, plan.pipelining) if m.kind == "wrong conjugate")
     with pytest.raises(UnprovenProgram, match=r"the gradient of its result is .* its backward expects"):
-        verify_placements(tower, mutant.make(), plan)
+        mutant.verify(tower, plan)

@@ -67,3 +67,17 @@ def test_a_forward_after_its_own_backward_is_refused() -> None:
                 verify_schedule(shape, swapped)
             refused += 1
     assert refused
+
+
+def test_losses_out_of_order_are_refused() -> None:
+    shape = Pipelining("gpipe", 2, 2)
+    first, second = shape.orders()
+    forward, later, *rest = second
+    with pytest.raises(UnprovenProgram, match=r"stage 1, the last one, runs microbatches \[1, 0\] forward"):
+        verify_schedule(shape, [first, (later, forward, *rest)])
+
+
+def test_other_orders_without_a_cycle_are_accepted() -> None:
+    shape = Pipelining("gpipe", 2, 2)
+    first, second = shape.orders()
+    verify_schedule(shape, [[*first[:2], *reversed(first[2:])], [*second[:2], *reversed(second[2:])]])
