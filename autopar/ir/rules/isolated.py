@@ -59,8 +59,9 @@ def _fork() -> int:
     torch sets such a handler as soon as a backward has run where there is a GPU: every backward in a copy would be
     refused, since the engine's threads of that GPU are not copied. A copy computes on the CPU, in its own thread alone.
     """
-    copy = getattr(ctypes.PyDLL(None), "_Fork", None)
-    if copy is None:
+    try:
+        copy = ctypes.PyDLL(None)["_Fork"]
+    except AttributeError:
         with warnings.catch_warnings():
             # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
             warnings.simplefilter("ignore", DeprecationWarning)
