@@ -15,11 +15,12 @@ from autopar.ir.graph import is_getitem, tensor_results
 from autopar.ir.placement import local_shape
 from autopar.ir.rules.sizes import local_arguments
 from autopar.ir.torch_private import pytree
-from autopar.passes.placed_program import PlacedProgram, ProgramPass
+from autopar.passes.contract import Pass
+from autopar.passes.placed_program import PlacedProgram
 
 
 @dataclass(frozen=True)
-class LocaliseShapes(ProgramPass):
+class LocaliseShapes(Pass[PlacedProgram]):
     name: ClassVar[str] = "localise-shapes"
     requires: ClassVar[frozenset[str]] = frozenset({"redistributions"})
     provides: ClassVar[frozenset[str]] = frozenset({"local shapes"})

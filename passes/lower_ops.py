@@ -10,11 +10,12 @@ from typing import ClassVar
 
 from autopar.ir.graph import is_getitem
 from autopar.ir.lowered.table import LOWERINGS, lowering_of
-from autopar.passes.placed_program import PlacedProgram, ProgramPass
+from autopar.passes.contract import Pass
+from autopar.passes.placed_program import PlacedProgram
 
 
 @dataclass(frozen=True)
-class LowerOps(ProgramPass):
+class LowerOps(Pass[PlacedProgram]):
     name: ClassVar[str] = "lower-ops"
     requires: ClassVar[frozenset[str]] = frozenset({"local shapes"})
     provides: ClassVar[frozenset[str]] = frozenset({"lowered ops"})

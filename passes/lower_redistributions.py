@@ -12,11 +12,12 @@ from typing import Any, ClassVar, cast
 from autopar.ir.graph import call_nodes
 from autopar.ir.primitives.collectives import step_call
 from autopar.ir.primitives.redistribution_marker import redistribution, step_of
-from autopar.passes.placed_program import PlacedProgram, ProgramPass
+from autopar.passes.contract import Pass
+from autopar.passes.placed_program import PlacedProgram
 
 
 @dataclass(frozen=True)
-class LowerRedistributions(ProgramPass):
+class LowerRedistributions(Pass[PlacedProgram]):
     name: ClassVar[str] = "lower-redistributions"
     requires: ClassVar[frozenset[str]] = frozenset({"redistributions", "local shapes"})
     provides: ClassVar[frozenset[str]] = frozenset({"collectives"})

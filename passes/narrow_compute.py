@@ -18,12 +18,13 @@ from autopar.ir.graph import call_nodes
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.primitives.group_communication import unbound_groups
 from autopar.ir.torch_private import TO_COPY
-from autopar.passes.placed_program import PlacedProgram, ProgramPass
+from autopar.passes.contract import Pass
+from autopar.passes.placed_program import PlacedProgram
 from autopar.passes.verify.well_formed import signature_of, summary_of
 
 
 @dataclass(frozen=True)
-class NarrowCompute(ProgramPass):
+class NarrowCompute(Pass[PlacedProgram]):
     """Floating point work inside blocks is in the dtype of the plan's precision.
 
     What comes from outside the blocks (step inputs, positions, masks) is cast where it meets a tensor of that dtype.

@@ -8,15 +8,16 @@ from typing import Literal
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.program import StageProgram
+from autopar.passes.contract import Pass
 from autopar.passes.insert_redistributions import NAME, insert_redistributions
 from autopar.passes.localise_shapes import LocaliseShapes
 from autopar.passes.lower_ops import LowerOps
 from autopar.passes.lower_redistributions import LowerRedistributions
 from autopar.passes.narrow_compute import NarrowCompute
-from autopar.passes.placed_program import PlacedProgram, ProgramPass, run_program_passes
+from autopar.passes.placed_program import PlacedProgram, run_program_passes
 from autopar.passes.split_stages import split_stages
 
-PASSES: tuple[ProgramPass, ...] = (LocaliseShapes(), LowerOps(), LowerRedistributions(), NarrowCompute())
+PASSES: tuple[Pass[PlacedProgram], ...] = (LocaliseShapes(), LowerOps(), LowerRedistributions(), NarrowCompute())
 
 
 def partition(

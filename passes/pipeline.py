@@ -1,33 +1,20 @@
-"""The pass manager: runs passes in order, verifies what comes out, and can report what each one did."""
+"""The pass manager of captured models: passes run in order, and what comes out is verified and reported.
+
+A pass is given a graph that it may edit, a copy of the model's. Dead ops are removed after it.
+"""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from autopar.ir.building import remove_dead
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
+from autopar.passes.contract import Pass, check_order
 from autopar.passes.verify.well_formed import Memo, verify
-
-
-@dataclass(frozen=True)
-class Pass(ABC):
-    """A rewrite of a captured model: valid graph in, valid graph out.
-
-    Subclasses are frozen dataclasses: options are fields. ``apply`` may edit the graph it is given in
-    place, which the pass manager has copied, and removes no dead ops, which the pass manager does.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def apply(self, captured: CapturedModel) -> CapturedModel:
-        """The rewritten model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +34,21 @@ class PassReport:
 
 def run_passes(
     captured: CapturedModel,
-    passes: Sequence[Pass],
+    passes: Sequence[Pass[CapturedModel]],
     *,
     check: bool = True,
     report: Callable[[PassReport], None] | None = None,
+    after: Callable[[str, CapturedModel], None] = lambda name, captured: None,
 ) -> CapturedModel:
-    """Apply passes to a copy of a captured model.
+    """Apply passes to a copy of a captured model, after a check of their contracts.
 
     check: verify the result; where that fails, or a pass does, they run again with a check after each, so that the
-    AssertionError names the first that left the graph in disorder. report: called after each pass.
+    AssertionError names the first that left the graph in disorder. report: called after each pass. after: called with
+    the name of each pass and the model that it leaves, which the next one may edit.
     """
+    check_order(passes)
     try:
-        done = _run(captured, passes, report=report)
+        done = _run(captured, passes, report=report, after=after)
         if check:
             verify(done, after=passes[-1].name if passes else "capture")
     except AutoparError:
@@ -74,10 +64,11 @@ def run_passes(
 
 def _run(
     captured: CapturedModel,
-    passes: Sequence[Pass],
+    passes: Sequence[Pass[CapturedModel]],
     *,
     memo: Memo | None = None,
     report: Callable[[PassReport], None] | None = None,
+    after: Callable[[str, CapturedModel], None] = lambda name, captured: None,
 ) -> CapturedModel:
     """memo: verify before the first and after every pass, with it."""
     captured = copy_captured(captured)
@@ -93,16 +84,17 @@ def _run(
         if memo is not None:
             verify(captured, after=step.name, memo=memo)
         if report is not None:
-            after = _counts(captured)
+            left = _counts(captured)
             report(
                 PassReport(
                     name=step.name,
                     seconds=seconds,
-                    num_ops=after.total(),
-                    removed=dict(before - after),
-                    added=dict(after - before),
+                    num_ops=left.total(),
+                    removed=dict(before - left),
+                    added=dict(left - before),
                 )
             )
+        after(step.name, captured)
     return captured
 
 

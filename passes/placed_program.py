@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
 from autopar.ir.placed.operands import Results
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placement import Layout, Placement
+from autopar.passes.contract import Pass, check_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,34 +36,9 @@ class PlacedProgram:
     provides: frozenset[str] = frozenset()
 
 
-class ProgramPass(ABC):
-    """A rewrite of a placed program. A subclass is a frozen dataclass; ``apply`` may edit the graph in place.
-
-    requires: what passes before it have to provide; conflicts: what they must not. provides: what it makes true.
-    """
-
-    name: ClassVar[str]
-    requires: ClassVar[frozenset[str]] = frozenset()
-    provides: ClassVar[frozenset[str]] = frozenset()
-    conflicts: ClassVar[frozenset[str]] = frozenset()
-
-    @abstractmethod
-    def apply(self, program: PlacedProgram) -> PlacedProgram:
-        """The rewritten program."""
-
-
-def check_order(passes: Iterable[ProgramPass], provided: frozenset[str] = frozenset()) -> None:
-    """Raise AssertionError, naming the pass, where one would run without what it requires or after what it excludes."""
-    for step in passes:
-        missing, excluded = step.requires - provided, step.conflicts & provided
-        assert not missing, f"{step.name} requires {', '.join(sorted(missing))}, which no pass before it provides"
-        assert not excluded, f"{step.name} cannot run after {', '.join(sorted(excluded))}"
-        provided |= step.provides
-
-
 def run_program_passes(
     program: PlacedProgram,
-    passes: Sequence[ProgramPass],
+    passes: Sequence[Pass[PlacedProgram]],
     *,
     after: Callable[[str, PlacedProgram], None] = lambda name, program: None,
 ) -> PlacedProgram:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import call_nodes
+from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.torch_private import pytree
@@ -29,11 +29,16 @@ def program_text(program: PlacedProgram, blocks: Container[int] | None = None) -
     return "\n".join(node_text(node, program.placed.mesh) for node in nodes)
 
 
-def node_text(node: fx.Node, mesh: Mesh) -> str:
-    """One op. Axes on which its result is whole are left out."""
+def captured_text(captured: CapturedModel) -> str:
+    """The ops of a captured model, on global shapes."""
+    return "\n".join(node_text(node) for node in call_nodes(captured.graph))
+
+
+def node_text(node: fx.Node, mesh: Mesh | None = None) -> str:
+    """One op. Axes of ``mesh`` on which its result is whole are left out."""
     values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
     made = ", ".join(f"{_DTYPES.get(value.dtype, value.dtype)}{list(value.shape)}" for value in values)
-    placed = _layout_text(node.meta.get("layout", ()), mesh)
+    placed = "" if mesh is None else _layout_text(node.meta.get("layout", ()), mesh)
     arguments = [_argument(arg) for arg in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     return f"{node.name}: {made}{placed} = {_name(node.target)}({', '.join(arguments)})"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.graph import CapturedModel
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.annotations import ReadAnnotations
 from autopar.passes.normalise.attention import RecogniseAttention
 from autopar.passes.normalise.bags import RecogniseBags
@@ -28,11 +29,11 @@ from autopar.passes.normalise.scatters import ScattersToCat
 from autopar.passes.normalise.terms import NumbersToTerms
 from autopar.passes.normalise.unflatten import Unflatten
 from autopar.passes.normalise.unmerge import UnmergeProducts
-from autopar.passes.pipeline import Pass, PassReport, run_passes
+from autopar.passes.pipeline import PassReport, run_passes
 
 
-def normal_form() -> tuple[Pass, ...]:
-    """The rewrites, in the order in which they run."""
+def normal_form() -> tuple[Pass[CapturedModel], ...]:
+    """The rewrites, in an order that their contracts permit. The last joins the views that those before it left."""
     return (
         ReadAnnotations(),
         ScattersToCat(),
@@ -58,7 +59,11 @@ def normal_form() -> tuple[Pass, ...]:
 
 
 def normalise(
-    captured: CapturedModel, *, check: bool = True, report: Callable[[PassReport], None] | None = None
+    captured: CapturedModel,
+    *,
+    check: bool = True,
+    report: Callable[[PassReport], None] | None = None,
+    after: Callable[[str, CapturedModel], None] = lambda name, captured: None,
 ) -> CapturedModel:
-    """A captured model in normal form. check: verify it. report: called after each."""
-    return run_passes(captured, normal_form(), check=check, report=report)
+    """A captured model in normal form. check: verify it. report, after: as in ``run_passes``."""
+    return run_passes(captured, normal_form(), check=check, report=report, after=after)

@@ -20,17 +20,18 @@ from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import FakeTensorMode
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.masks import MaskMeaning, MaskReader, joined, smallest
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class RecogniseAttention(Pass):
+class RecogniseAttention(Pass[CapturedModel]):
     """Attention with a kind of mask in place of a mask tensor, and grouped heads in place of repeated ones."""
 
     name: ClassVar[str] = "recognise-attention"
+    provides: ClassVar[frozenset[str]] = frozenset({"kinds of masks"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

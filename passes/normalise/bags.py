@@ -23,8 +23,8 @@ from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.lowered.shards import arguments
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import FakeTensorMode
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.constants import ConstantEvaluator
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -32,10 +32,11 @@ _MODES = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
-class RecogniseBags(Pass):
+class RecogniseBags(Pass[CapturedModel]):
     """``aten.embedding_bag`` as ``composite.embedding_bag``, without offsets where they are regular."""
 
     name: ClassVar[str] = "recognise-bags"
+    provides: ClassVar[frozenset[str]] = frozenset({"bags"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -7,14 +7,15 @@ from typing import ClassVar
 
 from autopar.ir.capture.simplify import simplify
 from autopar.ir.graph import CapturedModel
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 
 @dataclass(frozen=True)
-class CleanUp(Pass):
+class CleanUp(Pass[CapturedModel]):
     """No-op views and casts, common subexpressions."""
 
     name: ClassVar[str] = "clean-up"
+    provides: ClassVar[frozenset[str]] = frozenset({"joined views"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -29,10 +29,11 @@ _WITHOUT_OPERAND: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class DetachCreations(Pass):
+class DetachCreations(Pass[CapturedModel]):
     """``new_*`` ops without their operand."""
 
     name: ClassVar[str] = "detach-creations"
+    provides: ClassVar[frozenset[str]] = frozenset({"creations without operands"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -18,7 +18,7 @@ from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import TO_COPY, FakeTensorMode
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -27,10 +27,12 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class RecogniseCrossEntropy(Pass):
+class RecogniseCrossEntropy(Pass[CapturedModel]):
     """Losses of class indices without class weights; others stay as they are."""
 
     name: ClassVar[str] = "recognise-cross-entropy"
+    provides: ClassVar[frozenset[str]] = frozenset({"losses over all dimensions"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"summed losses"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -23,8 +23,8 @@ from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, sha
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import SAFE_SOFTMAX, TO_COPY, FakeTensorMode
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.masks import NEVER
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -36,10 +36,13 @@ _BOUNDS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_
 
 
 @dataclass(frozen=True)
-class FuseEagerAttention(Pass):
+class FuseEagerAttention(Pass[CapturedModel]):
     """softmax(q k^T * scale + mask) v as one op."""
 
     name: ClassVar[str] = "fuse-eager-attention"
+    requires: ClassVar[frozenset[str]] = frozenset({"joined views"})
+    provides: ClassVar[frozenset[str]] = frozenset({"fused attention"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"kinds of masks"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

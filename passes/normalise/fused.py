@@ -24,17 +24,19 @@ from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, Parameter, call_nodes
 from autopar.ir.ops.composite import columns_linear
 from autopar.ir.torch_private import FakeTensorMode
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.constants import source_dims
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class SplitFusedLinear(Pass):
+class SplitFusedLinear(Pass[CapturedModel]):
     """One linear layer for each piece of the result that is used by itself."""
 
     name: ClassVar[str] = "split-fused-linear"
+    requires: ClassVar[frozenset[str]] = frozenset({"linear layers"})
+    provides: ClassVar[frozenset[str]] = frozenset({"layers apart"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         mode = fake_mode_of(captured.graph)

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -38,10 +38,11 @@ _KEEPS_ORDER = frozenset(
 
 
 @dataclass(frozen=True)
-class IdentityIndexToView(Pass):
+class IdentityIndexToView(Pass[CapturedModel]):
     """``index`` by ``arange`` along separate dimensions is a permutation and a reshape, by known positions a slice."""
 
     name: ClassVar[str] = "identity-index-to-view"
+    provides: ClassVar[frozenset[str]] = frozenset({"positions as views"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -19,8 +19,8 @@ from torch import fx
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops.composite import columns_linear
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.unflatten import before_flatten
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -28,10 +28,11 @@ _TRANSPOSES = (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.mT
 
 
 @dataclass(frozen=True)
-class RecogniseLinear(Pass):
+class RecogniseLinear(Pass[CapturedModel]):
     """One rule for linear layers, however they store their matrix; the parameter is their operand."""
 
     name: ClassVar[str] = "recognise-linear"
+    provides: ClassVar[frozenset[str]] = frozenset({"linear layers"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

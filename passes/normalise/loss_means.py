@@ -23,7 +23,7 @@ from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.lowered.shards import arguments
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import FakeTensorMode, OpOverload
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -37,10 +37,11 @@ _LOSSES = (
 
 
 @dataclass(frozen=True)
-class SplitLossMeans(Pass):
+class SplitLossMeans(Pass[CapturedModel]):
     """Means of losses of class indices, with and without class weights."""
 
     name: ClassVar[str] = "split-loss-means"
+    provides: ClassVar[frozenset[str]] = frozenset({"summed losses"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

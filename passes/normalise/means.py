@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -23,10 +23,11 @@ _SUMS = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntLis
 
 
 @dataclass(frozen=True)
-class SplitMeans(Pass):
+class SplitMeans(Pass[CapturedModel]):
     """Means as scaled sums, with the global count."""
 
     name: ClassVar[str] = "split-means"
+    provides: ClassVar[frozenset[str]] = frozenset({"scaled sums"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -25,9 +25,9 @@ from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import TO_COPY, FakeTensorMode, OpOverload, schema_of
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.gates import Gate, read_gate
 from autopar.passes.normalise.unflatten import before_flatten
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -39,10 +39,12 @@ _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 
 
 @dataclass(frozen=True)
-class RecogniseMoe(Pass):
+class RecogniseMoe(Pass[CapturedModel]):
     """One op per layer of experts."""
 
     name: ClassVar[str] = "recognise-moe"
+    requires: ClassVar[frozenset[str]] = frozenset({"rows apart"})
+    provides: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

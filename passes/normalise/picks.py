@@ -16,17 +16,18 @@ from torch import fx
 
 from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.identity_index import counts
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class PicksToGather(Pass):
+class PicksToGather(Pass[CapturedModel]):
     """``index`` by ``arange`` over the rows and one entry for each as ``gather``."""
 
     name: ClassVar[str] = "picks-to-gather"
+    provides: ClassVar[frozenset[str]] = frozenset({"picks as gathers"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

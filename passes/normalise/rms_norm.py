@@ -18,7 +18,7 @@ from autopar.ir.building import add_call, dtype_of, fake_mode_of, only_user, sha
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.ops import composite
 from autopar.ir.torch_private import TO_COPY, FakeTensorMode
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -26,10 +26,12 @@ _MUL = aten.mul.Tensor
 
 
 @dataclass(frozen=True)
-class RecogniseRmsNorm(Pass):
+class RecogniseRmsNorm(Pass[CapturedModel]):
     """One op per RMSNorm."""
 
     name: ClassVar[str] = "recognise-rms-norm"
+    provides: ClassVar[frozenset[str]] = frozenset({"norms"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"scaled sums"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -19,16 +19,17 @@ from torch import fx
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
 from autopar.ir.torch_private import FakeTensorMode
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ScattersToCat(Pass):
+class ScattersToCat(Pass[CapturedModel]):
     """Functional slice writes as concatenations."""
 
     name: ClassVar[str] = "scatters-to-cat"
+    provides: ClassVar[frozenset[str]] = frozenset({"writes as concatenations"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
-from autopar.passes.pipeline import Pass
+from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
 
@@ -31,10 +31,11 @@ _TERMS: dict[Any, tuple[Any, bool]] = {
 
 
 @dataclass(frozen=True)
-class NumbersToTerms(Pass):
+class NumbersToTerms(Pass[CapturedModel]):
     """Numbers added to floating point scalars as tensors."""
 
     name: ClassVar[str] = "numbers-to-terms"
+    provides: ClassVar[frozenset[str]] = frozenset({"terms"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

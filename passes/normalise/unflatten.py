@@ -23,8 +23,8 @@ from autopar.ir.building import add_call, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
 from autopar.ir.ops.composite import columns_linear
 from autopar.ir.torch_private import FakeTensorMode
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.constants import is_pointwise
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -42,10 +42,12 @@ _ROW_OPS: dict[Any, int | None] = {
 
 
 @dataclass(frozen=True)
-class Unflatten(Pass):
+class Unflatten(Pass[CapturedModel]):
     """Row-wise ops on all leading dimensions instead of on merged ones."""
 
     name: ClassVar[str] = "unflatten"
+    requires: ClassVar[frozenset[str]] = frozenset({"linear layers", "picks as gathers"})
+    provides: ClassVar[frozenset[str]] = frozenset({"rows apart"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         graph = captured.graph

@@ -21,8 +21,8 @@ from autopar.ir.graph import CapturedModel, call_nodes, is_tensor
 from autopar.ir.rules.factors import Factors
 from autopar.ir.rules.views import refine
 from autopar.ir.torch_private import FakeTensorMode, OpOverload
+from autopar.passes.contract import Pass
 from autopar.passes.normalise.constants import is_pointwise, source_dims
-from autopar.passes.pipeline import Pass
 
 aten = torch.ops.aten
 
@@ -39,10 +39,12 @@ _Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class UnmergeProducts(Pass):
+class UnmergeProducts(Pass[CapturedModel]):
     """Batched matrix products on all batch dimensions instead of on merged ones."""
 
     name: ClassVar[str] = "unmerge-products"
+    provides: ClassVar[frozenset[str]] = frozenset({"heads apart"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"joined views"})
 
     def apply(self, captured: CapturedModel) -> CapturedModel:
         unmerger = _Unmerger(captured.graph, fake_mode_of(captured.graph))

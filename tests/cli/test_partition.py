@@ -48,6 +48,8 @@ def test_partition_prints_the_program_of_a_rank(
     assert "tp:" in printed and "redistribution" not in printed
     assert autopar(monkeypatch, "partition", str(net), str(plan), "--print-after", "insert-redistributions") == 0
     assert "read_parameter" in capsys.readouterr().out
+    assert autopar(monkeypatch, "partition", str(net), str(plan), "--print-after", "split-means") == 0
+    assert capsys.readouterr().out.startswith("linear_default: f32[8, 32] = linear(")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from autopar.ir.building import add_call, fake_mode_of
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
-from autopar.passes.pipeline import Pass, PassReport, run_passes
+from autopar.passes.contract import Pass
+from autopar.passes.pipeline import PassReport, run_passes
 from autopar.passes.verify.well_formed import Memo, verify
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ class Doubling(nn.Module):
 
 
 @dataclass(frozen=True)
-class Replace(Pass):
+class Replace(Pass[CapturedModel]):
     """Every relu by another op."""
 
     by: torch._ops.OpOverload
@@ -66,7 +67,7 @@ def test_a_pass_that_changes_a_dtype_is_caught(captured: CapturedModel) -> None:
 
 def test_the_first_pass_at_fault_is_named(captured: CapturedModel) -> None:
     @dataclass(frozen=True)
-    class Stumble(Pass):
+    class Stumble(Pass[CapturedModel]):
         name: ClassVar[str] = "stumble"
 
         def apply(self, captured: CapturedModel) -> CapturedModel:

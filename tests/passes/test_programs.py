@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.passes.contract import check_order
 from autopar.passes.localise_shapes import LocaliseShapes
 from autopar.passes.lower_ops import LowerOps
 from autopar.passes.partition import PASSES
-from autopar.passes.placed_program import check_order
 from tests.passes.golden.programs import CASES, path_of, texts, written
 
 

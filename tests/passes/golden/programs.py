@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
-from autopar.ir.graph import call_nodes
 from autopar.ir.placed.placed_model import place_captured
 from autopar.passes.insert_redistributions import NAME, insert_redistributions
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import PASSES
 from autopar.passes.placed_program import PlacedProgram, run_program_passes
-from autopar.passes.printing import node_text, program_text
+from autopar.passes.printing import captured_text, program_text
 from autopar.search.api import search_captured
 from autopar.search.problem.constraints import Constraints
 
@@ -95,7 +94,7 @@ def texts(case: Case) -> dict[str, str]:
     captured = normalise(capture(model, inputs))
     constraints = Constraints(**{"precision": "fp32", "zero": 0, **case.pinned})
     placed = place_captured(captured, search_captured(captured, make_cluster("cpu", case.ranks), constraints).plan)
-    found = {CAPTURED: "\n".join(node_text(node, placed.mesh) for node in call_nodes(captured.graph))}
+    found = {CAPTURED: captured_text(captured)}
 
     def note(name: str, program: PlacedProgram) -> None:
         found[name] = program_text(program)
