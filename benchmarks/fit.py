@@ -68,15 +68,15 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
         try:
             reported = row.reported()
             captured = captured_of(row, known)
-            load = row.workload(captured)
-            result = row.under_its_plan(captured, load, fitted)
+            workload = row.workload(captured)
+            result = row.under_its_plan(captured, workload, fitted)
         except (Missing, AutoparError):
             continue
         error = np.log(step_time_s(row, captured, result.plan, result.predicted, fitted) / reported)
         slopes = []
         for name in PRIOR:
             moved = replace(fitted, **{name: getattr(fitted, name) * np.exp(STEP)})
-            predicted = predict_plan(captured, row.cluster(moved), result.plan, workload=load)
+            predicted = predict_plan(captured, row.cluster(moved), result.plan, workload=workload)
             step_s = step_time_s(row, captured, result.plan, predicted, moved)
             slopes.append(float(np.log(step_s / reported) - error) / STEP)
         found.append(Measured(row.id, row.family, float(error), tuple(slopes)))

@@ -26,9 +26,9 @@ from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.assign.instance import Instance, value
 from autopar.search.assign.solve import solve, solve_program
-from autopar.search.outer.best_first import PRICES
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import HIDDEN, Solver
+from autopar.search.outer.lagrangian_sweep import MULTIPLIERS
 from autopar.search.pricing.build_instance import Weights, build
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -73,7 +73,7 @@ def problems(solver: Solver, sizes: Sequence[int]) -> tuple[Timed, list[Timed]]:
         constraints=Constraints(precision="bf16"),
     )
     plain = timed(solver, configuration, Weights(sync=HIDDEN))
-    seconds = [price * plain.cost / solver.budget_bytes for price in PRICES]
+    seconds = [price * plain.cost / solver.budget_bytes for price in MULTIPLIERS]
     return plain, [timed(solver, configuration, solver.memory_weights(configuration, price)) for price in seconds]
 
 
@@ -86,14 +86,14 @@ def main() -> int:
     torch.set_num_threads(1)
     source = load_model_file(str(EXAMPLES / options.model))
     captured = normalise(capture(source.meta_model(), source.meta_inputs(512, 4096)))
-    load = Workload.of(captured, "bf16")
+    workload = Workload.of(captured, "bf16")
     print("| mesh | options | build s | solve s | at prices: slowest s | ratio | untightened s | costs |")
     print("|---|---|---|---|---|---|---|---|")
     missed = 0
     for text in options.meshes.split(","):
         sizes = [int(size) for size in text.split("x")]
         cluster = make_cluster("h100-sxm", int(torch.tensor(sizes).prod()), 8)
-        solver = Solver(workload=load, cluster=cluster, budget_bytes=0.94 * cluster.device.usable_bytes)
+        solver = Solver(workload=workload, cluster=cluster, budget_bytes=0.94 * cluster.device.usable_bytes)
         # What all problems of a cluster have in common is there after the first.
         problems(solver, sizes)
         plain, priced = problems(solver, sizes)
@@ -107,7 +107,7 @@ def main() -> int:
             agree = "equal" if same else "differ"
             missed += not same
         print(
-            f"| {text} | {max(plain.instance.num_options)} | {plain.build_s:.3f} | {plain.solve_s:.3f} | {slowest:.3f} "
+            f"| {text} | {max(plain.instance.num_labels)} | {plain.build_s:.3f} | {plain.solve_s:.3f} | {slowest:.3f} "
             f"| {slowest / plain.seconds:.2f} | {whole} | {agree} |",
             flush=True,
         )

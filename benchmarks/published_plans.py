@@ -93,15 +93,15 @@ def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     """Raises Missing, or AutoparError where the published plan cannot be."""
     row.reported()
     captured = captured_of(row, known)
-    load = row.workload(captured)
-    published = row.under_its_plan(captured, load)
+    workload = row.workload(captured)
+    published = row.under_its_plan(captured, workload)
     free = Constraints(precision=row.dtype)
     cluster = row.devices()
     # A little more, so that rounding does not exclude the plan itself.
     needed = int(1.001 * published.predicted.peak_bytes / free.memory_fraction)
     if cluster.device.usable_bytes < needed:
         cluster = cluster.with_memory(needed)
-    return Pair(row=row, published=published, searched=search_captured(captured, cluster, free, workload=load))
+    return Pair(row=row, published=published, searched=search_captured(captured, cluster, free, workload=workload))
 
 
 def main() -> int:

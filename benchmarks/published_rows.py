@@ -256,18 +256,18 @@ class Row:
         return levels.get(self.recompute, "none")
 
     def under_its_plan(
-        self, captured: CapturedModel, load: Workload | None = None, fitted: Fitted = FITTED
+        self, captured: CapturedModel, workload: Workload | None = None, fitted: Fitted = FITTED
     ) -> SearchResult:
         """The prediction, with memory for whatever was run. Raises Missing where the plan is printed in part alone, and
         AutoparError where it cannot be."""
         if self.unprinted:
             raise Missing(", ".join(self.unprinted))
-        load = load or self.workload(captured)
+        workload = workload or self.workload(captured)
         cluster = self.cluster(fitted)
-        found = estimate_captured(captured, cluster, self.constraints(), workload=load)
+        found = estimate_captured(captured, cluster, self.constraints(), workload=workload)
         if "every other layer" in self.recompute:
             plan = every_other_block_again(found.plan)
-            found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=load))
+            found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=workload))
         return found
 
     def under_the_best_plan(self, captured: CapturedModel) -> SearchResult:
@@ -280,10 +280,10 @@ class Row:
 
     def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
         given = self.constraints()
-        load = self.workload(captured)
+        workload = self.workload(captured)
         schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
         each = [replace(given, schedule=schedule) for schedule in schedules]
-        found = [search_captured(captured, cluster, one, workload=load) for one in each]
+        found = [search_captured(captured, cluster, one, workload=workload) for one in each]
         return min(found, key=lambda one: one.predicted.step_time_s)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.report.words import line_of, one_line
 from autopar.search.outer.configuration import Candidate
-from autopar.search.predict.to_plan import named
+from autopar.search.predict.to_plan import name_axes
 from autopar.search.result import SearchResult
 
 
@@ -47,7 +47,7 @@ def candidates(result: SearchResult) -> list[dict[str, Any]]:
 
 
 def _words(one: Candidate) -> str:
-    mesh = {axis.name: axis.size for axis in named(one.pricing.workload, one.pricing.mesh, one.leaders).axes}
+    mesh = {axis.name: axis.size for axis in name_axes(one.pricing.workload, one.pricing.mesh, one.assignment).axes}
     own = one.configuration
     line = line_of(own.num_stages, mesh, own.zero, own.num_microbatches, own.schedule)
     return line + (", with rematerialisation" if one.is_rematerialised else "")

@@ -29,8 +29,8 @@ def critical_path_data(captured: CapturedModel, cluster: Cluster, plan: Plan) ->
     that plans are compared by. ``ranks``: the ranks of the pipeline that the path leads through, with seconds of the
     step. ``pipeline_wait_s``: how long the path is elsewhere while ``rank``, which has most of it, computes nothing.
     """
-    pricing, leaders, stages = priced_plan(captured, cluster, plan)
-    path = step_path(pricing, leaders, stages, plan.pipelining)
+    pricing, assignment, stages = priced_plan(captured, cluster, plan)
+    path = step_path(pricing, assignment, stages, plan.pipelining)
     visits = [list(spans) for _, spans in groupby(path.spans, key=lambda span: span.rank)]
     return {
         "step_time_s": path.step_time_s,
@@ -58,10 +58,10 @@ def print_critical_path(found: Mapping[str, Any], *, console: Console | None = N
         shown += one["step_s"]
         table.add_row(one["kind"], one["name"], one["of"], one["axis"], seconds(one["step_s"]), percent(one["share"]))
     console.print(table)
-    waits = found["pipeline_wait_s"]
-    if waits:
+    wait_s = found["pipeline_wait_s"]
+    if wait_s:
         console.print(
-            f"{seconds(waits)} of it ({percent(waits / step)}) is waiting at the pipeline: its rank {found['rank']}, "
+            f"{seconds(wait_s)} of it ({percent(wait_s / step)}) is waiting at the pipeline: its rank {found['rank']}, "
             "on which most of the path lies, has nothing to compute while the path is elsewhere",
             soft_wrap=True,
         )

@@ -34,9 +34,9 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
     ``times``: how often it is there in a step, over all blocks and microbatches. ``num_bytes``: of a microbatch on one
     rank. ``step_s``: seconds that all of them take on a rank that has every block, waits for other ranks not counted.
     """
-    pricing, leaders, _ = priced_plan(captured, cluster, plan)
+    pricing, assignment, _ = priced_plan(captured, cluster, plan)
     found = []
-    for own in communications(pricing, leaders):
+    for own in communications(pricing, assignment):
         times = own.repeats * plan.batch.num_microbatches
         found.append({**_described(own), "times": times, "step_s": times * own.time.total_s})
     found.sort(key=lambda one: -float(one["step_s"]))

@@ -23,7 +23,7 @@ def listings(study: Study) -> list[list[Row]]:
     """Of every distinct block, in the plan's order."""
     workload, plan = study.workload, study.plan
     found: list[list[Row]] = []
-    moved = list(communications(study.pricing, study.leaders))
+    moved = list(communications(study.pricing, study.assignment))
     for block, index in zip(plan.blocks, first_instances(workload.folding), strict=True):
         place = {node: number for number, node in enumerate(workload.folding.blocks[index].nodes)}
         rows: list[tuple[float, Row]] = []

@@ -76,12 +76,12 @@ def memory_over_step(study: Study) -> list[dict[str, Any]]:
     ends = pass_ends(predicted.spans)
     names = list(MemoryParts().as_bytes())
     for rank in range(study.plan.num_pipeline_ranks):
-        moments = predicted.moments(rank)
-        held = [parts.as_bytes() for _, parts in moments]
+        memory_profile = predicted.memory_profile(rank)
+        held = [parts.as_bytes() for _, parts in memory_profile]
         found.append(
             {
-                "ticks": [_ticks(ends[rank, str(action)], predicted.overlapped_s) for action, _ in moments],
-                "passes": [str(action) for action, _ in moments],
+                "ticks": [_ticks(ends[rank, str(action)], predicted.overlapped_s) for action, _ in memory_profile],
+                "passes": [str(action) for action, _ in memory_profile],
                 "mib": {name: [round(one[name] / 2**20) for one in held] for name in names},
             }
         )

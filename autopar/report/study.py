@@ -29,7 +29,7 @@ class Study:
 
     plan: Plan
     pricing: Pricing
-    leaders: tuple[Assignment, ...]
+    assignment: tuple[Assignment, ...]
     predicted: Predicted
     planned: Planned | None = None
     variations: tuple[Variation, ...] = ()
@@ -55,12 +55,12 @@ class Study:
 
 def study_plan(captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None) -> Study:
     """A plan that is predicted again, for instance one from a file. It is taken to fit the model."""
-    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
-    predicted = predict(pricing, leaders, evaluate_stages(pricing, leaders, stages), stages, plan.pipelining)
+    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
+    predicted = predict(pricing, assignment, evaluate_stages(pricing, assignment, stages), stages, plan.pipelining)
     return Study(
         plan=plan.model_copy(update={"prediction": prediction_of(pricing, predicted)}),
         pricing=pricing,
-        leaders=leaders,
+        assignment=assignment,
         predicted=predicted,
     )
 

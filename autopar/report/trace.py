@@ -56,7 +56,7 @@ def _memory(predicted: Predicted) -> Iterator[dict[str, Any]]:
     """What each rank holds in each of its passes, by kind."""
     ends = pass_ends(predicted.spans)
     for place in range(len(predicted.memory)):
-        for action, parts in predicted.moments(place):
+        for action, parts in predicted.memory_profile(place):
             yield {
                 "ph": "C",
                 "pid": place,

@@ -80,7 +80,7 @@ def search_captured(
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
-    plan = plan_of(best.pricing, best.leaders, best.stages, best.configuration.pipelining, best.predicted)
+    plan = plan_of(best.pricing, best.assignment, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
     return SearchResult(
         plan=plan.model_copy(update={"expert_capacity": constraints.expert_capacity}),
@@ -145,9 +145,9 @@ def predict_plan(
     captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
 ) -> Predicted:
     """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
-    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
-    priced = evaluate_stages(pricing, leaders, stages)
-    return predict(pricing, leaders, priced, stages, plan.pipelining)
+    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
+    priced = evaluate_stages(pricing, assignment, stages)
+    return predict(pricing, assignment, priced, stages, plan.pipelining)
 
 
 def priced_plan(
@@ -158,7 +158,7 @@ def priced_plan(
     solver = Solver(
         workload=workload, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag"
     )
-    leaders = leaders_of(workload.analysis, plan)
+    assignment = leaders_of(workload.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,
         mesh=plan.stage_mesh,
@@ -169,9 +169,9 @@ def priced_plan(
         virtual_stages=plan.virtual_stages,
         constraints=Constraints(),
     )
-    plain = evaluate(solver.pricing(configuration), leaders, shared_once=plan.num_stages == 1)
+    plain = evaluate(solver.pricing(configuration), assignment, shared_once=plan.num_stages == 1)
     if plan.zero:
-        data_axes = data_axes_of(plain, leaders[workload.clusters.inputs.index])
+        data_axes = data_axes_of(plain, assignment[workload.clusters.inputs.index])
         if plan.shard_axes is not None:
             data_axes = tuple(sorted(plan.stage_mesh.index(name) for name in set(plan.shard_axes)))
         configuration = replace(configuration, data_axes=data_axes)
@@ -180,7 +180,7 @@ def priced_plan(
         solver.pricing(configuration),
         prefetch=plan.prefetch,
         reshard=plan.reshard_after_forward,
-        levels=tuple(plan.zero_of(kind) for kind in kinds),
+        zero_stages=tuple(plan.zero_of(kind) for kind in kinds),
         reshards=tuple(plan.reshards(kind) for kind in kinds),
     )
     stages = [
@@ -194,7 +194,7 @@ def priced_plan(
         )
         for s in plan.stages
     ]
-    return pricing, leaders, stages
+    return pricing, assignment, stages
 
 
 def _check_microbatches(workload: Workload, constraints: Constraints) -> None:

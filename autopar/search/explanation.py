@@ -97,10 +97,12 @@ def explain_op(
     workload = Workload.of(captured, plan.precision, plan.expert_capacity)
     block, op, node = _find(workload, name)
     group = workload.cluster_of(node)
-    pricing, leaders, stages = priced_plan(captured, cluster, plan, workload=workload)
-    predicted = predict(pricing, leaders, evaluate_stages(pricing, leaders, stages), stages, plan.pipelining)
+    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
+    predicted = predict(pricing, assignment, evaluate_stages(pricing, assignment, stages), stages, plan.pipelining)
     plan = plan.model_copy(update={"prediction": prediction_of(pricing, predicted)})
-    time = sum((pricing.op(member, group.assignment(member, leaders[group.index])) for member in group.members), ZERO)
+    time = sum(
+        (pricing.op(member, group.assignment(member, assignment[group.index])) for member in group.members), ZERO
+    )
     placement = _placement(plan, block, op)
     constraints = constraints_like(plan)
     alternatives: list[Alternative] = []
@@ -128,7 +130,7 @@ def explain_op(
         excluded=_excluded(plan, pricing, group, constraints),
         time=time,
         communications=tuple(
-            own for own in communications(pricing, leaders) if members.intersection((own.source, *own.readers))
+            own for own in communications(pricing, assignment) if members.intersection((own.source, *own.readers))
         ),
         peak_share=predicted.peak_bytes / (cluster.device.usable_bytes * constraints.memory_fraction),
         alternatives=tuple(alternatives),

@@ -117,8 +117,8 @@ def _when(zero: int, gather_s: float, scatter_s: float, *, reshard: bool) -> Syn
         return SyncTime(step_s=scatter_s + gather_s, first_s=gather_s)
     if zero == 2:
         return SyncTime(backward_s=scatter_s, step_s=gather_s, first_s=gather_s)
-    again = gather_s if reshard else 0.0
-    return SyncTime(forward_s=gather_s, backward_s=again + scatter_s, regather_s=again)
+    regather_s = gather_s if reshard else 0.0
+    return SyncTime(forward_s=gather_s, backward_s=regather_s + scatter_s, regather_s=regather_s)
 
 
 def hooks_time(num_tensors: int, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
@@ -161,11 +161,11 @@ def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_micr
     """
     cast = (_MASTER + itemsize) * numel if itemsize != _MASTER else 0.0
     forward = cast / shards if zero == 3 else cast / shards / num_microbatches
-    again = num_microbatches - 1
+    num_accumulated = num_microbatches - 1
     if zero >= 2:
-        return forward, 3 * _MASTER * numel / shards * again / num_microbatches
-    first = cast if again or not zero else 0.0
-    return forward, (first + (itemsize + 2 * _MASTER) * numel * again) / num_microbatches
+        return forward, 3 * _MASTER * numel / shards * num_accumulated / num_microbatches
+    first = cast if num_accumulated or not zero else 0.0
+    return forward, (first + (itemsize + 2 * _MASTER) * numel * num_accumulated) / num_microbatches
 
 
 def offload_time(
@@ -195,7 +195,7 @@ def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> fl
     return device.kernel_launch_s + device.optimizer_seconds(ADAMW_BYTES * numel)
 
 
-def rematerialised_s(remat: str, forward_s: float, contraction_s: float, again_s: float = 0.0) -> float:
+def rematerialised_s(remat: str, forward_s: float, contraction_s: float, recomputed_s: float = 0.0) -> float:
     """Forward seconds that a block runs again in its backward.
 
     forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions
@@ -205,4 +205,4 @@ def rematerialised_s(remat: str, forward_s: float, contraction_s: float, again_s
         return forward_s
     if remat == "none":
         return 0.0
-    return max(0.0, forward_s - contraction_s) + (again_s if remat == "alternate" else 0.0)
+    return max(0.0, forward_s - contraction_s) + (recomputed_s if remat == "alternate" else 0.0)

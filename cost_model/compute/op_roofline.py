@@ -57,7 +57,7 @@ from autopar.ir.rules.moe import EXPERTS
 from autopar.ir.sequence import Sight, folds_for, imbalance
 
 # Fused attention computes the scores again in its backward: one more product, of the forward's two.
-_SCORES_AGAIN = 0.5
+_RECOMPUTED_SCORES = 0.5
 
 # Ops whose first operand is a table of which they read only what they return.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
@@ -160,7 +160,7 @@ class OpCost:
         rate = device.matmul_rate(precision)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
-            passes += _SCORES_AGAIN
+            passes += _RECOMPUTED_SCORES
         experts = op_name(node) == "moe"
         in_steps = recurrent.is_recurrent(node)
         if in_steps:

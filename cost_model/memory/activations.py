@@ -177,7 +177,7 @@ class BlockActivations:
         if remat in ("selective", "alternate"):
             contracted, exchanged = self._dear(assignments)
             if remat == "alternate":
-                contracted = [t for t in contracted if not self._runs_again(t.node, assignments)]
+                contracted = [t for t in contracted if not self._is_recomputed(t.node, assignments)]
             # What comes out of a collective is another tensor than what went in, of the same storage in the graph.
             least = sum(
                 _total(tensors, assignments, mesh, num_microbatches)
@@ -188,16 +188,16 @@ class BlockActivations:
             self.extra, assignments, mesh, num_microbatches
         )
 
-    def run_again(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
+    def recomputed(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
         """Results of contractions that level selective keeps and level alternate computes again."""
         contracted, _ = self._dear(assignments)
-        return [t for t in contracted if self._runs_again(t.node, assignments) and t.node not in self.unreached]
+        return [t for t in contracted if self._is_recomputed(t.node, assignments) and t.node not in self.unreached]
 
     def is_past(self, readers: Iterable[fx.Node]) -> bool:
         """Whether a second run ends before any of ``readers`` needs its operands."""
         return all(node in self.unreached and node is not self.ends_at for node in readers)
 
-    def _runs_again(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
+    def _is_recomputed(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
         """Whether level alternate computes a product again. One that is reduced between ranks is kept as their sum."""
         summed = self.every_second.get(node)
         return summed is not None and not any(

@@ -69,7 +69,7 @@ def test_what_the_models_file_prints_is_on_standard_error(tmp_path: Path) -> Non
 
 
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert solve_program(Instance(costs=(np.array([2.0, 1.0]),), flows=())) == ([1], False)
+    assert solve_program(Instance(costs=(np.array([2.0, 1.0]),), factors=())) == ([1], False)
     assert capfd.readouterr() == ("", "")
 
 

@@ -85,9 +85,9 @@ def test_memory_over_the_step_is_fullest_where_the_plan_says() -> None:
         most = max(sum(parts) for parts in zip(*one["mib"].values(), strict=True))
         predicted = study.predicted.memory[rank].total / 2**20
         assert most <= predicted + 6
-        moments = [parts.total for _, parts in study.predicted.moments(rank)]
-        assert max(moments) <= study.predicted.memory[rank].total * (1 + 1e-9)
-        assert max(moments) > 0.9 * study.predicted.memory[rank].total
+        held = [parts.total for _, parts in study.predicted.memory_profile(rank)]
+        assert max(held) <= study.predicted.memory[rank].total * (1 + 1e-9)
+        assert max(held) > 0.9 * study.predicted.memory[rank].total
 
 
 def test_what_was_tried_is_there_with_its_front() -> None:

@@ -110,7 +110,7 @@ def test_the_search_takes_the_same_steps(room: float) -> None:
         best = outer.run()
         assert best is not None
         work = outer.solver.num_solved, outer.solver.work, outer.num_skipped
-        return best.configuration, best.leaders, best.stages, best.step_time_s, outer.bound, work
+        return best.configuration, best.assignment, best.stages, best.step_time_s, outer.bound, work
 
     alone, helped = (outer_of((1024, 4096, 1024, 4096, 1024), 64, 16, room / 8, 8) for _ in range(2))
     with helped.solver.ahead.help():

@@ -59,11 +59,11 @@ PLANS = [
 def test_it_is_as_long_as_the_step_and_made_of_what_the_plan_runs(settings: dict[str, Any], gpu: str) -> None:
     predicted, path = found(decoder(), gpu=gpu, **settings)
     assert path.step_time_s == pytest.approx(predicted.overlapped_s, rel=1e-12)
-    moment = 0.0
+    end_s = 0.0
     for span in path.spans:
-        assert span.start_s == pytest.approx(moment, rel=1e-9), "one task begins when the one before it ends"
-        moment = span.end_s
-    assert moment == pytest.approx(path.step_time_s, rel=1e-9)
+        assert span.start_s == pytest.approx(end_s, rel=1e-9), "one task begins when the one before it ends"
+        end_s = span.end_s
+    assert end_s == pytest.approx(path.step_time_s, rel=1e-9)
     assert sum(span.duration_s for span in path.spans) == pytest.approx(path.step_time_s, rel=1e-9)
     # Ops and collectives are priced one by one, blocks as sums: this holds if nothing is left out or counted twice.
     assert sum(seconds for _, seconds in path.items) == pytest.approx(path.step_time_s, rel=1e-9)

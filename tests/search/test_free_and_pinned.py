@@ -97,9 +97,9 @@ def pins(draw: st.DrawFn) -> Constraints:
     )
 
 
-def check(load: Workload, cluster: Cluster, pinned: list[Constraints]) -> None:
+def check(workload: Workload, cluster: Cluster, pinned: list[Constraints]) -> None:
     def search(constraints: Constraints) -> float:
-        return search_captured(load.captured, cluster, constraints, workload=load).predicted.step_time_s
+        return search_captured(workload.captured, cluster, constraints, workload=workload).predicted.step_time_s
 
     free = search(Constraints(precision="bf16"))
     for constraints in pinned:
@@ -116,35 +116,37 @@ UNHURRIED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @settings(max_examples=2, derandomize=True, **UNHURRIED)
 @given(workloads(), clusters().filter(lambda cluster: cluster.num_gpus <= 4), st.lists(pins(), min_size=3, max_size=3))
 def test_the_free_search_is_no_slower_than_a_few_pinned_ones(
-    load: Workload, cluster: Cluster, pinned: list[Constraints]
+    workload: Workload, cluster: Cluster, pinned: list[Constraints]
 ) -> None:
-    check(load, cluster, pinned)
+    check(workload, cluster, pinned)
 
 
 @pytest.mark.slow
 @settings(max_examples=200, **UNHURRIED)
 @given(workloads(), clusters(), st.lists(pins(), min_size=20, max_size=20))
 def test_the_free_search_is_no_slower_than_pinned_ones(
-    load: Workload, cluster: Cluster, pinned: list[Constraints]
+    workload: Workload, cluster: Cluster, pinned: list[Constraints]
 ) -> None:
-    check(load, cluster, pinned)
+    check(workload, cluster, pinned)
 
 
 def test_small_spaces_leave_out_no_configuration_by_an_estimate() -> None:
     """The plan that is found without ZeRO has free axes, which what baselines take says nothing certain of."""
     with torch.device("meta"):
         model, inputs = Chain([64, 64, 1024, 1024, 4096]), torch.empty(16, 64)
-    load = Workload.of(normalise(capture(model, inputs)), "bf16")
-    check(load, make_cluster("h100-sxm", 8, 2), [Constraints(precision="bf16", zero=0)])
+    workload = Workload.of(normalise(capture(model, inputs)), "bf16")
+    check(workload, make_cluster("h100-sxm", 8, 2), [Constraints(precision="bf16", zero=0)])
 
 
-def test_levels_of_zero_that_divide_nothing_are_no_faster_than_none() -> None:
+def test_zero_stages_that_divide_nothing_are_no_faster_than_none() -> None:
     with torch.device("meta"):
         model, inputs = Chain([4096, 2048]), torch.empty(16, 4096)
-    load = Workload.of(normalise(capture(model, inputs)), "bf16")
+    workload = Workload.of(normalise(capture(model, inputs)), "bf16")
     cluster = make_cluster("h100-sxm", 2)
     seconds = [
-        search_captured(load.captured, cluster, Constraints(precision="bf16", tp=2, zero=zero)).predicted.step_time_s
+        search_captured(
+            workload.captured, cluster, Constraints(precision="bf16", tp=2, zero=zero)
+        ).predicted.step_time_s
         for zero in (0, 1, 2)
     ]
     assert seconds[0] <= min(seconds)

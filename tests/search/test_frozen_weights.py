@@ -74,8 +74,8 @@ def test_frozen_attention_has_gradients_of_what_is_read_alone() -> None:
         model = Attends()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
-        load = Workload.of(normalise(capture(model, torch.randn(2, 4, 64, 16))), "fp32")
-        flops[trained] = load.model_flops / load.forward_flops
+        workload = Workload.of(normalise(capture(model, torch.randn(2, 4, 64, 16))), "fp32")
+        flops[trained] = workload.model_flops / workload.forward_flops
     assert flops == pytest.approx({"qkv": 3.0, "qk": 2.5, "q": 2.0, "v": 1.5}, rel=0.02)
 
 
@@ -99,10 +99,12 @@ def test_frozen_weights_have_no_optimiser_state_and_are_sharded_at_level_3_alone
 
 
 def test_parameters_without_a_gradient_are_priced_as_frozen() -> None:
-    load = Workload.of(captured(lambda name: name.startswith(("layers.3", "pooler"))), "fp32")
-    trained = {load.captured.parameters[name].name for g in load.parameters if g.requires_grad for name in g.names}
+    workload = Workload.of(captured(lambda name: name.startswith(("layers.3", "pooler"))), "fp32")
+    trained = {
+        workload.captured.parameters[name].name for g in workload.parameters if g.requires_grad for name in g.names
+    }
     assert trained == {"layers.3.weight", "layers.3.bias"}
-    assert load.trainable_numel == WIDTH * WIDTH + WIDTH
+    assert workload.trainable_numel == WIDTH * WIDTH + WIDTH
 
 
 def test_frozen_weights_of_a_narrow_model_take_what_they_are_stored_in() -> None:

@@ -18,6 +18,7 @@ from autopar.passes.normalise import normalise
 from autopar.search.outer.best_first import TOLERANCE, Outer, Progress
 from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver
+from autopar.search.outer.lagrangian_sweep import lagrangian_sweep
 from autopar.search.pricing.build_instance import Weights, build
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -50,7 +51,7 @@ def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: i
     return Outer(solver=solver, constraints=Constraints())
 
 
-def every_leaf(outer: Outer) -> Iterator[Configuration]:
+def every_configuration(outer: Outer) -> Iterator[Configuration]:
     space = outer.space
     for num_stages, mesh in space.nodes():
         for num in space.microbatches(mesh, outer.constraints):
@@ -58,15 +59,15 @@ def every_leaf(outer: Outer) -> Iterator[Configuration]:
                 yield from space.variants(root)
 
 
-def best_of(outer: Outer, leaf: Configuration) -> float | None:
-    """Seconds of a step of the best plan of a leaf that fits, None if none does; cuts are exact for each assignment."""
+def best_of(outer: Outer, configuration: Configuration) -> float | None:
+    """Seconds of a step of the best plan of a configuration, None if none fits; cuts are exact for each assignment."""
     solver = outer.solver
     best: float | None = None
-    pricing = solver.pricing(leaf)
-    options = build([pricing], solver.rules([leaf]), Weights()).options
-    for leaders in product(*([own.leader(option) for option in range(len(own))] for own in options)):
-        inner = Inner(pricing=pricing, leaders=leaders, objective=0.0, shared_once=leaf.num_stages == 1)
-        found = solver.complete(leaf, inner)
+    pricing = solver.pricing(configuration)
+    options = build([pricing], solver.rules([configuration]), Weights()).options
+    for assignment in product(*([own.assignment(option) for option in range(len(own))] for own in options)):
+        inner = Inner(pricing=pricing, assignment=assignment, objective=0.0, shared_once=configuration.num_stages == 1)
+        found = solver.complete(configuration, inner)
         if found is not None and (best is None or found.step_time_s < best):
             best = found.step_time_s
     return best
@@ -74,7 +75,7 @@ def best_of(outer: Outer, leaf: Configuration) -> float | None:
 
 def brute_force(outer: Outer) -> float | None:
     """Of the best plan of all."""
-    found = [best_of(outer, leaf) for leaf in every_leaf(outer)]
+    found = [best_of(outer, configuration) for configuration in every_configuration(outer)]
     return min((seconds for seconds in found if seconds is not None), default=None)
 
 
@@ -100,7 +101,7 @@ def test_search_finds_what_trying_everything_finds(widths: tuple[int, ...], batc
 
 
 @pytest.mark.parametrize("gpus", [4, 8])
-def test_no_level_of_zero_beats_the_problem_of_all_at_once(gpus: int) -> None:
+def test_no_zero_stage_beats_the_problem_of_all_at_once(gpus: int) -> None:
     """The bound of a pace holds for each of its leaves, and is theirs where there is only one."""
     outer = outer_of((1024, 8192, 1024), 8, 64, room=2.0, gpus=gpus)
     solver, space, seen = outer.solver, outer.space, 0
@@ -108,7 +109,7 @@ def test_no_level_of_zero_beats_the_problem_of_all_at_once(gpus: int) -> None:
         for num in space.microbatches(mesh, outer.constraints):
             for root in space.roots(num_stages, mesh, num, outer.constraints):
                 variants = tuple(space.variants(root))
-                every = [solver.inner(leaf, Weights(sync=HIDDEN)).objective for leaf in variants]
+                every = [solver.inner(configuration, Weights(sync=HIDDEN)).objective for configuration in variants]
                 together = solver.least(variants)
                 assert together <= min(every) * (1 + 1e-9)
                 assert together >= 0.5 * min(every), "a bound that is no use"
@@ -126,18 +127,18 @@ def test_with_room_for_all_the_search_is_exact(seq: int) -> None:
 
 
 @pytest.mark.parametrize(("seq", "room"), [(8, 0.8), (4096, 0.75), (4096, 0.9)])
-def test_no_plan_of_a_leaf_beats_its_bounds(seq: int, room: float) -> None:
+def test_no_plan_of_a_configuration_beats_its_bounds(seq: int, room: float) -> None:
     outer = outer_of((1024, 8192, 1024), 2, seq, room, gpus=2)
     compared = 0
-    for leaf in every_leaf(outer):
-        best = best_of(outer, leaf)
+    for configuration in every_configuration(outer):
+        best = best_of(outer, configuration)
         if best is None:
             continue
-        inner = outer.solver.inner(leaf, Weights(sync=HIDDEN))
-        bounds = [bound for _, bound in outer.dearer(leaf, inner)]
+        inner = outer.solver.inner(configuration, Weights(sync=HIDDEN))
+        bounds = [bound for _, bound in lagrangian_sweep(outer.solver, outer.bounds, configuration, inner)]
         bounds += [
-            outer.bounds.floor(leaf.num_stages, leaf.num_microbatches),
-            outer.bounds.pipelined(inner.objective, leaf),
+            outer.bounds.ideal_s(configuration.num_stages, configuration.num_microbatches),
+            outer.bounds.pipelined(inner.objective, configuration),
         ]
         assert max(bounds) <= best * (1 + 1e-9)
         compared += 1

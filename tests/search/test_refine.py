@@ -17,7 +17,7 @@ from autopar.search.outer.best_first import Outer
 from autopar.search.outer.configuration import Candidate
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.refine import refine
-from autopar.search.predict.to_plan import named
+from autopar.search.predict.to_plan import name_axes
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -43,22 +43,22 @@ def with_whole_inputs() -> tuple[Solver, Candidate]:
         tokens = torch.zeros(64, 512, dtype=torch.long)
         captured = normalise(capture(Tagger(1024), (tokens, tokens.clone())))
     cluster = make_cluster("a100-80gb", 8)
-    load = Workload.of(captured, "bf16")
-    solver = Solver(workload=load, cluster=cluster, budget_bytes=cluster.device.usable_bytes)
+    workload = Workload.of(captured, "bf16")
+    solver = Solver(workload=workload, cluster=cluster, budget_bytes=cluster.device.usable_bytes)
     found = Outer(solver=solver, constraints=Constraints(precision="bf16")).run()
     assert found is not None
-    leaders = list(found.leaders)
-    leaders[load.clusters.inputs.index] = (None,) * len(found.pricing.mesh)
-    whole = replace(found, leaders=tuple(leaders))
-    return solver, replace(whole, priced=evaluate_stages(whole.pricing, whole.leaders, whole.stages))
+    assignment = list(found.assignment)
+    assignment[workload.clusters.inputs.index] = (None,) * len(found.pricing.mesh)
+    whole = replace(found, assignment=tuple(assignment))
+    return solver, replace(whole, priced=evaluate_stages(whole.pricing, whole.assignment, whole.stages))
 
 
 def test_a_data_parallel_rank_is_handed_its_own_rows() -> None:
     solver, whole = with_whole_inputs()
-    load = whole.pricing.workload
-    names = named(load, whole.pricing.mesh, whole.leaders).names
+    workload = whole.pricing.workload
+    names = name_axes(workload, whole.pricing.mesh, whole.assignment).names
     assert any(name.startswith("dp") for name in names)
-    inputs = refine(solver, whole).leaders[load.clusters.inputs.index]
+    inputs = refine(solver, whole).assignment[workload.clusters.inputs.index]
     assert inputs == tuple(BATCH if name.startswith("dp") else None for name in names)
 
 
@@ -69,4 +69,4 @@ def test_it_is_not_where_that_is_ruled_out(pinned: str) -> None:
         whole = replace(whole, configuration=replace(whole.configuration, batch_axes=()))
     baseline_s = 0.5 * whole.predicted.step_time_s if pinned == "a faster baseline" else float("inf")
     index = whole.pricing.workload.clusters.inputs.index
-    assert refine(solver, whole, baseline_s).leaders[index] == whole.leaders[index]
+    assert refine(solver, whole, baseline_s).assignment[index] == whole.assignment[index]

@@ -37,25 +37,25 @@ def tied() -> CapturedModel:
 
 
 @pytest.fixture(scope="module")
-def load(tied: CapturedModel) -> Workload:
+def workload(tied: CapturedModel) -> Workload:
     return Workload.of(tied, "fp32")
 
 
-def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, load: Workload) -> None:
+def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, workload: Workload) -> None:
     cluster = make_cluster("a100-80gb", 2, 2)
     pinned = {}
     for schedule, virtual in SCHEDULES:
         limits = replace(PIPELINE, schedule=schedule, virtual_stages=virtual)
-        found = search_captured(tied, cluster, limits, workload=load)
+        found = search_captured(tied, cluster, limits, workload=workload)
         plan = found.plan
         assert (plan.schedule, plan.virtual_stages, plan.num_ranks) == (schedule, virtual, 2)
         assert Plan.from_yaml(plan.to_yaml()) == plan
-        again = predict_plan(tied, cluster, plan, workload=load)
+        again = predict_plan(tied, cluster, plan, workload=workload)
         assert again.step_time_s == pytest.approx(found.predicted.step_time_s)
         assert again.memory == found.predicted.memory and len(again.memory) == 2
         assert len(partition(place_captured(tied, plan))) == 2 * virtual
         pinned[schedule, virtual] = found.predicted
-    best = search_captured(tied, cluster, PIPELINE, workload=load)
+    best = search_captured(tied, cluster, PIPELINE, workload=workload)
     least = min(predicted.step_time_s for predicted in pinned.values())
     assert best.predicted.step_time_s == pytest.approx(least, rel=0.005)
     assert best.predicted.step_time_s * (1 - best.optimality_gap) <= least
@@ -70,31 +70,31 @@ def test_virtual_stages_that_are_considered() -> None:
     assert [shape.virtual_stages for shape in limits.shapes(16, 16, 100)] == [2, 3, 4, 5, 6]
 
 
-def test_a_split_backward_is_not_chosen_where_it_cannot_run(tied: CapturedModel, load: Workload) -> None:
+def test_a_split_backward_is_not_chosen_where_it_cannot_run(tied: CapturedModel, workload: Workload) -> None:
     cluster = make_cluster("a100-80gb", 4, 4)
     for limits in (replace(PIPELINE, dp=2, zero=3), replace(PIPELINE, remat="full")):
-        plan = search_captured(tied, cluster, limits, workload=load).plan
+        plan = search_captured(tied, cluster, limits, workload=workload).plan
         assert plan.schedule in ("1f1b", "interleaved")
 
 
-def test_zero_leaves_whole_what_two_stages_of_a_rank_share(tied: CapturedModel, load: Workload) -> None:
+def test_zero_leaves_whole_what_two_stages_of_a_rank_share(tied: CapturedModel, workload: Workload) -> None:
     """The embedding is also the head: under a v placement both are on rank 0."""
     cluster = make_cluster("a100-80gb", 8, 8)
     limits = replace(PIPELINE, dp=4, tp=1, num_microbatches=4, zero=1)
     sizes = {}
     for schedule, virtual in (("zb-h1", 2), ("zb-v", 2)):
         pinned = replace(limits, schedule=schedule, virtual_stages=virtual)
-        sizes[schedule] = search_captured(tied, cluster, pinned, workload=load).predicted.memory[0]
+        sizes[schedule] = search_captured(tied, cluster, pinned, workload=workload).predicted.memory[0]
     # One whole copy of 128 x 1024 float32 moments, where there would be a quarter.
     assert sizes["zb-v"].optimizer - sizes["zb-h1"].optimizer > 0
 
 
-def test_stages_that_share_a_parameter_sum_its_gradient_last(tied: CapturedModel, load: Workload) -> None:
+def test_stages_that_share_a_parameter_sum_its_gradient_last(tied: CapturedModel, workload: Workload) -> None:
     """Embedding and head on a slow network: the sum waits for both stages, in the closed form and stream by stream."""
     cluster = make_cluster("h100-sxm", 2, 1)
     slow = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=1e6, alone=None))
     size = 4 * next(p.numel for p in tied.parameters.values() if "embed" in p.name)
-    found = estimate_captured(tied, slow, replace(PIPELINE, pp=2), workload=load).predicted
+    found = estimate_captured(tied, slow, replace(PIPELINE, pp=2), workload=workload).predicted
     (holders,) = found.costs.shared_s
     assert holders == (0, 1)
     assert found.costs.shared_s[holders] == pytest.approx(size / slow.inter_node.ring_bandwidth(2), rel=0.01)
@@ -104,10 +104,10 @@ def test_stages_that_share_a_parameter_sum_its_gradient_last(tied: CapturedModel
     assert len(last) == 2 and min(s.start_s for s in last) >= max(s.end_s for s in found.spans if "B" in s.name)
 
 
-def test_an_estimate_is_of_1f1b(tied: CapturedModel, load: Workload) -> None:
+def test_an_estimate_is_of_1f1b(tied: CapturedModel, workload: Workload) -> None:
     cluster = make_cluster("a100-80gb", 2, 2)
-    assert estimate_captured(tied, cluster, PIPELINE, workload=load).plan.schedule == "1f1b"
-    plan = estimate_captured(tied, cluster, replace(PIPELINE, virtual_stages=2), workload=load).plan
+    assert estimate_captured(tied, cluster, PIPELINE, workload=workload).plan.schedule == "1f1b"
+    plan = estimate_captured(tied, cluster, replace(PIPELINE, virtual_stages=2), workload=workload).plan
     assert (plan.schedule, plan.virtual_stages) == ("interleaved", 2)
 
 

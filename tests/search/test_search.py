@@ -79,9 +79,9 @@ def tied() -> CapturedModel:
     return captured(num_layers=2, tied=True)
 
 
-def pricing_of(load: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing:
+def pricing_of(workload: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing:
     cluster = make_cluster("a100-80gb", mesh.size, min(8, mesh.size))
-    ops = OpPrices(load, cluster)
+    ops = OpPrices(workload, cluster)
     moves = MeshPrices(Fabric(cluster, mesh), ops.codes.moves(len(mesh)))
     return Pricing(ops=ops, moves=moves, num_microbatches=num_microbatches)
 
@@ -89,36 +89,38 @@ def pricing_of(load: Workload, mesh: Mesh, num_microbatches: int = 1) -> Pricing
 @pytest.mark.parametrize("which", ["small", "tied"])
 def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.FixtureRequest) -> None:
     """The abstract instance and the block by block evaluation are two ways to the same number."""
-    load = Workload.of(request.getfixturevalue(which), "fp32")
+    workload = Workload.of(request.getfixturevalue(which), "fp32")
     mesh = Mesh((MeshAxis("free0", 2), MeshAxis("free1", 2)))
-    pricing = pricing_of(load, mesh, 2)
-    built = build([pricing], Rules(choices=Choices(load), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
+    pricing = pricing_of(workload, mesh, 2)
+    built = build([pricing], Rules(choices=Choices(workload), mesh=mesh, constraints=Constraints()), Weights(sync=0.0))
 
     @settings(max_examples=25)
     @given(st.randoms(use_true_random=False))
     def check(random) -> None:
-        selection = tuple(random.randrange(n) for n in built.instance.num_options)
-        priced = evaluate(pricing, built.assignments(selection), shared_once=True)
+        labelling = tuple(random.randrange(n) for n in built.instance.num_labels)
+        priced = evaluate(pricing, built.assignments(labelling), shared_once=True)
         blocks = sum(b.compute.total_s + b.communication.total_s for b in priced.blocks)
-        once = sum(b.optimiser_s for b in priced.blocks)
-        prelude = [t for t in load.transfers if PRELUDE in t.blocks]
-        if not prelude and not load.folding.prelude:
-            assert value(built.instance, selection) == pytest.approx(2 * blocks + once, rel=1e-6)
+        relaxed = sum(b.optimiser_s for b in priced.blocks)
+        prelude = [t for t in workload.transfers if PRELUDE in t.blocks]
+        if not prelude and not workload.folding.prelude:
+            assert value(built.instance, labelling) == pytest.approx(2 * blocks + relaxed, rel=1e-6)
         else:
-            assert value(built.instance, selection) >= (2 * blocks + once) * (1 - 1e-6)
+            assert value(built.instance, labelling) >= (2 * blocks + relaxed) * (1 - 1e-6)
 
     check()
 
 
 def test_inner_answer_equals_brute_force() -> None:
-    load = Workload.of(captured(num_layers=1), "fp32")
+    workload = Workload.of(captured(num_layers=1), "fp32")
     mesh = Mesh((MeshAxis("free0", 4),))
-    pricing = pricing_of(load, mesh)
+    pricing = pricing_of(workload, mesh)
     built = build(
-        [pricing], Rules(choices=Choices(load), mesh=mesh, constraints=Constraints(sequence_parallel=False)), Weights()
+        [pricing],
+        Rules(choices=Choices(workload), mesh=mesh, constraints=Constraints(sequence_parallel=False)),
+        Weights(),
     )
     solution = solve(built.instance)
-    options = [range(n) for n in built.instance.num_options]
+    options = [range(n) for n in built.instance.num_labels]
     assert len(list(product(*options))) < 200_000
     assert solution.objective == pytest.approx(min(value(built.instance, s) for s in product(*options)), rel=1e-9)
 
@@ -178,12 +180,12 @@ def test_the_search_is_never_worse_than_an_estimate_and_deterministic(small: Cap
         assert best.predicted.step_time_s <= estimate.predicted.step_time_s * 1.006
 
 
-def test_leaders_of_a_plan(small: CapturedModel) -> None:
-    load = Workload.of(small, "fp32")
+def test_assignment_of_a_plan(small: CapturedModel) -> None:
+    workload = Workload.of(small, "fp32")
     plan = search_captured(small, make_cluster("a100-80gb", 4), Constraints(tp=2, dp=2)).plan
-    leaders = leaders_of(load, plan)
-    assert leaders[0] == tuple("batch" if name in plan.inputs else None for name in plan.mesh)
-    assert len(leaders) == len(load.clusters.clusters)
+    assignment = leaders_of(workload, plan)
+    assert assignment[0] == tuple("batch" if name in plan.inputs else None for name in plan.mesh)
+    assert len(assignment) == len(workload.clusters.clusters)
 
 
 def test_less_memory_makes_other_plans(small: CapturedModel) -> None:
@@ -231,10 +233,10 @@ def test_no_baseline_is_faster(small: CapturedModel) -> None:
 
 
 def test_a_mesh_of_too_many_axes_is_refused() -> None:
-    load = Workload.of(captured(num_layers=1), "fp32")
+    workload = Workload.of(captured(num_layers=1), "fp32")
     mesh = Mesh(tuple(MeshAxis(f"free{number}", 2) for number in range(6)))
     with pytest.raises(InfeasiblePlan, match="6 axes cannot be planned; expected at most 5"):
-        pricing_of(load, mesh)
+        pricing_of(workload, mesh)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])

@@ -33,14 +33,14 @@ def test_pipeline_degrees_and_meshes_take_turns() -> None:
         meshes = {one.mesh for one in own}
         assert {one.mesh for one in own[: len(meshes)]} == meshes
         for mesh in meshes:
-            hopes = [outer.bounds.hope(stages, one.num_microbatches) for one in own if one.mesh == mesh]
-            assert hopes[0] == min(hopes), "the most promising number of microbatches first"
+            estimates = [outer.bounds.estimate_s(stages, one.num_microbatches) for one in own if one.mesh == mesh]
+            assert estimates[0] == min(estimates), "the most promising number of microbatches first"
 
 
 def test_every_baseline_is_looked_at_and_the_best_in_earnest() -> None:
     outer = outer_with(2.0)
     seeds = Seeds(outer)
-    seeds.glance_at(list(seeds.in_turns()))
+    seeds.solve_relaxed(list(seeds.in_turns()))
     assert set(seeds.outcomes) == set(seeds.in_turns())
     assert outer.best is not None
     fitting = seeds.best(BEST, fitting=True)
@@ -59,11 +59,11 @@ def test_what_is_like_slow_baselines_is_passed_over(gpus: int, batch: int, room:
     for configuration in seeds.in_turns():
         if configuration not in seeds.outcomes and seeds.by_others(configuration) is not None:
             passed_over.append(configuration)
-        seeds.glance_at([configuration])
+        seeds.solve_relaxed([configuration])
     assert len(passed_over) > 4
     record_s = outer.record_s
     for configuration in passed_over:
-        looked_into = outer.expand(configuration, once=True)
+        looked_into = outer.expand(configuration, relaxed=True)
         assert looked_into.least_s >= record_s, f"{configuration} was worth while"
 
 
@@ -74,19 +74,22 @@ def test_where_the_state_is_large_baselines_start_with_it_divided() -> None:
 
 
 def test_stages_are_cut_again_to_fill_the_memory() -> None:
-    """Cuts count memory in a sum, the prediction moment by moment: one cut leaves room, or finds nothing at all."""
+    """Cuts count memory in a sum, the prediction as a profile: one cut leaves room, or finds nothing at all."""
     better = 0
     for room in (0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13):
         outer = outer_with(room)
         solver = outer.solver
-        for leaf in Seeds(outer).in_turns():
-            if leaf.num_stages == 1 or leaf.num_microbatches > 8:
+        for configuration in Seeds(outer).in_turns():
+            if configuration.num_stages == 1 or configuration.num_microbatches > 8:
                 continue
-            inner = solver.inner(leaf, Weights(sync=HIDDEN))
-            for shape in solver.shapes(leaf)[:2]:
+            inner = solver.inner(configuration, Weights(sync=HIDDEN))
+            for shape in solver.shapes(configuration)[:2]:
                 first, last = (
                     solver._complete(
-                        replace(leaf, schedule=shape.schedule, virtual_stages=shape.virtual_stages), inner, inf, count
+                        replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages),
+                        inner,
+                        inf,
+                        count,
                     )
                     for count in (1, 3)
                 )
@@ -105,12 +108,12 @@ def _is_better(last: Candidate | None, first: Candidate | None) -> bool:
 
 
 def test_too_few_microbatches_do_not_rule_a_baseline_out() -> None:
-    """Where no level of rematerialisation fits, the bound of a leaf is infinite; more microbatches may fit."""
+    """Where no level of rematerialisation fits, the bound of a configuration is infinite; more microbatches may fit."""
     outer = outer_of(DEEP, batch=256, seq=4096, room=0.01, gpus=8)
     seeds = Seeds(outer)
-    leaf = next(one for one in seeds.in_turns(leanest=True) if one.num_stages == one.num_microbatches == 1)
-    assert outer.bounds.floor(1, 1) == inf > outer.bounds.floor(1, 32)
-    assert outer.solver.least_state_of(leaf) < outer.solver.budget_bytes
-    seeds.outcomes[leaf] = Outcome(None, inf)
+    configuration = next(one for one in seeds.in_turns(leanest=True) if one.num_stages == one.num_microbatches == 1)
+    assert outer.bounds.ideal_s(1, 1) == inf > outer.bounds.ideal_s(1, 32)
+    assert outer.solver.least_state_of(configuration) < outer.solver.budget_bytes
+    seeds.outcomes[configuration] = Outcome(None, inf)
     found = list(seeds.smaller())
-    assert found and all(one.mesh == leaf.mesh and one.num_microbatches > 1 for one in found)
+    assert found and all(one.mesh == configuration.mesh and one.num_microbatches > 1 for one in found)

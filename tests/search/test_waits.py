@@ -47,10 +47,10 @@ def predicted(jitter_s: float, own: Plan) -> Predicted:
 
 def test_waits_are_as_long_as_jitter_and_one_rank_has_none() -> None:
     own = plan(tp=4, num_microbatches=1)
-    calm, some, more = (predicted(n * JITTER_S, own) for n in (0, 1, 4))
-    assert "waiting" not in calm.breakdown_s
+    noise_free, some, more = (predicted(n * JITTER_S, own) for n in (0, 1, 4))
+    assert "waiting" not in noise_free.breakdown_s
     assert some.breakdown_s["waiting"] > 0.0
-    assert more.step_time_s - calm.step_time_s == pytest.approx(4 * (some.step_time_s - calm.step_time_s))
+    assert more.step_time_s - noise_free.step_time_s == pytest.approx(4 * (some.step_time_s - noise_free.step_time_s))
     assert sum(more.breakdown_s.values()) == pytest.approx(more.step_time_s)
     alone = estimate_captured(captured(), make_cluster("h100-sxm", 1, 8), Constraints(precision="bf16")).plan
     cluster = make_cluster("h100-sxm", 1, 8)
@@ -71,15 +71,15 @@ def test_a_pass_waits_by_the_root_of_its_work_and_of_its_collectives() -> None:
 
 def test_a_pass_of_a_pipeline_waits_for_what_it_receives() -> None:
     own = plan(pp=4, num_microbatches=8)
-    calm, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
-    for before, after in zip(calm.forward_s, noisy.forward_s, strict=True):
+    noise_free, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
+    for before, after in zip(noise_free.forward_s, noisy.forward_s, strict=True):
         assert after - before == pytest.approx(JITTER_S * (before / 1e-3) ** 0.5, rel=0.2)
 
 
 def test_a_step_ends_with_its_slowest_rank_however_seldom_they_meet() -> None:
     own = plan(dp=4, num_microbatches=1)
-    calm, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
-    work = calm.breakdown_s["compute"]
+    noise_free, noisy = (predicted(n * JITTER_S, own) for n in (0, 1))
+    work = noise_free.breakdown_s["compute"]
     # One meeting at most beside the end: the sum of a count.
-    assert JITTER_S * (work / 1e-3) ** 0.5 <= noisy.step_time_s - calm.step_time_s
-    assert noisy.step_time_s - calm.step_time_s < 2.5 * JITTER_S * (work / 1e-3) ** 0.5
+    assert JITTER_S * (work / 1e-3) ** 0.5 <= noisy.step_time_s - noise_free.step_time_s
+    assert noisy.step_time_s - noise_free.step_time_s < 2.5 * JITTER_S * (work / 1e-3) ** 0.5

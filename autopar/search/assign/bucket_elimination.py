@@ -1,13 +1,13 @@
-"""The inner problem solved by eliminating one unit after another (bucket elimination, Dechter 1999).
+"""The inner problem solved by eliminating one variable after another (bucket elimination, Dechter 1999).
 
-Every flow is a table over the options of its units. To eliminate unit u, with neighbours N in the tables it is in,
+Every factor is a table over the labels of its variables. To eliminate variable v, with neighbours N in its tables,
 
-    T[N]  =  min over options of u of   cost_u + sum of the tables of u
+    T[N]  =  min over labels of v of   cost_v + sum of the tables of v
 
-replaces those tables; the minimising options are kept, and read back in reverse order. Exact. A model is a chain of
-ops with a few parallel paths, so a unit has few neighbours left when its turn comes, and after
-``dead_end_elimination`` few options: the tables are small. Where one would be large, ``eliminate`` gives up, and the
-linear program is for that.
+replaces those tables; the minimising labels are stored, and read back in reverse order. Exact. A model is a chain of
+ops with a few parallel paths, so a variable has few neighbours left when it is eliminated, and after
+``dead_end_elimination`` few labels: the tables are small. Where a table would be large, ``eliminate`` returns None and
+the caller solves the linear program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import prod
 
 import numpy as np
 
-from autopar.search.assign.instance import Floats, Flow, Instance, Ints
+from autopar.search.assign.instance import Factor, Floats, Instance, Ints
 
 # Entries of a table from which the linear program is faster. Halved or doubled: same plans, same work
 # (docs/decisions/0021).
@@ -26,68 +26,68 @@ MAX_ENTRIES = 300_000
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Costs over the options of ``units``, which are ascending; one dimension for each."""
+    """Costs over the labels of ``variables``, which are ascending; one dimension for each."""
 
-    units: tuple[int, ...]
+    variables: tuple[int, ...]
     costs: Floats
 
-    def over(self, units: tuple[int, ...]) -> Floats:
-        """The same with dimensions of size 1 for units that it does not mention."""
+    def over(self, variables: tuple[int, ...]) -> Floats:
+        """The table with dimensions of size 1 for variables that it does not mention."""
         sizes = iter(self.costs.shape)
-        return self.costs.reshape([next(sizes) if unit in self.units else 1 for unit in units])
+        return self.costs.reshape([next(sizes) if variable in self.variables else 1 for variable in variables])
 
 
 def eliminate(instance: Instance, max_entries: int = MAX_ENTRIES) -> tuple[int, ...] | None:
-    """A best selection; None if a table would have more than ``max_entries`` entries. Deterministic."""
-    counts = instance.num_options
+    """A best labelling; None if a table would have more than ``max_entries`` entries. Deterministic."""
+    counts = instance.num_labels
     tables = []
-    for flow in instance.flows:
-        units = tuple(sorted({flow.producer, *(user.unit for user in flow.users)}))
-        if prod(counts[unit] for unit in units) > max_entries:
+    for factor in instance.factors:
+        variables = tuple(sorted({factor.producer, *(user.variable for user in factor.users)}))
+        if prod(counts[variable] for variable in variables) > max_entries:
             return None
-        tables.append(_Table(units, _costs(flow, units, counts)))
-    around = {unit: {unit} for unit in range(len(counts))}
+        tables.append(_Table(variables, _costs(factor, variables, counts)))
+    around = {variable: {variable} for variable in range(len(counts))}
     for table in tables:
-        for unit in table.units:
-            around[unit].update(table.units)
-    sizes = {unit: prod(counts[other] for other in others) for unit, others in around.items()}
+        for variable in table.variables:
+            around[variable].update(table.variables)
+    sizes = {variable: prod(counts[other] for other in others) for variable, others in around.items()}
     decided: list[tuple[int, tuple[int, ...], Ints]] = []
     while sizes:
-        unit = min(sizes, key=lambda u: (sizes[u], u))
-        if sizes.pop(unit) > max_entries:
+        variable = min(sizes, key=lambda u: (sizes[u], u))
+        if sizes.pop(variable) > max_entries:
             return None
-        units = tuple(sorted(around[unit]))
-        total = _Table((unit,), instance.costs[unit]).over(units)
+        variables = tuple(sorted(around[variable]))
+        total = _Table((variable,), instance.costs[variable]).over(variables)
         for table in tables:
-            if unit in table.units:
-                total = total + table.over(units)
-        axis = units.index(unit)
-        rest = (*units[:axis], *units[axis + 1 :])
-        decided.append((unit, rest, total.argmin(axis=axis)))
-        tables = [table for table in tables if unit not in table.units]
+            if variable in table.variables:
+                total = total + table.over(variables)
+        axis = variables.index(variable)
+        rest = (*variables[:axis], *variables[axis + 1 :])
+        decided.append((variable, rest, total.argmin(axis=axis)))
+        tables = [table for table in tables if variable not in table.variables]
         if rest:
             tables.append(_Table(rest, total.min(axis=axis)))
         for other in rest:
-            around[other] |= around[unit]
-            around[other].remove(unit)
+            around[other] |= around[variable]
+            around[other].remove(variable)
             sizes[other] = prod(counts[near] for near in around[other])
     chosen: dict[int, int] = {}
-    for unit, rest, best in reversed(decided):
-        chosen[unit] = int(best[tuple(chosen[other] for other in rest)])
-    return tuple(chosen[unit] for unit in range(len(counts)))
+    for variable, rest, best in reversed(decided):
+        chosen[variable] = int(best[tuple(chosen[other] for other in rest)])
+    return tuple(chosen[variable] for variable in range(len(counts)))
 
 
-def _costs(flow: Flow, units: tuple[int, ...], counts: tuple[int, ...]) -> Floats:
-    """What a flow costs under all options of its units: each state that is needed, once."""
+def _costs(factor: Factor, variables: tuple[int, ...], counts: tuple[int, ...]) -> Floats:
+    """Table of a factor over the labels of its variables: each state that is needed is paid once."""
 
-    def along(values: Ints, unit: int) -> Ints:
-        return values.reshape([counts[unit] if other == unit else 1 for other in units])
+    def along(values: Ints, variable: int) -> Ints:
+        return values.reshape([counts[variable] if other == variable else 1 for other in variables])
 
-    source = along(flow.sources, flow.producer)
-    needs = [along(user.needs, user.unit) for user in flow.users]
-    total: Floats = np.zeros([counts[unit] for unit in units])
+    source = along(factor.sources, factor.producer)
+    needs = [along(user.needs, user.variable) for user in factor.users]
+    total: Floats = np.zeros([counts[variable] for variable in variables])
     for number, need in enumerate(needs):
-        price = flow.cost[source, need]
+        price = factor.cost[source, need]
         for earlier in needs[:number]:
             price = np.where(need == earlier, 0.0, price)
         total = total + price

@@ -1,11 +1,12 @@
-"""The inner problem in the abstract: which choice each cluster takes, given what the choices cost.
+"""The inner problem in the abstract: a labelling of a factor graph of least cost.
 
-An instance has *units* (clusters of ops), each of which takes one of its *options* (a joint choice over the
-mesh axes), and *flows* (tensors). The option of a flow's producer decides the state the tensor is produced in,
-the option of each user the state it needs; the tensor is converted once into every state that some user
-needs. The objective is
+An instance has *variables* (clusters of ops), each of which takes one of its *labels* (a joint choice over the
+mesh axes), and *factors* (tensors). The label of a factor's producer decides the state the tensor is produced in,
+the label of each user the state it needs; the tensor is converted once into every state that some user
+needs. A *labelling* takes a label for each variable. It costs
 
-    sum_u cost_u[o_u]  +  sum_flows  sum_{q in needed}  cost_flow[s, q]      needed = {need_k[o_k] : users k}
+    sum_v cost_v[o_v]  +  sum_f  sum_{q in needed}  cost_f[s, q]      s = source_f[o_producer],
+                                                                      needed = {need_k[o_k] : users k}
 
 Nothing here knows about tensors or meshes, so that solvers can be compared on random instances.
 """
@@ -25,15 +26,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class User:
-    """One use of a flow: ``needs[o]`` is the state that option ``o`` of ``unit`` needs the tensor in."""
+    """One use of a factor: ``needs[o]`` is the state that label ``o`` of ``variable`` needs the tensor in."""
 
-    unit: int
+    variable: int
     needs: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flow:
-    """One tensor: ``sources[o]`` is the state in which option ``o`` of ``producer`` leaves it.
+class Factor:
+    """One tensor: ``sources[o]`` is the state in which label ``o`` of ``producer`` leaves it.
 
     cost: price of each (source state, needed state), all repeats of the tensor together; not negative.
     """
@@ -46,87 +47,97 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Instance:
-    """costs: for each unit the cost of each of its options; flows: what the options cost together."""
+    """A factor graph.
+
+    costs: for each variable the cost of each of its labels. factors: costs that labels of several variables have
+    together.
+    """
 
     costs: tuple[Floats, ...]
-    flows: tuple[Flow, ...]
+    factors: tuple[Factor, ...]
 
     @property
-    def num_options(self) -> tuple[int, ...]:
+    def num_labels(self) -> tuple[int, ...]:
+        """Number of labels of each variable."""
         return tuple(len(cost) for cost in self.costs)
 
 
-def value(instance: Instance, selection: Sequence[int]) -> float:
-    """Objective of taking option ``selection[u]`` for each unit ``u``."""
-    total = float(sum(cost[option] for cost, option in zip(instance.costs, selection, strict=True)))
-    for flow in instance.flows:
-        state = flow.sources[selection[flow.producer]]
-        needed = {int(user.needs[selection[user.unit]]) for user in flow.users}
-        total += float(sum(flow.cost[state, need] for need in needed))
+def value(instance: Instance, labelling: Sequence[int]) -> float:
+    """Cost of a labelling, which gives variable ``v`` its label ``labelling[v]``."""
+    total = float(sum(cost[label] for cost, label in zip(instance.costs, labelling, strict=True)))
+    for factor in instance.factors:
+        state = factor.sources[labelling[factor.producer]]
+        needed = {int(user.needs[labelling[user.variable]]) for user in factor.users}
+        total += float(sum(factor.cost[state, need] for need in needed))
     return total
 
 
 def brute_force(instance: Instance) -> tuple[float, tuple[int, ...]]:
-    """The best selection by trying all of them; exponential, for tests."""
-    return min((value(instance, s), s) for s in product(*(range(n) for n in instance.num_options)))
+    """Least cost and a labelling that has it, by trying all of them; exponential, for tests."""
+    return min((value(instance, s), s) for s in product(*(range(n) for n in instance.num_labels)))
 
 
 def restrict(instance: Instance, kept: Sequence[Ints]) -> Instance:
-    """The instance with only the options ``kept[u]`` of each unit; states that nobody uses any more vanish."""
+    """The instance with the labels ``kept[v]`` of each variable alone; states that no label uses any more are
+    dropped."""
     costs = tuple(cost[keep] for cost, keep in zip(instance.costs, kept, strict=True))
-    smaller = {unit for unit, keep in enumerate(kept) if len(keep) < len(instance.costs[unit])}
-    flows = []
-    for flow in instance.flows:
-        if flow.producer not in smaller and not any(user.unit in smaller for user in flow.users):
-            flows.append(flow)
+    smaller = {variable for variable, keep in enumerate(kept) if len(keep) < len(instance.costs[variable])}
+    factors = []
+    for factor in instance.factors:
+        if factor.producer not in smaller and not any(user.variable in smaller for user in factor.users):
+            factors.append(factor)
             continue
-        sources, from_source = np.unique(flow.sources[kept[flow.producer]], return_inverse=True)
-        needs = [user.needs[kept[user.unit]] for user in flow.users]
+        sources, from_source = np.unique(factor.sources[kept[factor.producer]], return_inverse=True)
+        needs = [user.needs[kept[user.variable]] for user in factor.users]
         used = np.unique(np.concatenate(needs))
         users = tuple(
-            User(unit=user.unit, needs=np.searchsorted(used, need))
-            for user, need in zip(flow.users, needs, strict=True)
+            User(variable=user.variable, needs=np.searchsorted(used, need))
+            for user, need in zip(factor.users, needs, strict=True)
         )
-        flows.append(
-            Flow(
-                producer=flow.producer,
+        factors.append(
+            Factor(
+                producer=factor.producer,
                 sources=from_source.reshape(-1),
                 users=users,
-                cost=flow.cost[np.ix_(sources, used)],
+                cost=factor.cost[np.ix_(sources, used)],
             )
         )
-    return Instance(costs=costs, flows=tuple(flows))
+    return Instance(costs=costs, factors=tuple(factors))
 
 
 def absorb(instance: Instance) -> Instance:
-    """The same problem with fewer flows: what one unit alone decides becomes its own cost.
+    """An instance with the same costs and fewer factors: costs that one variable alone decides become costs of its
+    labels.
 
-    Users with equal needs of one unit are merged, flows that cost nothing dropped, and flows whose producer
-    and users are one unit added to the costs of that unit. Units with a single option count as decided.
+    Users of one variable with equal needs are merged, factors that cost nothing dropped, and factors whose producer and
+    users are one variable added to the costs of that variable. Variables with a single label count as decided.
     """
     costs = [cost.copy() for cost in instance.costs]
-    flows: dict[tuple[object, ...], Flow] = {}
-    for flow in instance.flows:
-        if not flow.cost.any():
+    factors: dict[tuple[object, ...], Factor] = {}
+    for factor in instance.factors:
+        if not factor.cost.any():
             continue
-        distinct = {(user.unit, user.needs.tobytes()): user for user in flow.users}
-        deciding = {flow.producer, *(unit for unit, _ in distinct)}
-        open_units = {unit for unit in deciding if len(costs[unit]) > 1}
-        if len(open_units) <= 1:
-            unit = next(iter(open_units), flow.producer)
-            for option in range(len(costs[unit])):
-                state = flow.sources[option if flow.producer == unit else 0]
-                needed = {int(u.needs[option if u.unit == unit else 0]) for u in distinct.values()}
-                costs[unit][option] += sum(flow.cost[state, need] for need in needed)
+        distinct = {(user.variable, user.needs.tobytes()): user for user in factor.users}
+        deciding = {factor.producer, *(variable for variable, _ in distinct)}
+        open_variables = {variable for variable in deciding if len(costs[variable]) > 1}
+        if len(open_variables) <= 1:
+            variable = next(iter(open_variables), factor.producer)
+            for label in range(len(costs[variable])):
+                state = factor.sources[label if factor.producer == variable else 0]
+                needed = {int(u.needs[label if u.variable == variable else 0]) for u in distinct.values()}
+                costs[variable][label] += sum(factor.cost[state, need] for need in needed)
             continue
-        # States that nobody is ever in may make the prices of two equal flows differ in shape.
-        key = (flow.producer, flow.sources.tobytes(), tuple(sorted(distinct)), flow.cost.shape)
-        if key in flows:
-            flow = Flow(
-                producer=flow.producer, sources=flow.sources, users=flows[key].users, cost=flows[key].cost + flow.cost
+        # States that nobody is ever in may make the prices of two equal factors differ in shape.
+        key = (factor.producer, factor.sources.tobytes(), tuple(sorted(distinct)), factor.cost.shape)
+        if key in factors:
+            factor = Factor(
+                producer=factor.producer,
+                sources=factor.sources,
+                users=factors[key].users,
+                cost=factors[key].cost + factor.cost,
             )
         else:
             users = tuple(distinct[k] for k in sorted(distinct))
-            flow = Flow(producer=flow.producer, sources=flow.sources, users=users, cost=flow.cost)
-        flows[key] = flow
-    return Instance(costs=tuple(costs), flows=tuple(flows.values()))
+            factor = Factor(producer=factor.producer, sources=factor.sources, users=users, cost=factor.cost)
+        factors[key] = factor
+    return Instance(costs=tuple(costs), factors=tuple(factors.values()))

@@ -1,23 +1,23 @@
-"""The inner problem solved exactly: by elimination and message passing where they get by, else with HiGHS.
+"""The inner problem solved exactly: by elimination and message passing where they suffice, else with HiGHS.
 
-Variables:  x[u,o]    1 if unit u takes option o
-            y[f,s,q]  1 if flow f, produced in state s, is converted into state q; continuous, it ends up integral
+Columns:  x[v,o]    1 if variable v takes label o
+          y[f,s,q]  1 if factor f, produced in state s, is converted into state q; continuous, it ends up integral
 
-    minimise   sum cost_u[o] x[u,o]  +  sum cost_f[s,q] y[f,s,q]
+    minimise   sum cost_v[o] x[v,o]  +  sum cost_f[s,q] y[f,s,q]
 
-    (one)       sum_o x[u,o] = 1                                    for each unit u
-    (produced)  y[f,s,q] <= X[f,s]                                  for each f, s, q            flows of several users
+    (one)       sum_o x[v,o] = 1                                    for each variable v
+    (produced)  y[f,s,q] <= X[f,s]                                  for each f, s, q            factors of several users
     (needed)    sum_s y[f,s,q] >= Z[f,k,q]                          for each f, user k, q
     (leaves)    sum_{q that k may need} y[f,s,q] >= X[f,s]          for each f, user k, s
 
-where X[f,s] sums x over the options of the producer that leave state s, and Z[f,k,q] over the options of user k
-that need q. With one user (needed) and (leaves) hold with equality: the flow is a transport between the two.
+where X[f,s] sums x over the labels of the producer that leave state s, and Z[f,k,q] over the labels of user k
+that need q. With one user (needed) and (leaves) hold with equality: the factor is a transport between the two.
 (leaves) is implied for integral x; it makes the linear relaxation tight, so that the integer solver is only
-called for if the relaxation is fractional. Where producer and user are one unit, pairs that no option makes
+called for if the relaxation is fractional. Where producer and user are one variable, pairs that no label makes
 together are left out.
 
-If the tables are not small at once, ``messages.prune`` removes options that no best selection has, and mostly leaves
-one for each unit; otherwise ``dominance.reduce`` removes some that are not needed.
+If the tables are not small at once, ``message_passing.prune`` removes labels that no best labelling has, and mostly
+leaves one for each variable; otherwise ``dead_end_elimination.reduce`` removes some that are not needed.
 """
 
 from __future__ import annotations
@@ -30,52 +30,56 @@ import numpy as np
 
 from autopar.search.assign.bucket_elimination import eliminate
 from autopar.search.assign.dead_end_elimination import reduce
-from autopar.search.assign.instance import Floats, Flow, Instance, Ints, absorb, restrict, value
+from autopar.search.assign.instance import Factor, Floats, Instance, Ints, absorb, restrict, value
 from autopar.search.assign.message_passing import prune
 
 # Distance from a whole number up to which a variable of the linear program is one. HiGHS's mip_feasibility_tolerance.
 _INTEGRAL = 1e-6
 
-# Entries of tables up to which elimination is faster than removing options first. Halved or doubled: same plans, CPU
+# Entries of tables up to which elimination is faster than removing labels first. Halved or doubled: same plans, CPU
 # time of the search within 2 % (docs/decisions/0021).
 _EASY_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """selection: option of each unit; objective: its value; num_columns: variables of the program, 0 without one."""
+    """A labelling of least cost.
 
-    selection: tuple[int, ...]
+    labelling: the label of each variable. objective: its cost. num_columns: columns of the linear program, 0 if none
+    was needed. branched: whether its relaxation was fractional, so that the integer program was solved.
+    """
+
+    labelling: tuple[int, ...]
     objective: float
     num_columns: int
     branched: bool
 
 
 def solve(instance: Instance) -> Solution:
-    """The best selection. Deterministic, one thread."""
-    selection = eliminate(instance, _EASY_ENTRIES)
-    if selection is not None:
-        return Solution(selection=selection, objective=value(instance, selection), num_columns=0, branched=False)
+    """The best labelling. Deterministic, one thread."""
+    labelling = eliminate(instance, _EASY_ENTRIES)
+    if labelling is not None:
+        return Solution(labelling=labelling, objective=value(instance, labelling), num_columns=0, branched=False)
     left = absorb(instance)
     kept = prune(left)
     columns, branched = 0, False
-    options: Sequence[int] | None = [0] * len(kept)
+    labels: Sequence[int] | None = [0] * len(kept)
     if any(len(keep) > 1 for keep in kept):
         left = absorb(restrict(left, kept))
-        options = eliminate(left)
-    if options is None:
-        left, again = reduce(left)
-        kept = [keep[more] for keep, more in zip(kept, again, strict=True)]
-        options = eliminate(left)
-    if options is None:
-        columns = sum(left.num_options) + sum(flow.cost.size for flow in left.flows)
-        options, branched = solve_program(left)
-    selection = tuple(int(keep[option]) for keep, option in zip(kept, options, strict=True))
-    return Solution(selection=selection, objective=value(instance, selection), num_columns=columns, branched=branched)
+        labels = eliminate(left)
+    if labels is None:
+        left, fewer = reduce(left)
+        kept = [keep[more] for keep, more in zip(kept, fewer, strict=True)]
+        labels = eliminate(left)
+    if labels is None:
+        columns = sum(left.num_labels) + sum(factor.cost.size for factor in left.factors)
+        labels, branched = solve_program(left)
+    labelling = tuple(int(keep[label]) for keep, label in zip(kept, labels, strict=True))
+    return Solution(labelling=labelling, objective=value(instance, labelling), num_columns=columns, branched=branched)
 
 
 def solve_program(instance: Instance) -> tuple[list[int], bool]:
-    """The best selection by linear programming, and whether the relaxation was fractional."""
+    """The best labelling by linear programming, and whether the relaxation was fractional."""
     program = _Program()
     program.add(instance)
     return program.run()
@@ -94,50 +98,52 @@ class _Program:
     x: list[Ints] = field(default_factory=list)
 
     def columns(self, costs: Floats) -> Ints:
+        """Append columns in [0, 1] with these costs; returns their indices."""
         first, self.num_columns = self.num_columns, self.num_columns + len(costs)
         self.cost.append(costs)
         return np.arange(first, self.num_columns)
 
     def rows(self, number: int, lower: float, upper: float) -> int:
-        """That many rows; returns the first."""
+        """Append ``number`` rows with bounds ``lower`` and ``upper``; returns the index of the first."""
         first, self.num_rows = self.num_rows, self.num_rows + number
         self.lower.append(np.full(number, lower))
         self.upper.append(np.full(number, upper))
         return first
 
     def add(self, instance: Instance) -> None:
+        """Append the columns and rows of an instance."""
         self.x = [self.columns(cost) for cost in instance.costs]
         one = self.rows(len(self.x), 1.0, 1.0)
-        for unit, x in enumerate(self.x):
-            self.entries.append((np.full(len(x), one + unit), x, 1.0))
-        for flow in instance.flows:
-            self._add_flow(flow)
+        for variable, x in enumerate(self.x):
+            self.entries.append((np.full(len(x), one + variable), x, 1.0))
+        for factor in instance.factors:
+            self._add_factor(factor)
 
-    def _add_flow(self, flow: Flow) -> None:
+    def _add_factor(self, factor: Factor) -> None:
         infinity = highspy.kHighsInf
-        num_sources, num_needs = flow.cost.shape
-        producer = self.x[flow.producer]
-        possible = np.ones(flow.cost.shape, dtype=bool)
-        if len(flow.users) == 1 and flow.users[0].unit == flow.producer:
+        num_sources, num_needs = factor.cost.shape
+        producer = self.x[factor.producer]
+        possible = np.ones(factor.cost.shape, dtype=bool)
+        if len(factor.users) == 1 and factor.users[0].variable == factor.producer:
             possible[:] = False
-            possible[flow.sources, flow.users[0].needs] = True
-        y = np.full(flow.cost.shape, -1, dtype=np.int64)
-        y[possible] = self.columns(flow.cost[possible])
-        alone = len(flow.users) == 1
-        for user in flow.users:
+            possible[factor.sources, factor.users[0].needs] = True
+        y = np.full(factor.cost.shape, -1, dtype=np.int64)
+        y[possible] = self.columns(factor.cost[possible])
+        alone = len(factor.users) == 1
+        for user in factor.users:
             may = np.zeros(num_needs, dtype=bool)
             may[user.needs] = True
             state, need = np.nonzero(possible & may)
             used = y[state, need]
             needed = self.rows(num_needs, 0.0, 0.0 if alone else infinity)
-            self.entries += [(needed + need, used, 1.0), (needed + user.needs, self.x[user.unit], -1.0)]
+            self.entries += [(needed + need, used, 1.0), (needed + user.needs, self.x[user.variable], -1.0)]
             leaves = self.rows(num_sources, 0.0, 0.0 if alone else infinity)
-            self.entries += [(leaves + state, used, 1.0), (leaves + flow.sources, producer, -1.0)]
+            self.entries += [(leaves + state, used, 1.0), (leaves + factor.sources, producer, -1.0)]
         if not alone:
             state, need = np.nonzero(possible)
             produced = self.rows(num_sources * num_needs, -infinity, 0.0)
             self.entries.append((produced + state * num_needs + need, y[state, need], 1.0))
-            every = produced + flow.sources[:, None] * num_needs + np.arange(num_needs)
+            every = produced + factor.sources[:, None] * num_needs + np.arange(num_needs)
             self.entries.append((every.reshape(-1), np.repeat(producer, num_needs), -1.0))
 
     def run(self) -> tuple[list[int], bool]:
@@ -171,8 +177,8 @@ class _Program:
 
 def _optimum(program: highspy.HighsLp) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     solver = _Quiet()
-    for option, setting in (("threads", 1), ("random_seed", 0), ("mip_rel_gap", 0.0)):
-        solver.setOptionValue(option, setting)
+    for name, setting in (("threads", 1), ("random_seed", 0), ("mip_rel_gap", 0.0)):
+        solver.setOptionValue(name, setting)
     solver.passModel(program)
     solver.run()
     status = solver.getModelStatus()

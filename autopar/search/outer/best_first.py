@@ -1,27 +1,29 @@
-"""The outer search: pipeline degree, stage mesh, microbatches, ZeRO; the most promising first, with lower bounds.
+"""The outer search: best first over pipeline degree, stage mesh, microbatches and ZeRO, with lower bounds.
 
-A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *pace* adds the number of microbatches M; a
-*leaf* adds ZeRO (level and axes). Lower bounds on the seconds of a step:
+A *mesh* is a pipeline degree P and a stage mesh of n = N / P ranks; a *partial configuration* adds the number of
+microbatches M; a *configuration* adds ZeRO (stage and axes). Lower bounds on the seconds of a step:
 
-    pace    (floor(n, M) (M + P - 1) + M again) / P           if only naive, GPipe and 1F1B may run
-            max((floor(n, M) + again) M / P, path(n, M))      else
-    leaf    T / P + floor(n, M) (P - 1) / P, or else T / P    T: optimum of the inner problem, gradient sums at the
-                                                              slow-down they cause at least
-            the same with T - price * room for T              T: with memory at a price
-            the same for all leaves of a pace                 T: of one problem in which each parameter has the ZeRO
-                                                              that is best for it
+    partial        (ideal(n, M) (M + P - 1) + M R) / P             if only naive, GPipe and 1F1B may run
+                   max((ideal(n, M) + R) M / P, path(n, M))        else
+    configuration  T / P + ideal(n, M) (P - 1) / P, or else T / P  T: optimum of the inner problem, gradient
+                                                                   reductions at the slow-down they cause at least
+                   the same with T - multiplier * room for T       T: of the inner problem with memory weighted
+                   the same for all of a partial configuration     T: of one inner problem in which each parameter
+                                                                   has the ZeRO that is best for it
 
 since P stages of t_i seconds a microbatch take sum t_i + (M - 1) max t_i >= (sum t_i) (1 + (M - 1) / P) under 1F1B, no
 schedule takes less than its busiest rank, which has M (sum t_i) / P to do at least, nor than a microbatch on its way
-through all stages and back, and M sum t_i is at least T. ``ideal_division`` divides every op perfectly; ``again`` is
-what has to run again in backward for the memory there is. The last line is Lagrangian duality (``Outer.dearer``).
+through all stages and back, and M sum t_i is at least T. ``ideal_division`` divides every op perfectly; R are the
+seconds of recomputation that the memory demands at least. The bound with multipliers is Lagrangian duality
+(``lagrangian_sweep``).
 
-``baselines`` gives a first plan. What is like it comes first (``Outer._turn``), then paces in the order of what their
-leaves are likely to take (``Outer.outlook``). It stops when the best plan is as good as every bound left, when none
-left is likely to be better, or when it has worked for long and found nothing better; ``bound`` is what is proved in any
-case. At each leaf the price of memory is swept; a leaf that fits for free without rematerialisation is done. Of the
-plans within TOLERANCE of the best, and no slower than any baseline, the one is taken that is fastest with compute and
-communication on streams of their own (``step_tasks``).
+``baselines`` gives a first plan. Configurations like it are tried first (``Outer._turn``), then partial configurations
+in the order of their estimates (``Outer.estimate_s``). The search stops when the best plan is as good as every bound
+left, when the estimate of none left is shorter, or when it has worked for long and found nothing better; ``bound`` is
+proved in any case. At each configuration the Lagrange multiplier of memory is swept; a configuration that fits at
+multiplier 0 without rematerialisation needs no sweep. Of the plans within TOLERANCE of the best, and no slower than any
+baseline, the search takes the one that is fastest with compute and communication on streams of their own
+(``step_tasks``).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search.outer.baselines import Seeds
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
+from autopar.search.outer.lagrangian_sweep import lagrangian_sweep
 from autopar.search.outer.lower_bounds import Bounds
 from autopar.search.outer.outcome import Outcome
 from autopar.search.outer.space import Space
@@ -47,9 +50,7 @@ from autopar.search.problem.constraints import Constraints, NoOption
 # Half and twice of each give the same plans on two models, for as much more or less work as its comment says
 # (docs/decisions/0021).
 
-# Memory prices tried at a leaf that does not fit for free: multiples of (step time) / (memory budget). Chosen; 3 %.
-PRICES = (0.02, 0.1, 0.5, 2.0, 10.0)
-# A plan this share slower than the best possible is good enough to stop. Chosen; 24 % less if doubled.
+# A plan slower than the best possible by this share is good enough to stop. Chosen; 24 % less if doubled.
 TOLERANCE = 0.005
 # Blocks of a model times devices of its cluster, up to which a search tries every configuration that its bounds do not
 # exclude, those of its baselines too, and takes the plan with the shortest step without a tolerance. Chosen.
@@ -62,34 +63,38 @@ MAX_FINAL = 4
 # less if MAX_WORK is halved; 26 % less and 58 % more for half and twice the patience.
 MAX_WORK = 400_000
 PATIENCE = 120_000
-# Share of the seconds of the first leaf on a mesh that the best one there is likely to take at least. Chosen; half and
-# twice as far from 1: 29 % less and 15 % more.
+# Estimated least ratio of the step time of the best configuration on a mesh to that of the first tried there. Chosen;
+# half and twice as far from 1: 29 % less and 15 % more.
 SPREAD = 0.93
-# The same of the best baseline with as many stages, whose axes have one role each. Chosen; likewise 2 % more.
+# Estimated least ratio to the step time of the best baseline with as many stages, whose axes have one role each.
+# Chosen; likewise 2 % more.
 BASELINE_SPREAD = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
-    """A configuration whose ZeRO is still open."""
+class _Partial:
+    """A partial configuration: the ZeRO stage and axes of ``root`` are still open."""
 
     root: Configuration
 
 
 class _Open(NamedTuple):
-    """What is still to be tried, the least first. turn: see ``Outer._turn``. hope: seconds of a step that it is likely
-    to take at least. lower: the same, for certain."""
+    """An entry of the queue, the least first. turn: see ``Outer._turn``. estimate_s: estimated seconds of a step.
+    lower: lower bound on them."""
 
     turn: int
-    hope: float
+    estimate_s: float
     order: int
     lower: float
-    item: Configuration | _Pace
+    item: Configuration | _Partial
 
 
 class Progress(NamedTuple):
-    """How far a search is. share: of the work that it may do. best_s, bound_s: a step of the best plan so far, and what
-    no plan of the space can beat; None while there is none. num_left: configurations that may still be tried."""
+    """Progress of a search.
+
+    share: of the work that it may do. best_s: seconds of a step of the best plan so far, None while there is none.
+    bound_s: lower bound on every plan of the space. num_left: configurations that may still be tried.
+    """
 
     share: float
     best_s: float | None
@@ -101,11 +106,12 @@ class Progress(NamedTuple):
 class Outer:
     """State of one outer search.
 
-    offload: whether what ZeRO shards is in host memory.
-    unproved: the least lower bound of the leaves that were tried; what was found in them need not be their best.
-    refusal: why the last configuration in which an op had no choice left was passed over.
+    offload: whether tensors that ZeRO shards are in host memory.
+    unproved: the least lower bound of the configurations that were tried; the plans found in them need not be their
+    best.
+    refusal: the error of the last configuration in which an op had no choice left.
     baselines: the best of each kind of baseline that was tried. candidates: every plan that fits.
-    interrupted: by the user; ``best`` is what there was.
+    interrupted: by the user; ``best`` is the best plan until then.
     report: called now and then.
     """
 
@@ -138,8 +144,9 @@ class Outer:
         self.bounds = Bounds(solver=self.solver, constraints=self.constraints, offload=self.offload)
 
     def run(self) -> Candidate | None:
-        """The best plan, the best so far if interrupted; ``bound`` is what no plan of the space can beat."""
-        self.bound = min((lower for _, _, _, lower in self._paces()), default=inf)
+        """The best plan, the best so far if interrupted; ``bound`` is a lower bound on every plan of the space, in
+        seconds."""
+        self.bound = min((lower for _, _, _, lower in self._partials()), default=inf)
         try:
             return self._run()
         except KeyboardInterrupt:
@@ -149,11 +156,11 @@ class Outer:
             self.bound = min(self.bound, self.best.step_time_s)
             return self.best
 
-    def _paces(self) -> Iterator[tuple[int, Mesh, int, float]]:
+    def _partials(self) -> Iterator[tuple[int, Mesh, int, float]]:
         """Pipeline degrees, stage meshes and numbers of microbatches, with a lower bound on the seconds of a step."""
         for num_stages, mesh in self.space.nodes():
             for num in self.space.microbatches(mesh, self.constraints):
-                yield num_stages, mesh, num, self.bounds.floor(num_stages, num)
+                yield num_stages, mesh, num, self.bounds.ideal_s(num_stages, num)
 
     def _say(self) -> None:
         best = None if self.best is None else self.best.step_time_s
@@ -165,37 +172,39 @@ class Outer:
         if self.best is None and self.closest and too_large:
             return None
         heap: list[_Open] = []
-        for num_stages, mesh, num, lower in self._paces():
-            hope = self.bounds.hope(num_stages, num)
-            for pace in map(_Pace, self.space.roots(num_stages, mesh, num, self.constraints)):
-                heapq.heappush(heap, _Open(self._turn(pace), hope, next(self._order), lower, pace))
-        # The bounds of the baselines are no better than those of the leaves that contain them.
+        for num_stages, mesh, num, lower in self._partials():
+            estimate_s = self.bounds.estimate_s(num_stages, num)
+            for partial in map(_Partial, self.space.roots(num_stages, mesh, num, self.constraints)):
+                heapq.heappush(heap, _Open(self._turn(partial), estimate_s, next(self._order), lower, partial))
+        # The bounds of the baselines are no better than those of the configurations that contain them.
         self.unproved = inf
         self._better_at = self.solver.work
 
-        def next_leaves() -> Iterator[Job]:
+        def next_configurations() -> Iterator[Job]:
             for _, _, _, lower, item in heapq.nsmallest(3, heap):
                 variants = (item,) if isinstance(item, Configuration) else tuple(self.space.variants(item.root))
                 if variants and not self.good_enough(lower):
                     yield job(variants, Weights(sync=HIDDEN), self.record_s)
 
-        with self.solver.ahead.expecting(next_leaves):
+        with self.solver.ahead.expecting(next_configurations):
             while heap and not self._settled():
-                turn, hope, _, lower, item = heapq.heappop(heap)
-                outlook = max(hope, self.outlook(item if isinstance(item, Configuration) else item.root))
-                if self.good_enough(lower if self.is_small else max(hope, lower)):
+                turn, estimate_s, _, lower, item = heapq.heappop(heap)
+                likely_s = max(estimate_s, self.estimate_s(item if isinstance(item, Configuration) else item.root))
+                if self.good_enough(lower if self.is_small else max(estimate_s, lower)):
                     self.num_skipped += 1
                     self.unproved = min(self.unproved, lower)
-                elif heap and outlook > hope and (turn, outlook) > heap[0][:2]:
-                    heapq.heappush(heap, _Open(turn, outlook, next(self._order), lower, item))
+                elif heap and likely_s > estimate_s and (turn, likely_s) > heap[0][:2]:
+                    heapq.heappush(heap, _Open(turn, likely_s, next(self._order), lower, item))
                 elif isinstance(item, Configuration):
                     self._left = len(heap)
                     self.expand(item)
                     self.bound = max(self.bound, min(self.unproved, min((one.lower for one in heap), default=inf)))
                     self._say()
                 else:
-                    for leaf, least in self._leaves(item.root, lower):
-                        heapq.heappush(heap, _Open(self._turn(leaf), hope, next(self._order), least, leaf))
+                    for configuration, least in self._configurations(item.root, lower):
+                        heapq.heappush(
+                            heap, _Open(self._turn(configuration), estimate_s, next(self._order), least, configuration)
+                        )
         if self.is_small:
             self._close()
         self.num_skipped += len(heap)
@@ -205,34 +214,35 @@ class Outer:
         return self.best
 
     def _close(self) -> None:
-        """Try the configurations whose axes have one role each, as a user pins them, at every level of ZeRO.
+        """Try the configurations whose axes have one role each, as a user pins them, at every ZeRO stage.
 
-        Free axes contain them, but the inner problem has another measure than the prediction: its answer for free axes
+        Free axes contain them, but the objective of the inner problem is not the prediction: its answer for free axes
         need not be the best that is predicted.
         """
-        leaves = [
-            (self.bounds.floor(root.num_stages, root.num_microbatches), leaf)
+        configurations = [
+            (self.bounds.ideal_s(root.num_stages, root.num_microbatches), configuration)
             for root in self.space.with_roles()
-            for leaf in self.space.variants(root)
+            for configuration in self.space.variants(root)
         ]
-        for lower, leaf in sorted(leaves, key=lambda one: one[0]):
+        for lower, configuration in sorted(configurations, key=lambda one: one[0]):
             if self._settled() or self.good_enough(lower):
                 break
-            self.expand(leaf)
+            self.expand(configuration)
 
-    def _turn(self, item: Configuration | _Pace) -> int:
-        """How soon it is tried: first what differs from the best plan so far in nothing but what its axes are for, then
-        in their sizes, then in the level of ZeRO, and what has another pipeline last."""
+    def _turn(self, item: Configuration | _Partial) -> int:
+        """Order in which configurations are tried: first those that differ from the best plan so far only in the roles
+        of their axes, then in their sizes, then in the ZeRO stage, and those with another pipeline last."""
         if self.best is None:
             return 0
         best, own = self.best.configuration, item if isinstance(item, Configuration) else item.root
         if (own.num_stages, own.num_microbatches) != (best.num_stages, best.num_microbatches):
             return 4
-        other_level = isinstance(item, Configuration) and own.zero != best.zero
-        return 2 * other_level + (sorted(own.mesh.sizes) != sorted(best.mesh.sizes))
+        other_stage = isinstance(item, Configuration) and own.zero != best.zero
+        return 2 * other_stage + (sorted(own.mesh.sizes) != sorted(best.mesh.sizes))
 
-    def _leaves(self, root: Configuration, lower: float) -> Iterator[tuple[Configuration, float]]:
-        """The leaves of a pace, if they are worth while, and a lower bound on their seconds."""
+    def _configurations(self, root: Configuration, lower: float) -> Iterator[tuple[Configuration, float]]:
+        """The configurations of a partial one, unless their common bound prunes them, with a lower bound on their
+        seconds."""
         variants = tuple(self.space.variants(root))
         if len(variants) > 1:
             # One inner problem that none of theirs has a better answer than.
@@ -242,25 +252,26 @@ class Outer:
                 self.refuse(error)
                 return
             lower, likely = self.bounds.pipelined(objective, root), self.solver.least_s(root, objective)
-            if self._passed_over(lower, likely):
+            if self._prune(lower, likely):
                 self._learn((root.num_stages, root.mesh.sizes), root, max(lower, likely))
                 return
-        yield from ((leaf, lower) for leaf in variants)
+        yield from ((configuration, lower) for configuration in variants)
 
-    def _passed_over(self, lower: float, likely: float) -> bool:
-        """Whether plans that take ``lower`` seconds at least, and are likely to take ``likely``, are not worth while.
+    def _prune(self, lower: float, likely: float) -> bool:
+        """Whether plans that take ``lower`` seconds at least, and ``likely`` by estimate, are pruned; counts them if
+        so.
 
-        Memory and stages that are not alike only make them slower than is likely. That is no proof.
+        The estimate leaves out memory and unequal stages, which only make plans slower. It is no proof.
         """
-        hopeless = not self.is_small and likely >= self.record_s
-        if self.best is None or not (self.good_enough(lower) or hopeless):
+        pruned = not self.is_small and likely >= self.record_s
+        if self.best is None or not (self.good_enough(lower) or pruned):
             return False
         self.num_skipped += 1
         self.unproved = min(self.unproved, lower)
         return True
 
     def _settled(self) -> bool:
-        """Whether it has worked enough."""
+        """Whether the search has spent its work."""
         if self.best is None:
             return self.solver.work >= 3 * self.max_work
         if self.is_small:
@@ -269,32 +280,36 @@ class Outer:
 
     @property
     def record_s(self) -> float:
-        """Of the best plan so far."""
+        """Seconds of a step of the best plan so far; inf without one."""
         return inf if self.best is None else self.best.step_time_s
 
-    def outlook(self, configuration: Configuration) -> float:
-        """Seconds of a step that a leaf is likely to take: the bound of its pace, and how far from their bounds the
-        baselines with as many stages and the leaves on its mesh are that were tried."""
+    def estimate_s(self, configuration: Configuration) -> float:
+        """Estimated seconds of a step of a configuration: that of its partial configuration, times the smallest ratios
+        of step time to estimate observed for baselines with as many stages and for configurations on its mesh."""
         stages, sizes = configuration.num_stages, configuration.mesh.sizes
         slower = max(BASELINE_SPREAD * self._slower.get(stages, 1.0), SPREAD * self._slower.get((stages, sizes), 1.0))
-        return self.bounds.hope(stages, configuration.num_microbatches) * max(1.0, slower)
+        return self.bounds.estimate_s(stages, configuration.num_microbatches) * max(1.0, slower)
 
     def _learn(self, alike: Hashable, configuration: Configuration, seconds: float) -> None:
-        """How far the best of leaves that are ``alike`` is from the bound of its pace."""
-        slower = seconds / self.bounds.hope(configuration.num_stages, configuration.num_microbatches)
+        """Record the smallest observed ratio of step time to the estimate of the partial configuration, in the group
+        ``alike``."""
+        slower = seconds / self.bounds.estimate_s(configuration.num_stages, configuration.num_microbatches)
         self._slower[alike] = min(slower, self._slower.get(alike, inf))
 
     def good_enough(self, lower: float) -> bool:
+        """Whether no plan of at least ``lower`` seconds a step improves on the best plan by more than the tolerance."""
         return self.best is not None and lower >= self.best.step_time_s * (1 - self._tolerance)
 
     def seed(self) -> None:
+        """Try the baselines; none of them may beat the result by however little, so without a tolerance."""
         # What people would do without a search is not to be better by however little.
         self._tolerance = 0.0
         Seeds(self).run()
         self._tolerance = 0.0 if self.is_small else TOLERANCE
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
-        """What came of a baseline: for the table of them, and for what leaves with as many stages may take."""
+        """Record the outcome of a baseline: for the table of baselines, and for the estimates of configurations with as
+        many stages."""
         self._say()
         name = configuration.kind
         known = self.baselines.get(name)
@@ -307,48 +322,50 @@ class Outer:
         if outcome.step_time_s is not None:
             self._learn(configuration.num_stages, configuration, outcome.step_time_s)
 
-    def try_baseline(self, configuration: Configuration, *, once: bool = False) -> Outcome:
-        """Try a leaf, unless what is known of it says that it is not worth while. once: see ``expand``."""
+    def try_baseline(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome:
+        """Try a configuration, unless its bounds prune it. relaxed: see ``expand``."""
         known = self.known_of(configuration)
         if known is None:
-            return self.expand(configuration, once=once)
+            return self.expand(configuration, relaxed=relaxed)
         self.num_skipped += 1
         return known
 
     def known_of(self, configuration: Configuration) -> Outcome | None:
-        """Why a leaf is not worth while, without looking into it; None if it may be."""
+        """The outcome of a configuration that its memory or bound prunes without solving it; None if neither does."""
         if self.best is not None and self.solver.least_state_of(configuration) > self.solver.budget_bytes:
             return Outcome(None, inf)
-        least_s = self.bounds.floor(configuration.num_stages, configuration.num_microbatches)
+        least_s = self.bounds.ideal_s(configuration.num_stages, configuration.num_microbatches)
         return Outcome(None, least_s) if self.good_enough(least_s) else None
 
     def refuse(self, error: NoOption) -> None:
+        """Count a configuration in which an op has no choice left, and keep the error for the report."""
         self.refusal = error
         self.num_skipped += 1
 
-    def expand(self, configuration: Configuration, *, once: bool = False) -> Outcome:
-        """Try a leaf: first with memory for free, then, unless ``once``, at rising prices."""
+    def expand(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome:
+        """Try a configuration: first with memory free of charge, then, unless ``relaxed``, at rising Lagrange
+        multipliers."""
         try:
-            return self._expand(configuration, once)
+            return self._expand(configuration, relaxed)
         except NoOption as error:
             self.refuse(error)
             return Outcome(None, inf)
 
-    def _expand(self, configuration: Configuration, once: bool) -> Outcome:
+    def _expand(self, configuration: Configuration, relaxed: bool) -> Outcome:
         solver = self.solver
         inner = solver.inner(configuration, Weights(sync=HIDDEN))
         lower = self.bounds.pipelined(inner.objective, configuration)
         likely = 0.0 if self.best is None else solver.likely_s(configuration, inner, self.record_s)
         self._learn((configuration.num_stages, configuration.mesh.sizes), configuration, max(lower, likely))
-        if self._passed_over(lower, likely):
+        if self._prune(lower, likely):
             return Outcome(None, max(lower, likely))
-        first = self.consider(configuration, inner, once=once)
-        if once:
+        first = self.consider(configuration, inner, relaxed=relaxed)
+        if relaxed:
             self.unproved = min(self.unproved, lower)
             return Outcome(None, max(lower, likely)) if first is None else Outcome(first.step_time_s, first.step_time_s)
         if first is not None and first.step_time_s > lower * (1 + TOLERANCE):
             exposed = solver.inner(configuration, Weights(sync=1.0))
-            if exposed.leaders != inner.leaders:
+            if exposed.assignment != inner.assignment:
                 other = self.consider(configuration, exposed)
                 if other is not None and other.step_time_s < first.step_time_s:
                     first = other
@@ -358,11 +375,11 @@ class Outer:
         if first is not None and not first.is_rematerialised:
             self.unproved = min(self.unproved, lower)
             return Outcome(first.step_time_s, first.step_time_s)
-        before, passed_over = first, False
-        for answer, bound in self.dearer(configuration, inner):
+        before, pruned = first, False
+        for answer, bound in lagrangian_sweep(solver, self.bounds, configuration, inner):
             lower = max(lower, bound)
-            passed_over = self.good_enough(lower)
-            if passed_over:
+            pruned = self.good_enough(lower)
+            if pruned:
                 self.num_skipped += 1
                 break
             if answer is None:
@@ -377,51 +394,20 @@ class Outer:
         self.unproved = min(self.unproved, lower)
         if before is not None:
             return Outcome(before.step_time_s, before.step_time_s)
-        return Outcome(None, lower if passed_over else inf)
-
-    def dearer(self, configuration: Configuration, inner: Inner) -> Iterator[tuple[Inner | None, float]]:
-        """Answers at rising prices of memory, each once, and what they say about all plans of a leaf.
-
-        The memory of a plan is at most ``room``, so for any price the optimum of seconds + price * memory less price *
-        room is a lower bound on the seconds (Lagrangian duality). An answer that is best at two prices is best between
-        them.
-        """
-        solver = self.solver
-        _, room = solver.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
-        naive = self.bounds.may_be_naive(configuration.num_stages)
-
-        def priced(price: float) -> Weights:
-            return solver.memory_weights(configuration, price * inner.objective / solver.budget_bytes)
-
-        def at(price: float) -> tuple[Inner, float]:
-            seconds = price * inner.objective / solver.budget_bytes
-            answer = solver.inner(configuration, priced(price))
-            bound = self.bounds.pipelined(answer.objective - seconds * room, configuration)
-            return answer, min(bound, inner.objective) if naive else bound
-
-        last = inner.leaders
-        with solver.ahead.expecting(lambda: (job((configuration,), priced(price)) for price in PRICES[:-1])):
-            leanest, bound = at(PRICES[-1])
-            yield None, bound
-            for price in PRICES[:-1]:
-                answer, bound = at(price)
-                yield answer if answer.leaders != last else None, bound
-                last = answer.leaders
-                if leanest.leaders == last:
-                    return
-        yield leanest, bound
+        return Outcome(None, lower if pruned else inf)
 
     def too_large(self, configuration: Configuration, inner: Inner) -> bool:
-        """Whether the model state alone excludes a leaf. Before anything fits only size matters."""
-        price = 1e6 * inner.objective / self.solver.budget_bytes
-        leanest = self.solver.inner(configuration, Weights(sync=HIDDEN, state=price))
+        """Whether the model state alone excludes a configuration. Before anything fits only size matters."""
+        multiplier = 1e6 * inner.objective / self.solver.budget_bytes
+        leanest = self.solver.inner(configuration, Weights(sync=HIDDEN, state=multiplier))
         self.closest.append((configuration, leanest))
         state = sum(block.states.total for block in leanest.priced.blocks)
         return state > configuration.num_stages * self.solver.budget_bytes
 
-    def consider(self, configuration: Configuration, inner: Inner, *, once: bool = False) -> Candidate | None:
-        """Complete an answer; keep it if it is the best so far. once: under the first schedule that it fits with."""
-        found = self.solver.complete(configuration, inner, self.record_s, once=once)
+    def consider(self, configuration: Configuration, inner: Inner, *, relaxed: bool = False) -> Candidate | None:
+        """Complete an answer to a plan and record it if it is the best so far; None if nothing fits. relaxed: under the
+        first schedule that it fits with."""
+        found = self.solver.complete(configuration, inner, self.record_s, relaxed=relaxed)
         if found is None:
             self.closest.append((configuration, inner))
             return None
@@ -434,15 +420,15 @@ class Outer:
 
     @property
     def baseline_s(self) -> float:
-        """Seconds of a step of the fastest baseline that has a plan."""
+        """Seconds of a step of the fastest baseline that has a plan; inf without one."""
         times = (outcome.step_time_s for _, outcome in self.baselines.values())
         return min((seconds for seconds in times if seconds is not None), default=inf)
 
     def final(self) -> Candidate | None:
-        """Of the plans that are as good as the best, the one whose step is the shortest stream by stream."""
+        """Of the plans that are as good as the best, the one whose step is shortest when simulated with streams."""
         if self.best is None:
             return None
         limit = min(self.best.step_time_s * (1 + self._tolerance), self.baseline_s)
-        known = (c for c in self.candidates if not c.hopeless and c.step_time_s <= limit)
+        known = (c for c in self.candidates if not c.pruned and c.step_time_s <= limit)
         good = sorted(known, key=lambda c: c.step_time_s)[:MAX_FINAL]
         return min(good, key=lambda c: c.predicted.overlapped_s) if len(good) > 1 else self.best

@@ -1,4 +1,4 @@
-"""What the outer search decides, what the inner problem answers, and the plan that both make."""
+"""A configuration of the outer search, the solution of its inner problem, and the candidate plan that both make."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopar.search.stages.stage import BlockCost, Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What the outer search decides. num_stages: ranks of the pipeline, of ``virtual_stages`` stages each.
+    """A point of the outer search. num_stages: ranks of the pipeline, of ``virtual_stages`` stages each.
 
     schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others.
-    data_axes: those that ZeRO shards over; on others, gradients of what is sharded are all-reduced.
-    offload: what ZeRO shards is in host memory.
-    constraints: what ops may do on the axes of ``mesh``.
+    data_axes: the axes that ZeRO shards over; on others, gradients of sharded parameters are all-reduced.
+    offload: whether tensors that ZeRO shards are in host memory.
+    constraints: limits on the choices of ops on the axes of ``mesh``.
     """
 
     num_stages: int
@@ -38,11 +38,12 @@ class Configuration:
 
     @property
     def pipelining(self) -> Pipelining:
+        """Schedule, ranks, microbatches and virtual stages of the pipeline."""
         return Pipelining(self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages)
 
     @property
     def kind(self) -> str:
-        """What people call it."""
+        """Usual name of the strategy, such as ``FSDP, ZeRO-3`` or ``tensor and pipeline parallel``."""
         sizes = {"dp": 0, "tp": 1, "cp": 1, "ep": 1}
         for axis in self.mesh.axes:
             role = role_of_axis(axis.name) or "dp"
@@ -63,40 +64,44 @@ class Configuration:
 class Candidate:
     """A complete plan of a configuration.
 
-    estimate_s: of a step, in the closed form of the schedule. hopeless: that is all that anybody will want to know.
+    assignment: of each op cluster, by its index. estimate_s: seconds of a step in the closed form of the schedule.
+    pruned: this estimate already exceeds the incumbent by 10 %; the plan is not simulated.
     """
 
     configuration: Configuration
     pricing: Pricing
-    leaders: tuple[Assignment, ...]
+    assignment: tuple[Assignment, ...]
     priced: Priced
     stages: tuple[Stage, ...]
     estimate_s: float = 0.0
-    hopeless: bool = False
+    pruned: bool = False
 
     @cached_property
     def predicted(self) -> Predicted:
-        return predict(self.pricing, self.leaders, self.priced, self.stages, self.configuration.pipelining)
+        """Prediction of the simulated step."""
+        return predict(self.pricing, self.assignment, self.priced, self.stages, self.configuration.pipelining)
 
     @property
     def step_time_s(self) -> float:
-        return self.estimate_s if self.hopeless else self.predicted.step_time_s
+        """Seconds of a step: of the simulation, or the estimate of a pruned plan."""
+        return self.estimate_s if self.pruned else self.predicted.step_time_s
 
     @property
     def is_rematerialised(self) -> bool:
+        """Whether any block is rematerialised."""
         return any(stage.strongest for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inner:
-    """The answer to the inner problem under some weights.
+    """An answer to the inner problem under some weights.
 
-    objective: its value, seconds a step on one stage mesh. shared_once: see ``evaluate``. given: ``priced``, if it is
-    known.
+    assignment: of each op cluster, by its index. objective: its value, seconds of a step on one stage mesh.
+    shared_once: see ``evaluate``. given: ``priced``, if it is known.
     """
 
     pricing: Pricing
-    leaders: tuple[Assignment, ...]
+    assignment: tuple[Assignment, ...]
     objective: float
     shared_once: bool
     given: Priced | None = None
@@ -105,17 +110,17 @@ class Inner:
 
     @cached_property
     def priced(self) -> Priced:
-        """Block by block; answers that only serve as bounds never need it."""
-        return self.given or evaluate(self.pricing, self.leaders, shared_once=self.shared_once)
+        """Prices block by block; answers that only serve as bounds never compute them."""
+        return self.given or evaluate(self.pricing, self.assignment, shared_once=self.shared_once)
 
     def costs(self, num_ranks: int) -> tuple[BlockCost, ...]:
-        """What the blocks cost a pipeline of so many ranks."""
+        """Costs of the blocks for a pipeline of ``num_ranks`` ranks, the input of the stage cuts."""
         if num_ranks not in self._costs:
             self._costs[num_ranks] = self.priced.block_costs(self.pricing, num_ranks)
         return self._costs[num_ranks]
 
     def fastest_s(self, num_ranks: int) -> float:
-        """Seconds of a microbatch in all blocks, at the levels that take least."""
+        """Seconds of a microbatch in all blocks, each at its fastest rematerialisation level."""
         if num_ranks not in self._fastest:
             self._fastest[num_ranks] = sum(min(block.time_s) for block in self.costs(num_ranks))
         return self._fastest[num_ranks]

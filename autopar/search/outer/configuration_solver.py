@@ -17,7 +17,7 @@ from autopar.ir.rule import Assignment
 from autopar.ir.schedule import STEADY_ROUNDS, Pipelining
 from autopar.search.assign.solve import solve
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
-from autopar.search.outer.ideal_division import Floor
+from autopar.search.outer.ideal_division import IdealDivision
 from autopar.search.outer.speculation import Ahead, Job
 from autopar.search.pricing.block_prices import Priced, evaluate
 from autopar.search.pricing.build_instance import Weights, build
@@ -29,46 +29,47 @@ from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import LEVELS
 from autopar.search.stages.stage_cuts import Cuts, cut
 
-# Optimistic: all gradient communication that can be hidden is. What remains is the slow-down it causes.
+# Optimistic: all gradient communication that can be hidden is. The slow-down that it causes remains.
 HIDDEN = OVERLAP_SLOWDOWN
 
 # A plan whose estimate is this many times as long as the record is not simulated. Chosen. With half or twice its
 # distance from 1: same plans, work −3 to +8 % (docs/decisions/0021, as for the others below).
-_HOPELESS = 1.1
+_PRUNE_ABOVE = 1.1
 
-# How often the stages of a leaf are cut, how much of a rank's memory a plan fills that is not cut again, how much one
-# shall that is, and how much more is tried at once. Chosen. Twice as many cuts: same plans, work +7 %; two: a step of
-# Mixtral 0.11 % longer. With half or twice its distance from 1, each of the two fills: same plans, work within 2 %.
-# Half as much room to try: steps 0.10 and 0.11 % longer; twice: same plans.
+# How often the stages of a configuration are cut; the share of a rank's memory that a plan fills at least to be taken
+# without another cut; the share that another cut aims at; and the most by which it raises the budget at once. Chosen.
+# Twice as many cuts: same plans, work +7 %; two: a step of Mixtral 0.11 % longer. With half or twice its distance from
+# 1, each of the two shares: same plans, work within 2 %. Half as much room to try: steps 0.10 and 0.11 % longer; twice:
+# same plans.
 _CUTS = 3
 _FILLED = 0.985
-_FILLED_AGAIN = 0.997
+_REFILLED = 0.997
 _ROOM_TO_TRY = 1.1
 
-# Work: a variable of an integer program counts as 1; each cluster and flow of an inner problem as so many, wherever it
-# goes; and so many for cutting and simulating stages. Chosen, so that work is about as long wherever it goes: 8 µs of
-# CPU time a unit for Llama 3 8B on 64, 15 µs for Mixtral 8x7B on 32 devices. Halved or doubled: same plans, CPU time of
-# the search −4 to +21 %.
+# Work: a column of an integer program counts as 1; each variable and factor of an inner problem, and each cut and
+# simulation of stages, as so many. Chosen so that equal work takes about equal time: 8 µs of CPU time a piece for
+# Llama 3 8B on 64, 15 µs for Mixtral 8x7B on 32 devices. Halved or doubled: same plans, CPU time of the search −4 to
+# +21 %.
 _TERM_WORK = 12
 _CUT_WORK = 1500
 
 
 class Solved(NamedTuple):
-    """An answer as processes hand it on.
+    """An answer as processes exchange it.
 
-    work: see ``Solver``. priced: block by block, where that will be asked for.
+    work: see ``Solver``. priced: block by block, where the search will ask for that.
     """
 
-    leaders: tuple[Assignment, ...]
+    assignment: tuple[Assignment, ...]
     objective: float
     work: int
     priced: Priced | None
 
 
 def job(variants: Sequence[Configuration], weights: Weights, record_s: float = float("inf")) -> Job:
-    """The inner problem of a configuration, or of several at once (see ``build_instance``) that are alike but for ZeRO.
+    """The inner problem of a configuration, or of several at once (see ``build_instance``) that differ only in ZeRO.
 
-    The key holds everything that the answer depends on. record_s: of the best plan so far.
+    The key holds everything that the answer depends on. record_s: seconds of a step of the best plan so far.
     """
     # The split into stages and the schedule matter to the cuts only, apart from what they share with others.
     first = variants[0]
@@ -84,16 +85,16 @@ def job(variants: Sequence[Configuration], weights: Weights, record_s: float = f
 
 
 def _passes(shape: Pipelining) -> float:
-    """Steps in passes of one microbatch through all stages, if those are alike."""
+    """Step time in passes of one microbatch through all stages, if the stages are equal."""
     of_sum, of_max = time_weights(shape)
     return of_sum + of_max / shape.num_stages
 
 
 @dataclass(slots=True)
 class Solver:
-    """Answers for configurations of one workload on one cluster, each worked out once.
+    """Answers for configurations of one workload on one cluster, each computed once.
 
-    balanced: the sequence is folded where ranks share causal attention. loads: rows that experts got, by layer.
+    balanced: the sequence is in zigzag layout where ranks share causal attention. loads: tokens per expert, by layer.
     work: a measure of time that is the same on every machine.
     """
 
@@ -106,7 +107,7 @@ class Solver:
     num_solved: int = 0
     work: int = 0
     ops: OpPrices = field(init=False)
-    floor: Floor = field(init=False)
+    ideal: IdealDivision = field(init=False)
     choices: Choices = field(init=False)
     ahead: Ahead = field(init=False)
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Solver:
 
     def __post_init__(self) -> None:
         self.ops = OpPrices(self.workload, self.cluster, self.balanced, self.loads)
-        self.floor = Floor.of(self.ops)
+        self.ideal = IdealDivision.of(self.ops)
         self.choices = Choices(self.workload)
         self.ahead = Ahead(self._solve, self._solve_ahead)
 
@@ -127,7 +128,7 @@ class Solver:
         return state_memory(share, zero=0, data_size=1, precision="fp32").total
 
     def least_state_of(self, configuration: Configuration) -> float:
-        """Bytes of state that the fullest rank holds at least: stages alike, all but data axes dividing it."""
+        """Bytes of state that the fullest rank holds at least: equal stages, divided by all but data axes."""
         mesh = configuration.mesh
         # Experts are divided on their axis whatever ZeRO does with the rest there.
         data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
@@ -143,13 +144,14 @@ class Solver:
         ).total
 
     def pricing(self, configuration: Configuration) -> Pricing:
+        """Prices of a configuration on its mesh."""
         mesh = configuration.mesh
         if mesh.sizes not in self._meshes:
             self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh), self.ops.codes.moves(len(mesh)))
         return Pricing(
             ops=self.ops,
             moves=self._meshes[mesh.sizes],
-            named=mesh,
+            named_mesh=mesh,
             num_microbatches=configuration.num_microbatches,
             zero=configuration.zero,
             data_axes=configuration.data_axes,
@@ -159,7 +161,7 @@ class Solver:
         )
 
     def inner(self, configuration: Configuration, weights: Weights) -> Inner:
-        """The answer to the inner problem."""
+        """The answer to the inner problem of ``configuration``. Raises NoOption if a cluster has no choice left."""
         key, arguments = job((configuration,), weights)
         found = self._inner.get(key)
         if found is None:
@@ -168,7 +170,7 @@ class Solver:
             self.work += solved.work
             found = self._inner[key] = Inner(
                 pricing=self.pricing(configuration),
-                leaders=solved.leaders,
+                assignment=solved.assignment,
                 objective=solved.objective,
                 shared_once=configuration.num_stages == 1,
                 given=solved.priced,
@@ -176,7 +178,8 @@ class Solver:
         return found
 
     def least(self, variants: Sequence[Configuration]) -> float:
-        """What the objective of the inner problem is at least, for all of ``variants``, with memory for free."""
+        """Least objective of the inner problems of all of ``variants``, with memory free of charge, in seconds of a
+        step."""
         key, arguments = job(variants, Weights(sync=HIDDEN))
         self.num_solved += 1
         solved: Solved = self.ahead.answer(key, arguments)
@@ -186,21 +189,22 @@ class Solver:
     def _solve(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
         built = build([self.pricing(one) for one in variants], self.rules(variants), weights)
         solution = solve(built.instance)
-        leaders = built.assignments(solution.selection)
-        terms = len(built.instance.costs) + len(built.instance.flows)
-        return Solved(leaders, solution.objective, _TERM_WORK * terms + solution.num_columns, None)
+        assignment = built.assignments(solution.labelling)
+        terms = len(built.instance.costs) + len(built.instance.factors)
+        return Solved(assignment, solution.objective, _TERM_WORK * terms + solution.num_columns, None)
 
     def _solve_ahead(self, variants: Sequence[Configuration], weights: Weights, record_s: float) -> Solved:
-        """The same, priced where that is likely to be asked for: at a price on memory most answers are bounds alone."""
+        """``_solve``, priced where the search is likely to ask for that: with memory weighted most answers are bounds
+        alone."""
         solved = self._solve(variants, weights, record_s)
         if len(variants) > 1 or weights.state or self.least_s(variants[0], solved.objective) >= record_s:
             return solved
         (own,) = variants
-        priced = evaluate(self.pricing(own), solved.leaders, shared_once=own.num_stages == 1)
+        priced = evaluate(self.pricing(own), solved.assignment, shared_once=own.num_stages == 1)
         return solved._replace(priced=priced)
 
     def rules(self, variants: Sequence[Configuration]) -> Allowed:
-        """What clusters may do in one or another of configurations that are alike but for ZeRO."""
+        """The choices allowed to op clusters in any of several configurations that differ only in ZeRO."""
         first = variants[0]
         kinds = tuple(dict.fromkeys((one.data_axes if one.zero else (), one.batch_axes) for one in variants))
         key = (first.mesh, first.constraints, *kinds)
@@ -219,30 +223,30 @@ class Solver:
         return self._rules[key]
 
     def complete(
-        self, configuration: Configuration, inner: Inner, record_s: float = float("inf"), *, once: bool = False
+        self, configuration: Configuration, inner: Inner, record_s: float = float("inf"), *, relaxed: bool = False
     ) -> Candidate | None:
         """Cut the stages for an answer to the inner problem and predict, under the best schedule; None if nothing fits.
 
-        Schedules are tried in the order of what they would take with stages alike, as long as that is less than what
-        was found and than ``record_s`` seconds; at least one is. once: the first that fits will do.
+        Schedules are tried in the order of their time with equal stages, as long as that is less than the best found
+        and than ``record_s`` seconds; at least one is. relaxed: the first that fits is taken.
         """
         best: Candidate | None = None
         timed = [
             (self._balanced_s(shape, inner), number, shape) for number, shape in enumerate(self.shapes(configuration))
         ]
         for tried, (balanced_s, _, shape) in enumerate(sorted(timed, key=lambda one: one[:2])):
-            if (tried and balanced_s >= record_s) or (best is not None and (once or balanced_s >= best.step_time_s)):
+            if (tried and balanced_s >= record_s) or (best is not None and (relaxed or balanced_s >= best.step_time_s)):
                 break
             own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
-            found = self._complete(own, inner, record_s, 1 if once else _CUTS)
+            found = self._complete(own, inner, record_s, 1 if relaxed else _CUTS)
             if found is not None and (best is None or found.step_time_s < best.step_time_s):
                 best = found
         return best
 
     def likely_s(self, configuration: Configuration, inner: Inner, record_s: float = float("inf")) -> float:
-        """Seconds of a step under the best schedule, if all ranks had the same to do and memory were no matter.
+        """Estimated seconds of a step under the best schedule, with equal work on all ranks and unlimited memory.
 
-        Less where the objective alone says that it is no less than ``record_s``.
+        Returns ``least_s`` where the objective alone shows that the estimate is no less than ``record_s``.
         """
         least = self.least_s(configuration, inner.objective)
         if least >= record_s:
@@ -250,9 +254,9 @@ class Solver:
         return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
 
     def least_s(self, configuration: Configuration, objective: float) -> float:
-        """The same at least, by the value of an inner problem: what it takes gradients' sums for is the least."""
-        once = objective / configuration.num_microbatches
-        return min((once * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
+        """``likely_s`` at least: from the objective of the inner problem, which counts gradient reductions least."""
+        microbatch_s = objective / configuration.num_microbatches
+        return min((microbatch_s * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
 
     def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
         return inner.fastest_s(shape.num_ranks) * _passes(shape)
@@ -268,10 +272,10 @@ class Solver:
         )
 
     def _complete(self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int) -> Candidate | None:
-        """The same under the schedule of ``configuration``.
+        """``complete`` under the schedule of ``configuration``.
 
-        Cuts count the memory of a stage in one sum, the prediction moment by moment. So where a plan leaves room, or
-        takes too much, stages are cut again with as much more or less to fill.
+        Cuts count the memory of a stage in one sum, the prediction as a profile over the step. So where a plan leaves
+        room, or takes too much, stages are cut anew with as much more or less to fill.
         """
         room, best = self.budget_bytes, None
         for _ in range(num_cuts):
@@ -281,7 +285,7 @@ class Solver:
                     break
                 room *= _ROOM_TO_TRY
                 continue
-            if candidate.hopeless:
+            if candidate.pruned:
                 return best or candidate
             filled = candidate.predicted.peak_bytes / self.budget_bytes
             if filled <= 1:
@@ -289,7 +293,7 @@ class Solver:
                 best = candidate if faster else best
                 if not faster or filled >= _FILLED or not candidate.is_rematerialised:
                     break
-            room *= min(_ROOM_TO_TRY, _FILLED_AGAIN / filled)
+            room *= min(_ROOM_TO_TRY, _REFILLED / filled)
         return best
 
     def _cut(self, configuration: Configuration, inner: Inner, room: float, record_s: float) -> Candidate | None:
@@ -304,11 +308,11 @@ class Solver:
         return Candidate(
             configuration=configuration,
             pricing=inner.pricing,
-            leaders=inner.leaders,
+            assignment=inner.assignment,
             priced=inner.priced,
             stages=stages,
             estimate_s=found.time_s,
-            hopeless=found.time_s > record_s * _HOPELESS,
+            pruned=found.time_s > record_s * _PRUNE_ABOVE,
         )
 
     def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
@@ -323,7 +327,7 @@ class Solver:
         )
 
     def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
-        """How many microbatches it would take that what one stage keeps fits, at every level."""
+        """Number of microbatches at which the activations saved by one stage fit, for every rematerialisation level."""
         costs = self.inner(configuration, Weights(sync=HIDDEN)).costs(1)
         room = self.budget_bytes - sum(block.static_bytes for block in costs)
         if room <= 0:
@@ -333,17 +337,19 @@ class Solver:
         return tuple(configuration.num_microbatches * num_bytes / room for num_bytes in kept)
 
     def memory_weights(self, configuration: Configuration, price: float) -> Weights:
-        """Weights with memory at ``price`` seconds a byte: of state, and of as many microbatches as a rank keeps."""
+        """Weights with a Lagrange multiplier on memory, in seconds a byte: of state, and of as many microbatches as a
+        rank saves."""
         live, _ = self.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
         kept = live if "none" in self.levels else 0
-        again = len(self.levels) > 1
-        return Weights(sync=HIDDEN, state=price, activations=price * kept, working=price, again=again)
+        rematerialise = len(self.levels) > 1
+        return Weights(sync=HIDDEN, state=price, activations=price * kept, working=price, rematerialise=rematerialise)
 
     def room(self, num_stages: int, num_microbatches: int, constraints: Constraints) -> tuple[int, float]:
-        """The most microbatches that a rank keeps under the plainest schedule, and the bytes that one place in every
+        """The most microbatches that a rank saves under the plainest schedule, and the bytes that one place in every
         stage has for the state and so many microbatches of the model, under any schedule but the naive one.
 
-        Rank i has S_i of state, keeps at least k_i microbatches of A_i bytes, and has B; with k the most of one rank,
+        Rank i has S_i bytes of state, saves at least k_i microbatches of A_i bytes, and has B; with k the most of one
+        rank,
 
             sum over ranks of  max(1, k / k_i) (S_i + k_i A_i)  <=  B sum of max(1, k / k_i)
 

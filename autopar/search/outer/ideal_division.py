@@ -1,15 +1,15 @@
-"""The least that the ops of a model can take: every op perfectly divided over the ranks of a stage.
+"""Least seconds of a model's ops: every op perfectly divided over the ranks of a stage.
 
 For one microbatch of M on n ranks, with the roofline of ``op_roofline`` (a shard is never less than an n-th):
 
     sum over ops   max( FLOPs / (n M peak),  (batch bytes / M + other bytes) / (n bandwidth) )  +  launches
 
-forward and backward alike. Launches are what makes many small microbatches slow on small models. A microbatch on its
-way through all stages and back waits for what no schedule can put off: everything but the gradients of weights.
+forward and backward alike. Launches make many small microbatches slow on small models. A microbatch on its way through
+all stages and back waits for all passes but the gradients of weights, which a schedule may put off.
 
-Where memory is short, blocks are rematerialised. With what they keep perfectly divided as well, and each level taken by
-any share of the blocks of a kind, the least time for that is a fractional knapsack: of the steps from level to level
-those go first that take least seconds for each byte.
+Where memory is short, blocks are rematerialised. With the saved activations perfectly divided as well, and each level
+taken by any share of the blocks of a kind, the least recomputation is a fractional knapsack: of the steps from level to
+level those with the fewest seconds for each byte are taken first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NOTHING = (0.0,) * 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """Passes of ops: seconds of all samples on one device, by what bounds them, and of launches."""
+    """Passes of ops: seconds of the global batch on one device, separately by what bounds them, and of kernel launches.
+    One row an op."""
 
     flops_s: Floats
     flops_batch: Floats
@@ -43,6 +44,7 @@ class Work:
 
     @classmethod
     def of(cls, rows: list[tuple[float, ...]]) -> Work:
+        """From one row of (FLOPs s, batch flag, batch bytes s, other bytes s, launch s) for each pass."""
         table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
         return cls(
             flops_s=table[:, 0],
@@ -53,7 +55,7 @@ class Work:
         )
 
     def seconds(self, num_ranks: int, num_microbatches: int) -> Floats:
-        """Of one microbatch on ``num_ranks``."""
+        """Seconds of each pass for one microbatch on ``num_ranks``."""
         flops = self.flops_s / np.where(self.flops_batch > 0, num_microbatches, 1)
         moved = self.batch_bytes_s / num_microbatches + self.other_bytes_s
         seconds: Floats = np.maximum(flops, moved) / num_ranks + self.launch_s
@@ -62,12 +64,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kept:
-    """What the blocks of one kind keep, and run again, all together.
+    """Saved activations and recomputation of all blocks of one kind together.
 
-    forward: passes of its ops, nothing for those that a second run does not reach. light: 1 of those that run again at
-    level selective. batch_bytes, other_bytes: kept at each of LEVELS, over all ranks: of the whole batch, and what is
-    no part of the batch. every_second: the products that level alternate does not keep, by their place in ``forward``,
-    each with these bytes of its own.
+    forward: passes of its ops, zero for ops that recomputation does not reach. light: 1 for ops that level selective
+    recomputes. batch_bytes, other_bytes: saved at each of LEVELS, over all ranks: of the global batch, and of tensors
+    without a batch dimension. every_second: the products that level alternate does not save, by their place in
+    ``forward``, each with its own bytes.
     """
 
     forward: Work
@@ -80,6 +82,7 @@ class Kept:
 
     @classmethod
     def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
+        """Of the blocks of kind ``kind``, whose first block has the ops ``nodes``."""
         workload, found = ops.workload, ops.workload.activations[kind]
         repeats = workload.folding.kinds[kind].repeats
         contracts = [float(is_contraction(node, workload.rule(node))) for node in nodes]
@@ -103,8 +106,8 @@ class Kept:
         )
 
     def steps(self, num_ranks: int, num_microbatches: int) -> tuple[float, list[tuple[float, float]]]:
-        """Bytes of a microbatch on a rank at no rematerialisation, and (bytes, seconds) of the steps from there to the
-        strongest that pays, each dearer by the byte than the one before."""
+        """Bytes of a microbatch on a rank without rematerialisation, and (bytes, seconds) of the steps from there to
+        the strongest level that pays, in ascending order of seconds a byte."""
         kept = (self.batch_bytes / num_microbatches + self.other_bytes) / num_ranks
         forward = self.forward.seconds(num_ranks, num_microbatches)
         light = float(self.light @ forward)
@@ -134,16 +137,20 @@ def _distinct_bytes(tensors: Iterable[Saved], batch: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floor:
-    """passes: of every op, forward and backward; on_path: the share of each that a microbatch waits for. kept: of each
-    kind of block."""
+class IdealDivision:
+    """A model whose ops are all perfectly divided.
+
+    passes: of every op, forward and backward. on_path: the share of each that a microbatch waits for. kept: of each
+    kind of block.
+    """
 
     passes: Work
     on_path: Floats
     kept: tuple[Kept, ...]
 
     @classmethod
-    def of(cls, ops: OpPrices) -> Floor:
+    def of(cls, ops: OpPrices) -> IdealDivision:
+        """Of the model whose ops ``ops`` prices."""
         workload = ops.workload
         passes, on_path = [], []
         inside: list[list[fx.Node]] = [[] for _ in workload.folding.kinds]
@@ -172,9 +179,9 @@ class Floor:
         """Least seconds from the start of a microbatch's forward to the end of its backward, under any schedule."""
         return float(self.passes.seconds(num_ranks, num_microbatches) @ self.on_path)
 
-    def again_s(self, num_ranks: int, num_microbatches: int, room_bytes: float) -> float:
-        """Least seconds that all blocks together run again for one microbatch, so that what the ranks of one place in
-        every stage keep of it comes to ``room_bytes``; inf if it is more in any case."""
+    def recomputed_s(self, num_ranks: int, num_microbatches: int, room_bytes: float) -> float:
+        """Least seconds of recomputation of one microbatch in all blocks, so that the activations saved for it on the
+        ranks of one place in every stage come to ``room_bytes``; inf if no level saves that few."""
         over, steps = -room_bytes, []
         for kind in self.kept:
             kept, own = kind.steps(num_ranks, num_microbatches)

@@ -1,4 +1,4 @@
-"""Why nothing fits: how far off the closest plan is, on which stage, because of what, and what would help."""
+"""The error of a search in which nothing fits: how far off the closest plan is, on which stage, why, and remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of trying a leaf of the outer search."""
+"""The outcome of trying a configuration of the outer search."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Outcome(NamedTuple):
-    """step_time_s: of its best plan, None if it was passed over or none was found. least_s: seconds that it takes at
-    least, proved or likely; inf if nothing fits."""
+    """step_time_s: of the best plan of a configuration, None if it was pruned or nothing fits. least_s: bound or
+    estimate of its seconds; inf if nothing fits."""
 
     step_time_s: float | None
     least_s: float

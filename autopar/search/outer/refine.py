@@ -1,20 +1,20 @@
-"""What is decided once a plan has its ops and stages: offload of each stage, ZeRO level of each block, prefetch.
+"""Refinement of a plan whose ops and stages are fixed: offload of each stage, ZeRO stage of each block, prefetch.
 
-None of it changes what the inner problem chose for ops, and but for the first it trades memory for time on one rank:
+None of it changes the assignment of ops, except the first, and all but the first trade memory for time on one rank:
 
-    inputs      divided on every data axis, if that is as good as the search cares to know and no slower than a
-                baseline: a rank loads its own rows alone. The inner problem may leave them whole, as then no count of
-                tokens is summed over ranks
+    inputs      divided on every data axis, if the step is then no more than TOLERANCE longer and no slower than a
+                baseline: a rank loads its own rows alone. The inner problem may leave the inputs whole, as then no
+                count of tokens is summed over ranks
     offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
                 independent, and offload only costs time, so this is exact
-    levels      every combination of levels over the kinds of block that hold most, the rest as the plan has them;
-                exact for models of at most MAX_KINDS kinds, under the assignments and stages given
-    none        without ZeRO at all, if that fits, is as good as the search cares to know and no slower than a baseline:
-                a simpler program, and any optimiser sees whole parameters
+    ZeRO stages every combination over the kinds of block that hold most parameters, the other kinds as the plan has
+                them; exact for models of at most MAX_KINDS kinds, under the assignment and stages given
+    no ZeRO     taken if that fits, is within TOLERANCE and no slower than a baseline: a simpler program, and any
+                optimiser sees whole parameters
     prefetch    the fewest blocks that are as fast as any number up to MAX_PREFETCH
 
-Giving parameters back after forward is never worse than keeping them: a block that keeps them until its backward could
-keep them for the whole step, at level 2, with the same peak and fewer gathers. So that is for people to choose.
+Resharding parameters after forward is never worse than holding them: a block that holds them until its backward could
+hold them for the whole step, at stage 2, with the same peak and fewer gathers. So that is left to the user.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopar.ir.analysis.op_clusters import BATCH
 from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.outer.configuration import Candidate
 from autopar.search.outer.configuration_solver import Solver
-from autopar.search.predict.to_plan import named
+from autopar.search.predict.to_plan import name_axes
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.constraints import role_of_axis
 from autopar.search.stages.stage import Stage
 
-# Kinds of blocks, those with most parameters, whose levels of ZeRO are tried in all combinations, and blocks that are
-# gathered ahead at most. Chosen. Halved or doubled: same plans, same work (docs/decisions/0021).
+# Kinds of blocks, those with most parameters, whose ZeRO stages are tried in all combinations, and the most blocks that
+# are prefetched. Chosen. Halved or doubled: same plans, same work (docs/decisions/0021).
 MAX_KINDS = 4
 MAX_PREFETCH = 3
 
@@ -61,7 +61,7 @@ def refine(solver: Solver, found: Candidate, most_s: float = inf) -> Candidate:
     if found.configuration.offload and constraints.offload is None:
         found = _on_device(solver, found)
     if constraints.zero is None and constraints.reshard_after_forward is None:
-        found = _levels(solver, found)
+        found = _zero_stages(solver, found)
     if constraints.prefetch is None:
         found = _prefetch(solver, found)
     return found
@@ -72,17 +72,20 @@ def _with_own_rows(solver: Solver, found: Candidate, most_s: float) -> Candidate
     group = pricing.workload.clusters.inputs
     if configuration.batch_axes is not None:
         return found
-    names = named(pricing.workload, pricing.mesh, found.leaders).names
+    names = name_axes(pricing.workload, pricing.mesh, found.assignment).names
     divided = tuple(
         BATCH if role_of_axis(name) == "dp" and configuration.constraints.may(old, "dp") else choice
-        for name, old, choice in zip(names, pricing.mesh.names, found.leaders[group.index], strict=True)
+        for name, old, choice in zip(names, pricing.mesh.names, found.assignment[group.index], strict=True)
     )
     picks = np.array([[group.choices.index(choice) for choice in divided]], dtype=np.int64)
     count = pricing.num_microbatches
-    if divided == found.leaders[group.index] or not pricing.ops.codes.allows(group, picks, pricing.mesh, count).all():
+    if (
+        divided == found.assignment[group.index]
+        or not pricing.ops.codes.allows(group, picks, pricing.mesh, count).all()
+    ):
         return found
-    leaders = (*found.leaders[: group.index], divided, *found.leaders[group.index + 1 :])
-    other = _with(replace(found, leaders=leaders), pricing, found.stages)
+    assignment = (*found.assignment[: group.index], divided, *found.assignment[group.index + 1 :])
+    other = _with(replace(found, assignment=assignment), pricing, found.stages)
     return other if _as_good(solver, other, found, most_s) else found
 
 
@@ -94,8 +97,8 @@ def _whole(found: Candidate) -> Candidate:
 
 
 def _with(found: Candidate, pricing: Pricing, stages: tuple[Stage, ...]) -> Candidate:
-    priced = evaluate_stages(pricing, found.leaders, stages)
-    return replace(found, pricing=pricing, priced=priced, stages=stages, hopeless=False)
+    priced = evaluate_stages(pricing, found.assignment, stages)
+    return replace(found, pricing=pricing, priced=priced, stages=stages, pruned=False)
 
 
 def _as_good(solver: Solver, simpler: Candidate, found: Candidate, most_s: float) -> bool:
@@ -121,10 +124,12 @@ def _on_device(solver: Solver, found: Candidate) -> Candidate:
     return found
 
 
-def _levels(solver: Solver, found: Candidate) -> Candidate:
+def _zero_stages(solver: Solver, found: Candidate) -> Candidate:
     workload, zero = found.pricing.workload, found.pricing.zero
     options = [
-        level for level in (1, 2, 3) if level < zero and not (level == 2 and found.pricing.num_microbatches == 1)
+        zero_stage
+        for zero_stage in (1, 2, 3)
+        if zero_stage < zero and not (zero_stage == 2 and found.pricing.num_microbatches == 1)
     ]
     if not options:
         return found
@@ -134,16 +139,16 @@ def _levels(solver: Solver, found: Candidate) -> Candidate:
             held[workload.folding.blocks[blocks[0]].kind] += group.numel
     kinds = sorted((kind for kind, numel in enumerate(held) if numel), key=lambda kind: -held[kind])[:MAX_KINDS]
 
-    def at(levels: tuple[int, ...]) -> Candidate:
-        chosen = dict(zip(kinds, levels, strict=True))
+    def at(zero_stages: tuple[int, ...]) -> Candidate:
+        chosen = dict(zip(kinds, zero_stages, strict=True))
         own = tuple(chosen.get(kind, zero) for kind in range(len(held)))
-        return _with(found, replace(found.pricing, levels=own), found.stages)
+        return _with(found, replace(found.pricing, zero_stages=own), found.stages)
 
     best = found
     if not _faster(at((options[0],) * len(kinds)), found):
-        return found  # nothing is as fast as the lowest level everywhere
-    for levels in product((*options, zero), repeat=len(kinds)):
-        other = at(levels)
+        return found  # no combination is faster than the lowest stage everywhere
+    for zero_stages in product((*options, zero), repeat=len(kinds)):
+        other = at(zero_stages)
         if _faster(other, best) and _fits(solver, other):
             best = other
     return best
@@ -151,7 +156,7 @@ def _levels(solver: Solver, found: Candidate) -> Candidate:
 
 def _prefetch(solver: Solver, found: Candidate) -> Candidate:
     best = found
-    if 3 in (found.pricing.zero, *(found.pricing.levels or ())):
+    if 3 in (found.pricing.zero, *(found.pricing.zero_stages or ())):
         for count in range(2, MAX_PREFETCH + 1):
             other = _with(found, replace(found.pricing, prefetch=count), found.stages)
             if _faster(other, best) and _fits(solver, other):

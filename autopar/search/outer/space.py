@@ -15,7 +15,7 @@ from autopar.search.problem.constraints import Constraints, divisors, role_of_ax
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What ``constraints`` leave open. offload: whether what ZeRO shards is in host memory."""
+    """Configurations that ``constraints`` leave open. offload: whether tensors that ZeRO shards are in host memory."""
 
     solver: Solver
     constraints: Constraints
@@ -70,20 +70,21 @@ class Space:
             yield replace(root, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
 
     def variants(self, root: Configuration) -> Iterator[Configuration]:
-        """``root`` with each ZeRO level and set of data axes, the cheapest in time first."""
+        """``root`` with each ZeRO stage and set of data axes, the cheapest in time first."""
         mesh, constraints = root.mesh, root.constraints
         for batch_axes in self.batch_axes(root):
             base = replace(root, batch_axes=batch_axes)
             sharded = False
             for axes in constraints.shard_axes(mesh):
                 sharded = True
-                for level in constraints.levels():
-                    if not (level == 2 and root.num_microbatches == 1 and constraints.zero is None):
-                        yield replace(base, zero=level, data_axes=axes, offload=self.offload)
+                for zero_stage in constraints.zero_stages():
+                    if not (zero_stage == 2 and root.num_microbatches == 1 and constraints.zero is None):
+                        yield replace(base, zero=zero_stage, data_axes=axes, offload=self.offload)
             if self.may_be_whole() and (constraints.zero in (None, 0) or not sharded):
                 yield base
 
     def may_be_whole(self) -> bool:
+        """Whether the space has configurations without ZeRO."""
         return self.constraints.may_be_whole() and not self.offload
 
     def batch_axes(self, root: Configuration) -> list[tuple[int, ...] | None]:
@@ -98,17 +99,17 @@ class Space:
                 product = 1
                 for axis in axes:
                     product *= root.mesh.axes[axis].size
-                named = all(axis in axes for axis, n in enumerate(root.mesh.names) if role_of_axis(n) == "dp")
+                respects_roles = all(axis in axes for axis, n in enumerate(root.mesh.names) if role_of_axis(n) == "dp")
                 able = all(root.constraints.may(root.mesh.names[axis], "dp") for axis in axes)
-                if product == degree and named and able:
+                if product == degree and respects_roles and able:
                     found.append(axes)
         return found
 
     def baselines(self) -> Iterator[Configuration]:
         """DDP, FSDP, and tensor or expert parallelism with pipelines and data parallelism outside.
 
-        All are in the space; with their axes' roles given they are solved at once, and what they achieve
-        excludes most of it.
+        All are in the space; with their axes' roles given they are solved fast, and their step times exclude most of
+        it.
         """
         given = self.constraints
         if given.axes is not None or given.microbatch_size is not None:
@@ -123,14 +124,14 @@ class Space:
                     inner = tensor * experts
                     if size % inner or (given.dp or size // inner) * inner != size or (given.cp or 1) > 1:
                         continue
-                    named = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
-                    for mesh in named.meshes(size, node if given.dp is None and experts == 1 else None):
+                    constraints = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
+                    for mesh in constraints.meshes(size, node if given.dp is None and experts == 1 else None):
                         # The dense part divides the batch over the ranks of the experts too.
                         rows = self.solver.workload.captured.batch_size // (mesh.size // tensor)
-                        options = self.microbatches(mesh, named)
+                        options = self.microbatches(mesh, constraints)
                         dividing = tuple(num for num in options if rows and rows % num == 0)
                         for num in self._few(dividing or options, num_stages):
-                            yield from self.roots(num_stages, mesh, num, named)
+                            yield from self.roots(num_stages, mesh, num, constraints)
 
     def with_roles(self) -> Iterator[Configuration]:
         """Every pipeline degree, stage mesh whose axes have one role each, and number of microbatches."""
@@ -147,10 +148,10 @@ class Space:
                 pinned = all(getattr(given, role) in (None, degree) for role, degree in degrees.items())
                 if dp * tp * cp * ep != size or not pinned or (ep > 1 and not has_experts):
                     continue
-                named = replace(given, pp=num_stages, **degrees)  # type: ignore[arg-type]
-                for mesh in named.meshes(size):
-                    for num in self.microbatches(mesh, named):
-                        yield from self.roots(num_stages, mesh, num, named)
+                constraints = replace(given, pp=num_stages, **degrees)  # type: ignore[arg-type]
+                for mesh in constraints.meshes(size):
+                    for num in self.microbatches(mesh, constraints):
+                        yield from self.roots(num_stages, mesh, num, constraints)
 
     def _expert_degrees(self, size: int, tensor: int) -> tuple[int, ...]:
         """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
@@ -163,12 +164,12 @@ class Space:
         return tuple(sorted({1, inside, max(possible)}))
 
     def with_zero(self, root: Configuration) -> list[Configuration]:
-        """A baseline at every level of ZeRO, the one with the least memory last."""
+        """A baseline at every ZeRO stage, the one with the least memory last."""
         data = next(root.constraints.shard_axes(root.mesh), ())
-        if not data or not root.constraints.levels():
+        if not data or not root.constraints.zero_stages():
             return [replace(root, zero=root.constraints.zero or 0)] if self.may_be_whole() else []
-        levels = root.constraints.levels()
-        return [replace(root, zero=level, data_axes=data, offload=self.offload) for level in levels]
+        zero_stages = root.constraints.zero_stages()
+        return [replace(root, zero=zero_stage, data_axes=data, offload=self.offload) for zero_stage in zero_stages]
 
     def _few(self, options: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
         """Numbers of microbatches worth trying first: around eight for each stage, and four times that."""
@@ -180,7 +181,7 @@ class Space:
         )
 
     def plain(self, root: Configuration) -> list[Configuration]:
-        """A baseline whose ranks are all data parallel, at the level of ZeRO with the least memory (FSDP) and, on one
+        """A baseline whose ranks are all data parallel, at the ZeRO stage with the least memory (FSDP) and, on one
         axis, without any (DDP)."""
         if root.num_stages > 1 or any(role_of_axis(name) != "dp" for name in root.mesh.names):
             return []

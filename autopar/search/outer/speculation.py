@@ -1,12 +1,12 @@
-"""A second process that solves inner problems before they are asked for.
+"""A second process that solves inner problems before the search asks for them.
 
     search    solves A         completes A, has B    solves D    completes B, has C ...
     helper    solves B, which is expected next       solves C    solves E
 
-Where the search needs what the helper is still at, it solves what is expected after that. The search says what it
-expects to ask for, the next first (``expecting``). The helper is a fork of the search, so it has everything that an
-answer depends on, and answers come out as they would here: with the helper or without it the search takes the same
-steps to the same plan.
+Where the search needs an answer that the helper is still computing, the search solves the job expected after it. The
+search lists the jobs it expects to need, the next first (``expecting``). The helper is a fork of the search, so it has
+everything that an answer depends on, and its answers equal those of the search: with the helper or without it the
+search takes the same steps to the same plan.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Job = tuple[Hashable, tuple[Any, ...]]
 
 @dataclass(slots=True)
 class Ahead:
-    """Solves jobs with ``solve``, here or in the helper. Without one it only solves what it is asked for.
+    """Solves jobs with ``solve``, here or in the helper. Without a helper it solves only the jobs that it is asked for.
 
-    solve_ahead: how the helper solves, if it works out more than ``solve``.
+    solve_ahead: the function of the helper, if that computes more than ``solve``.
     """
 
     solve: Callable[..., Any]
@@ -48,7 +48,7 @@ class Ahead:
 
     @contextmanager
     def help(self) -> Iterator[None]:
-        """Have a helper meanwhile, if this process may be forked and there is a core for it."""
+        """Have a helper within the context, if this process may be forked and there is a core for it."""
         if can_fork():
             self._helper, self._process = _fork(self.solve_ahead or self.solve)
         try:
@@ -67,7 +67,8 @@ class Ahead:
 
     @contextmanager
     def expecting(self, jobs: Callable[[], Iterable[Job]]) -> Iterator[None]:
-        """Within, ``jobs`` gives what is likely to be asked for, the next first; before what is expected outside."""
+        """Within the context, ``jobs`` lists the jobs likely to be needed, the next first; before those of outer
+        contexts."""
         self._expected.append(jobs)
         try:
             yield

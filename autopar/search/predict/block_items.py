@@ -49,9 +49,9 @@ class BlockItems:
     layouts: Layouts
 
     @classmethod
-    def of(cls, pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced) -> BlockItems:
-        """priced: ``evaluate`` of ``leaders`` with ``pricing``."""
-        return cls(pricing=pricing, priced=priced, layouts=layouts_of(pricing.workload, leaders))
+    def of(cls, pricing: Pricing, assignment: tuple[Assignment, ...], priced: Priced) -> BlockItems:
+        """priced: ``evaluate`` of ``assignment`` with ``pricing``."""
+        return cls(pricing=pricing, priced=priced, layouts=layouts_of(pricing.workload, assignment))
 
     def kind_of(self, block: int) -> str:
         """Name of a block's kind, as in the plan."""
@@ -64,12 +64,12 @@ class BlockItems:
         for node in map(workload.representative, workload.folding.blocks[block].nodes):
             if node not in self.layouts.assignments:
                 continue
-            assignment = self.layouts.assignments[node]
-            own = pricing.op(node, assignment) + -1.0 * pricing.lowering(node, assignment)
+            choices = self.layouts.assignments[node]
+            own = pricing.op(node, choices) + -1.0 * pricing.lowering(node, choices)
             share = workload.weights_share(node)
             seconds = Seconds(own.forward_s, (1.0 - share) * own.backward_s, share * own.backward_s)
             yield Item("op", op_name(node), name_of(workload, node)), seconds
-            yield from _collectives(inside_op(pricing, node, assignment))
+            yield from _collectives(inside_op(pricing, node, choices))
         for number in workload.arrivals[block].transfers:
             transfer = workload.transfers[number]
             source = self.layouts.made(transfer.tensor.node, transfer.tensor.result)

@@ -53,16 +53,16 @@ def name_of(workload: Workload, node: fx.Node) -> str:
     return f"{folding.kinds[folding.blocks[block].kind].name}/{folding.key.get(node, node.name)}"
 
 
-def communications(pricing: Pricing, leaders: tuple[Assignment, ...]) -> Iterator[Communication]:
+def communications(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Iterator[Communication]:
     """Every one of a plan, repeats of a block once."""
     workload = pricing.workload
-    layouts = layouts_of(workload, leaders)
+    layouts = layouts_of(workload, assignment)
     for transfer in workload.transfers:
         source = layouts.made(transfer.tensor.node, transfer.tensor.result)
         steps = of_transfer(pricing, transfer, source, needs_of(layouts, transfer))
         yield from (step for step in steps if step.forward or step.backward)
-    for node, assignment in layouts.assignments.items():
-        yield from inside_op(pricing, node, assignment)
+    for node, choices in layouts.assignments.items():
+        yield from inside_op(pricing, node, choices)
 
 
 def of_transfer(
@@ -90,12 +90,12 @@ def of_transfer(
             )
 
 
-def inside_op(pricing: Pricing, node: fx.Node, assignment: Assignment) -> Iterator[Communication]:
+def inside_op(pricing: Pricing, node: fx.Node, choices: Assignment) -> Iterator[Communication]:
     """Those of the lowering of an op, together."""
-    workload, own = pricing.workload, pricing.lowering(node, assignment)
+    workload, own = pricing.workload, pricing.lowering(node, choices)
     if own.total_s:
         lowered = workload.rule(node).lowered
-        axes = [name for name, choice in zip(pricing.mesh.names, assignment, strict=True) if choice in lowered]
+        axes = [name for name, choice in zip(pricing.mesh.names, choices, strict=True) if choice in lowered]
         name = name_of(workload, node)
         yield Communication(
             tensor=name,

@@ -17,7 +17,7 @@ from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining
 from autopar.search.predict.block_items import BlockItems, Item, Seconds
-from autopar.search.predict.jitter import Waits
+from autopar.search.predict.jitter import StragglerDelays
 from autopar.search.predict.predict import predict
 from autopar.search.predict.step_tasks import GATHER, REDUCE, SEND, BlockPass, StepTasks, step_tasks
 from autopar.search.pricing.block_prices import evaluate_stages
@@ -51,18 +51,18 @@ class StepPath:
 
 
 def step_path(
-    pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage], shape: Pipelining
+    pricing: Pricing, assignment: tuple[Assignment, ...], stages: Sequence[Stage], shape: Pipelining
 ) -> StepPath:
     """The critical path of a plan in the terms of the search (``priced_plan``)."""
-    priced = evaluate_stages(pricing, leaders, stages)
-    waits = Waits.of(pricing, leaders, priced, stages, shape)
-    tasks = step_tasks(predict(pricing, leaders, priced, stages, shape).costs)
+    priced = evaluate_stages(pricing, assignment, stages)
+    delays = StragglerDelays.of(pricing, assignment, priced, stages, shape)
+    tasks = step_tasks(predict(pricing, assignment, priced, stages, shape).costs)
     every = tasks.streams.run()
     path = critical_path(every)
     contents = _Contents(
         tasks=tasks,
-        blocks=BlockItems.of(waits.pricing, leaders, waits.calm),
-        jitter_s=[both / 2 for both in waits.of_passes()],
+        blocks=BlockItems.of(delays.pricing, assignment, delays.noise_free),
+        jitter_s=[both / 2 for both in delays.of_passes()],
     )
     on_rank: defaultdict[int, float] = defaultdict(float)
     for span in path:
@@ -75,7 +75,7 @@ def step_path(
         spans=tuple(path),
         items=tuple(sorted(found, key=lambda own: (-own[1], own[0]))),
         rank=rank,
-        pipeline_wait_s=_waits_elsewhere(path, every, rank),
+        pipeline_wait_s=_wait_elsewhere(path, every, rank),
     )
 
 
@@ -137,10 +137,10 @@ class _Contents:
         return found
 
 
-def _waits_elsewhere(path: Sequence[Span], every: Sequence[Span], rank: int) -> float:
+def _wait_elsewhere(path: Sequence[Span], every: Sequence[Span], rank: int) -> float:
     """Seconds of a path on other ranks than ``rank``, and in sends, in which that rank computes nothing."""
     computing = [span for span in every if span.rank == rank and span.stream == COMPUTE]
-    times = [moment for span in computing for moment in (span.start_s, span.end_s)]
+    times = [time for span in computing for time in (span.start_s, span.end_s)]
     busy = np.cumsum([seconds for span in computing for seconds in (0.0, span.duration_s)])
     found = 0.0
     for span in path:

@@ -1,13 +1,14 @@
-"""How long ranks wait for each other where they meet: at collectives, and for what neighbours in a pipeline send.
+"""Straggler delays: how long ranks wait for each other at collectives, and for activations sent in a pipeline.
 
-Ranks with equal work are not equally fast at every moment, and whoever meets waits for the slowest. Noise adds up at
+Ranks with equal work differ in speed from moment to moment, and ranks that meet wait for the slowest. Noise adds up at
 random, so t seconds of work with n meetings in between cost
 
     n * jitter(t / n)  =  jitter * sqrt(t * n / 1 ms)        jitter: after a millisecond (``Device.jitter_s``)
 
-A step ends when its slowest rank does, which counts as one more. A collective by itself cannot know what it comes
-after. So prices count each as after a millisecond, which makes fewer collectives better and bounds them from below (not
-for models so small that ranks meet more often). How many there are is seen in what is left without that.
+A step ends when its slowest rank does, which counts as one more meeting. The price of a collective by itself cannot
+depend on the work before it, so it counts a millisecond of work, which makes fewer collectives better and bounds them
+from below (not for models so small that ranks meet more often). This module removes that share to obtain the noise-free
+prices and the number of meetings, and adds the delays of whole passes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ FORWARD, BACKWARD = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """What ranks wait in a step.
+class StragglerDelays:
+    """Straggler delays in a step.
 
-    calm, pricing: blocks and prices without waits. forward_s, backward_s: in a pass of each stage. sync_s: of each
-    rank of the pipeline, at collectives of a step and at its end.
+    noise_free, pricing: blocks and prices without delays. forward_s, backward_s: seconds of delay in a pass of each
+    stage. sync_s: of each rank of the pipeline, at collectives once a step and at its end.
     """
 
-    calm: Priced
+    noise_free: Priced
     pricing: Pricing
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -42,30 +43,32 @@ class Waits:
     def of(
         cls,
         pricing: Pricing,
-        leaders: tuple[Assignment, ...],
+        assignment: tuple[Assignment, ...],
         priced: Priced,
         stages: Sequence[Stage],
         shape: Pipelining,
-    ) -> Waits:
-        """priced: ``evaluate`` of ``leaders`` with ``pricing``."""
+    ) -> StragglerDelays:
+        """Delays of a plan. priced: ``evaluate`` of ``assignment`` with ``pricing``."""
         device = pricing.ops.cluster.device
         if not device.jitter_s or pricing.mesh.size * shape.num_ranks == 1:
             none = (0.0,) * len(stages)
-            return cls(calm=priced, pricing=pricing, forward_s=none, backward_s=none, sync_s=none[: shape.num_ranks])
-        own = replace(pricing, moves=pricing.moves.calm)
-        calm = evaluate_stages(own, leaders, stages)
+            return cls(
+                noise_free=priced, pricing=pricing, forward_s=none, backward_s=none, sync_s=none[: shape.num_ranks]
+            )
+        own = replace(pricing, moves=pricing.moves.noise_free)
+        noise_free = evaluate_stages(own, assignment, stages)
         # Of each stage, forward and backward: seconds of work, and how often ranks meet.
         passes = []
         for number, stage in enumerate(stages):
-            blocks = calm.blocks[stage.first : stage.last + 1]
+            blocks = noise_free.blocks[stage.first : stage.last + 1]
             levels = (stage.level(b) for b in range(stage.first, stage.last + 1))
             work = (
-                calm.prelude_s + sum(b.compute.forward_s for b in blocks),
+                noise_free.prelude_s + sum(b.compute.forward_s for b in blocks),
                 sum(b.compute.backward_s + b.recomputed_s[level] for b, level in zip(blocks, levels, strict=True)),
             )
             around = {shape.rank_of(n) for n in (number - 1, number + 1) if 0 <= n < len(stages)}
             received = int(not around <= {shape.rank_of(number)})
-            noisy, quiet = (pass_seconds(each, stage, own.prefetch) for each in (priced, calm))
+            noisy, quiet = (pass_seconds(each, stage, own.prefetch) for each in (priced, noise_free))
             passes.append(
                 [(work[way], received + (noisy[way] - quiet[way]) / device.jitter_s) for way in (FORWARD, BACKWARD)]
             )
@@ -73,16 +76,16 @@ class Waits:
         for rank in range(shape.num_ranks):
             held = shape.stages_of(rank)
             blocks_of = [b for n in held for b in range(stages[n].first, stages[n].last + 1)]
-            noisy_s, quiet_s = (exposed_step_sync([each.blocks[b] for b in blocks_of]) for each in (priced, calm))
+            noisy_s, quiet_s = (exposed_step_sync([each.blocks[b] for b in blocks_of]) for each in (priced, noise_free))
             meetings = (noisy_s - quiet_s) / device.jitter_s
-            waited = device.waiting_s(sum(calm.blocks[b].compute.backward_s for b in blocks_of), meetings)
+            waited = device.waiting_s(sum(noise_free.blocks[b].compute.backward_s for b in blocks_of), meetings)
             # The step ends with its slowest rank, whatever it meets for before.
             work_s, often = (
                 own.num_microbatches * sum(one[kind] for n in held for one in passes[n]) for kind in (0, 1)
             )
             sync.append(waited + device.waiting_s(work_s / (often + meetings + 1), 1))
         return cls(
-            calm=calm,
+            noise_free=noise_free,
             pricing=own,
             forward_s=tuple(device.waiting_s(*one[FORWARD]) for one in passes),
             backward_s=tuple(device.waiting_s(*one[BACKWARD]) for one in passes),
@@ -90,12 +93,13 @@ class Waits:
         )
 
     def of_passes(self) -> list[float]:
-        """Of each stage, forward and backward of a microbatch together."""
+        """Seconds of delay of each stage, forward and backward of a microbatch together."""
         return list(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
 
 
 def pass_seconds(priced: Priced, stage: Stage, prefetch: int) -> tuple[float, float, float]:
-    """Seconds of a microbatch in a stage, forward and backward, and what of both is spent on ZeRO's parameters."""
+    """Seconds of a microbatch in a stage, forward and backward, and the exposed seconds of ZeRO's communication in
+    both."""
     inside = range(stage.first, stage.last + 1)
     blocks = [priced.blocks[b] for b in inside]
     forward, backward = exposed_sync(blocks, prefetch)

@@ -1,18 +1,18 @@
-"""The fullest moment of a rank in a step.
+"""Memory profile of a rank over a step, and its peak.
 
-Memory is fullest in some backward, when one block runs: what is kept of the blocks before it is still there, gradients
-of those after it are there already.
+The peak is in some backward, while one block runs: activations saved for the blocks before it are still held, gradients
+of the blocks after it are there already.
 
-    stage, blocks a b c d        kept of one microbatch        gradients of parameters
+    stage, blocks a b c d        saved of one microbatch       gradients of parameters
     forward of d ends            a b c d                       none in the first microbatch, else all
-    backward of d                a b c d  + d's own            that of d comes
-    backward of c                a b c    + c's own            d, that of c comes
+    backward of d                a b c d  + d's own            that of d is made
+    backward of c                a b c    + c's own            d, that of c is made
     ...
-    after the last backward      nothing                       all, and what the optimiser needs
+    after the last backward      nothing                       all, and the optimiser's workspace
 
-What a block's backward holds of its own comes from ``BlockBackward.peak``, and from what FSDP gathers and
-scatters: the parameters of the block and of those to come, gradients on their way out. Gradients that are summed in
-buckets live there from step to step.
+The bytes of a block's own backward come from ``BlockBackward.peak``, and from what FSDP gathers and scatters: the
+parameters of the block and of prefetched ones, gradients on their way out. Gradients that are reduced in buckets stay
+allocated from step to step.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ from autopar.search.pricing.block_prices import BlockPrice, Priced
 from autopar.search.stages.stage import Stage
 
 
-def fullest_moment(
+def peak_memory(
     priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, *, prefetch: int
 ) -> MemoryParts:
-    """Bytes of one rank at its fullest. stages: of the whole pipeline. order: of the rank's passes.
+    """Bytes of one rank at the peak of a step. stages: of the whole pipeline. order: of the rank's passes.
 
-    whole_copies: what it adds to its states that parameters of two of its stages are held once, but whole.
+    whole_copies: bytes added to its states because parameters that two of its stages share are held once, but
+    unsharded.
     """
     rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
-    fullest, most = rank.states, 0.0
-    for action, moment, others, waiting in rank.passes(order):
+    peak, most = rank.states, 0.0
+    for action, own, others, waiting in rank.passes(order):
         if action.kind == "F":
             continue
-        total = moment.total + others + (1 + FRAGMENTATION) * (moment.activations + waiting) - moment.activations
+        total = own.total + others + (1 + FRAGMENTATION) * (own.activations + waiting) - own.activations
         if total > most:
-            most, fullest = total, rank.held(moment, others, waiting)
-    return max(fullest, rank.resting, key=lambda parts: parts.total)
+            most, peak = total, rank.held(own, others, waiting)
+    return max(peak, rank.resting, key=lambda parts: parts.total)
 
 
-def each_moment(
+def memory_profile(
     priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, *, prefetch: int
 ) -> Iterator[tuple[Action, MemoryParts]]:
-    """What one rank holds in each of its passes: at the end of a forward, at the fullest of a backward.
+    """Bytes that one rank holds in each of its passes: at the end of a forward, at the peak of a backward.
 
-    The arguments are those of ``fullest_moment``, which is the fullest of these, or the optimiser's.
+    The arguments are those of ``peak_memory``, which is the largest of these, or the optimiser's.
     """
     rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
-    for action, moment, others, waiting in rank.passes(order):
-        yield action, rank.held(moment, others, waiting)
+    for action, own, others, waiting in rank.passes(order):
+        yield action, rank.held(own, others, waiting)
 
 
-class _Moment(NamedTuple):
-    """moment: what the pass holds itself. others: gradients of other stages. waiting: kept of other passes."""
+class _Pass(NamedTuple):
+    """own: bytes that the pass holds itself. others: gradients of other stages. waiting: activations saved for other
+    passes."""
 
     action: Action
-    moment: MemoryParts
+    own: MemoryParts
     others: float
     waiting: float
 
@@ -71,10 +73,11 @@ _NOTHING = MemoryParts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """By stage of a rank: bytes of gradients that the first backward brings, kept of a microbatch and until its weight
-    gradients are computed; moments: (stage, whether it is the first of the step) -> the backward's.
+    """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, and
+    of those held until its weight gradients are computed; peaks: (stage, whether it is the first backward of the step)
+    -> peak of the backward.
 
-    states: there all the time. resting: while the optimiser runs, when all gradients are there and no activation is.
+    states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
 
     states: MemoryParts
@@ -82,7 +85,7 @@ class _Rank:
     arriving: dict[int, float]
     kept: dict[int, float]
     later: dict[int, float]
-    moments: dict[tuple[int, bool], MemoryParts]
+    peaks: dict[tuple[int, bool], MemoryParts]
 
     @staticmethod
     def of(priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, prefetch: int) -> _Rank:
@@ -96,37 +99,37 @@ class _Rank:
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
             kept={number: kept_of(priced, stages, number) for number in own},
             later={number: sum(block.later_bytes for block in inside[number]) if number else 0.0 for number in own},
-            moments={
-                (number, first): _stage_moment(inside[number], stages[number], first=first, prefetch=prefetch)
+            peaks={
+                (number, first): _backward_peak(inside[number], stages[number], first=first, prefetch=prefetch)
                 for number in own
                 for first in (False, True)
             },
         )
 
-    def passes(self, order: Order) -> Iterator[_Moment]:
+    def passes(self, order: Order) -> Iterator[_Pass]:
         now, begun = 0.0, set[int]()
         for action in order:
             stage, kind, _ = action
             if kind == "F":
                 now += self.kept[stage]
-                yield _Moment(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
+                yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
                 continue
-            moment = self.moments[stage, stage not in begun]
+            own = self.peaks[stage, stage not in begun]
             others = sum(self.arriving[other] for other in begun if other != stage)
-            yield _Moment(action, moment, others, now - self.kept[stage])
+            yield _Pass(action, own, others, now - self.kept[stage])
             if kind == "I":
                 now += self.later[stage]
             else:
                 begun.add(stage)
                 now -= self.kept[stage] + (self.later[stage] if kind == "W" else 0.0)
 
-    def held(self, moment: MemoryParts, others: float, waiting: float) -> MemoryParts:
-        workspace = FRAGMENTATION * (moment.activations + waiting)
-        return self.states + moment + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
+    def held(self, own: MemoryParts, others: float, waiting: float) -> MemoryParts:
+        workspace = FRAGMENTATION * (own.activations + waiting)
+        return self.states + own + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
 
 
 def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
-    """Most bytes at once that the passes of one rank keep for later ones, outside any backward."""
+    """Most bytes of activations that the passes of one rank hold for later ones, outside any backward."""
     kept = {number: kept_of(priced, stages, number) for number in {action.stage for action in order}}
     now = most = 0.0
     for stage, kind, _ in order:
@@ -137,22 +140,22 @@ def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
 
 
 def _arriving(block: BlockPrice) -> float:
-    """Bytes of the gradients that the first backward of a step brings into being."""
+    """Bytes of the gradients that the first backward of a step allocates."""
     return block.states.gradients - block.lasting_bytes
 
 
 def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
-    """What a stage keeps of one microbatch, what it sends included."""
+    """Bytes of activations that a stage saves for one microbatch, those that it sends included."""
     stage = stages[number]
     inside = sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
     sent = priced.blocks[stage.last + 1].send_bytes if number + 1 < len(stages) else 0.0
     return inside + (sent or 0.0)
 
 
-def _stage_moment(blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, prefetch: int) -> MemoryParts:
-    """The fullest moment of the backward of one microbatch, without what is there all the time.
+def _backward_peak(blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, prefetch: int) -> MemoryParts:
+    """Peak of the backward of one microbatch, without bytes held throughout.
 
-    first: of the step, so that gradients come into being. workspace: of what is recomputed.
+    first: of the step, so that gradients are allocated. workspace: of recomputed activations.
     """
     saved = [block.saved_bytes[stage.level(stage.first + number)] for number, block in enumerate(blocks)]
     kept, gradients, leaving = sum(saved), 0.0 if first else sum(map(_arriving, blocks)), 0.0

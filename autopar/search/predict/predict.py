@@ -16,8 +16,8 @@ from autopar.cost_model.schedule.stream_simulator import Span
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.predict.communications import priced_steps
-from autopar.search.predict.jitter import Waits, pass_seconds
-from autopar.search.predict.peak_memory import each_moment, fullest_moment, most_kept
+from autopar.search.predict.jitter import StragglerDelays, pass_seconds
+from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
 from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
 from autopar.search.pricing.pricing import MASTER, Pricing
@@ -43,7 +43,7 @@ class Predicted:
     kept_bytes: tuple[float, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
-    moments: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
+    memory_profile: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
     costs: StepCosts = field(repr=False, compare=False)
 
     @cached_property
@@ -67,19 +67,19 @@ class Predicted:
 
 
 def predict(
-    pricing: Pricing, leaders: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
+    pricing: Pricing, assignment: tuple[Assignment, ...], priced: Priced, stages: Sequence[Stage], shape: Pipelining
 ) -> Predicted:
-    """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``leaders``."""
-    cluster, waits = pricing.ops.cluster, Waits.of(pricing, leaders, priced, stages, shape)
-    priced, pricing = waits.calm, waits.pricing
+    """Simulate a step of ``shape`` on ``stages``. priced: ``evaluate`` of the same ``assignment``."""
+    cluster, delays = pricing.ops.cluster, StragglerDelays.of(pricing, assignment, priced, stages, shape)
+    priced, pricing = delays.noise_free, delays.pricing
     blocks = priced.blocks
     forward, backward, inputs, weights, gathered = [], [], [], [], []
     for number, stage in enumerate(stages):
         inside = range(stage.first, stage.last + 1)
         ahead, whole, exposed = pass_seconds(priced, stage, pricing.prefetch)
-        whole += waits.backward_s[number]
+        whole += delays.backward_s[number]
         later = sum(blocks[b].weights_s for b in inside)
-        forward.append(ahead + waits.forward_s[number])
+        forward.append(ahead + delays.forward_s[number])
         backward.append(whole)
         gathered.append(exposed)
         # The first stage sends no gradient: its whole backward can wait.
@@ -89,7 +89,7 @@ def predict(
     optimiser, sync = [], []
     for rank, own in enumerate(held):
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        sync.append(exposed_step_sync(mine) + waits.sync_s[rank])
+        sync.append(exposed_step_sync(mine) + delays.sync_s[rank])
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     links = [
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
@@ -119,7 +119,7 @@ def predict(
     tails = list(map(sum, zip(sync, optimiser, strict=True)))
     ends = list(map(sum, zip(summed, optimiser, strict=True)))
     busy = timeline.busy_s
-    fullest = max(range(len(ends)), key=lambda rank: busy[rank] + tails[rank])
+    busiest = max(range(len(ends)), key=lambda rank: busy[rank] + tails[rank])
     return Predicted(
         step_time_s=max(ends),
         forward_s=tuple(forward),
@@ -127,24 +127,24 @@ def predict(
         inputs_s=tuple(inputs) if shape.splits_backward else (),
         weights_s=tuple(weights) if shape.splits_backward else (),
         memory=tuple(
-            fullest_moment(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
+            peak_memory(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
             for own, order in zip(held, shape.orders(), strict=True)
         ),
-        moments=partial(_moments, pricing, priced, stages, shape),
+        memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
         kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         explain=partial(
             _breakdown,
             pricing,
-            leaders,
+            assignment,
             priced,
-            held[fullest],
+            held[busiest],
             max(ends),
-            sync[fullest] - waits.sync_s[fullest],
-            optimiser[fullest],
-            sum(gathered[number] for number in shape.stages_of(fullest)),
-            waits.sync_s[fullest]
-            + pricing.num_microbatches * sum(waits.of_passes()[number] for number in shape.stages_of(fullest)),
+            sync[busiest] - delays.sync_s[busiest],
+            optimiser[busiest],
+            sum(gathered[number] for number in shape.stages_of(busiest)),
+            delays.sync_s[busiest]
+            + pricing.num_microbatches * sum(delays.of_passes()[number] for number in shape.stages_of(busiest)),
         ),
         costs=StepCosts(
             blocks=blocks,
@@ -153,7 +153,7 @@ def predict(
             shape=shape,
             sends=sends,
             shared_s=shared,
-            passing_s=[own + passes / 2 for own, passes in zip(copies, waits.of_passes(), strict=True)],
+            passing_s=[own + passes / 2 for own, passes in zip(copies, delays.of_passes(), strict=True)],
             prefetch=pricing.prefetch,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
@@ -179,11 +179,11 @@ def sums_over_stages(
     return found
 
 
-def _moments(
+def _memory_profile(
     pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
 ) -> list[tuple[Action, MemoryParts]]:
     copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
-    return list(each_moment(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
+    return list(memory_profile(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:
@@ -201,7 +201,7 @@ def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> 
 
 def _breakdown(
     pricing: Pricing,
-    leaders: tuple[Assignment, ...],
+    assignment: tuple[Assignment, ...],
     priced: Priced,
     stages: Sequence[Stage],
     step_s: float,
@@ -217,7 +217,7 @@ def _breakdown(
     recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for stage, b in inside)
     if recomputed:
         parts["rematerialization"] = recomputed
-    parts.update(_by_axis(pricing, leaders, stages, count * sum(b.communication.total_s for b in blocks)))
+    parts.update(_by_axis(pricing, assignment, stages, count * sum(b.communication.total_s for b in blocks)))
     if sync_s + count * gathered_s > 0:
         parts["gradient_sync"] = sync_s + count * gathered_s
     if waiting_s:
@@ -228,11 +228,11 @@ def _breakdown(
 
 
 def _by_axis(
-    pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage], total_s: float
+    pricing: Pricing, assignment: tuple[Assignment, ...], stages: Sequence[Stage], total_s: float
 ) -> dict[str, float]:
     """``total_s`` seconds of communication of a rank, divided among the mesh axes they are spent on."""
     workload, mesh = pricing.workload, pricing.mesh
-    layouts, spent = layouts_of(workload, leaders), [0.0] * len(mesh)
+    layouts, spent = layouts_of(workload, assignment), [0.0] * len(mesh)
 
     def here(block: int) -> bool:
         return any(stage.first <= block <= stage.last for stage in stages)
@@ -245,12 +245,12 @@ def _by_axis(
         for need in needs_of(layouts, transfer):
             for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
                 spent[step.axis] += times * time.total_s
-    for node, assignment in layouts.assignments.items():
+    for node, choices in layouts.assignments.items():
         block = workload.folding.block_of.get(node)
         lowered = workload.rule(node).lowered
-        for axis, choice in enumerate(assignment):
+        for axis, choice in enumerate(choices):
             if block is not None and choice in lowered and here(block):
-                spent[axis] += pricing.lowering(node, assignment).total_s
+                spent[axis] += pricing.lowering(node, choices).total_s
     whole = sum(spent)
     if not whole or not total_s:
         return {}

@@ -134,22 +134,22 @@ class StepTasks:
     ) -> None:
         costs, shape = self.costs, self.costs.shape
         stage, kind, microbatch = action
-        waits = self._waits_of(rank, action)
+        after = self._predecessors(rank, action)
         inside = costs.blocks_of(stage)
         blocks = inside if kind == "F" else inside[::-1]
         own = [BlockPass(block, action, first, last, block == blocks[0]) for block in blocks]
         beside = [self._beside(one) for one in own]
         if not any(gather or reduce for gather, reduce in beside):
             # Nothing runs beside it, so it is one task.
-            passed.append(self._add(rank, COMPUTE, str(action), sum(map(self._work, own)), waits, own))
+            passed.append(self._add(rank, COMPUTE, str(action), sum(map(self._work, own)), after, own))
         else:
             for one, (gather, reduce) in zip(own, beside, strict=True):
                 name = f"{action} {costs.names[one.block]}"
                 if gather:
                     ready = passed[-costs.prefetch - 1 : -costs.prefetch] if len(passed) > costs.prefetch else []
-                    waits = [*waits, self._add(rank, GATHER, name, gather, ready, [one])]
-                passed.append(self._add(rank, COMPUTE, name, self._work(one), waits, [one]))
-                waits = []
+                    after = [*after, self._add(rank, GATHER, name, gather, ready, [one])]
+                passed.append(self._add(rank, COMPUTE, name, self._work(one), after, [one]))
+                after = []
                 if reduce:
                     reductions.append(self._add(rank, REDUCE, name, reduce, passed[-1:], [one]))
         backward = kind != "F"
@@ -159,7 +159,7 @@ class StepTasks:
             number = self.arrival(other, microbatch, backward)
             self._add(rank, SEND, f"{action} to stage {other}", seconds, passed[-1:], own, number)
 
-    def _waits_of(self, rank: int, action: Action) -> list[int]:
+    def _predecessors(self, rank: int, action: Action) -> list[int]:
         """What has to have come from another stage."""
         shape = self.costs.shape
         stage, kind, microbatch = action

@@ -24,7 +24,7 @@ from autopar.search.stages.stage import Stage
 
 def plan_of(
     pricing: Pricing,
-    leaders: tuple[Assignment, ...],
+    assignment: tuple[Assignment, ...],
     stages: Sequence[Stage],
     shape: Pipelining,
     predicted: Predicted,
@@ -32,20 +32,20 @@ def plan_of(
     """The plan that says what the arguments say. Free axes get names by what they do."""
     workload, cluster = pricing.workload, pricing.ops.cluster
     captured, folding, clusters = workload.captured, workload.folding, workload.clusters
-    mesh = named(workload, pricing.mesh, leaders)
-    inputs = leaders[clusters.inputs.index]
+    mesh = name_axes(workload, pricing.mesh, assignment)
+    inputs = assignment[clusters.inputs.index]
     blocks: list[BlockPlan] = []
     for kind, index in zip(folding.kinds, first_instances(folding), strict=True):
         ops = {}
         for node in folding.blocks[index].nodes:
             group = clusters.of.get(node)
             if group is not None and group.leader is node:
-                chosen = {name: c for name, c in zip(mesh.names, leaders[group.index], strict=True) if c is not None}
+                chosen = {name: c for name, c in zip(mesh.names, assignment[group.index], strict=True) if c is not None}
                 if chosen:
                     ops[folding.key[node]] = chosen
-        level = None if pricing.levels is None else pricing.levels[len(blocks)]
+        zero = None if pricing.zero_stages is None else pricing.zero_stages[len(blocks)]
         blocks.append(
-            BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if level == pricing.zero else level)
+            BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if zero == pricing.zero else zero)
         )
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
@@ -55,7 +55,7 @@ def plan_of(
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=shape.schedule,
         virtual_stages=shape.virtual_stages,
-        sequence_layout=_sequence_layout(pricing, leaders),
+        sequence_layout=_sequence_layout(pricing, assignment),
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,
         prefetch=pricing.prefetch,
@@ -67,12 +67,12 @@ def plan_of(
     )
 
 
-def _sequence_layout(pricing: Pricing, leaders: tuple[Assignment, ...]) -> SequenceLayout:
+def _sequence_layout(pricing: Pricing, assignment: tuple[Assignment, ...]) -> SequenceLayout:
     """Zigzag where ranks share a causal attention, and its sequence divides."""
     if not pricing.ops.balanced:
         return "contiguous"
     folded = pricing.workload.analysis.zigzag
-    ranks = folded.num_folds(spread(pricing.workload.analysis, leaders), pricing.mesh)
+    ranks = folded.num_folds(spread(pricing.workload.analysis, assignment), pricing.mesh)
     return "zigzag" if ranks > 1 and folded.divides(ranks) else "contiguous"
 
 
@@ -110,7 +110,7 @@ def prediction_of(
     )
 
 
-def named(workload: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Mesh:
+def name_axes(workload: Workload, mesh: Mesh, assignment: tuple[Assignment, ...]) -> Mesh:
     """``mesh`` with each free axis named after what the heavy ops do on it: dp, cp, ep, or tp; duplicates numbered."""
     heavy = [node for node in workload.repeats if _is_heavy(workload, node)]
     taken: set[str] = set()
@@ -118,7 +118,7 @@ def named(workload: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Me
     for position, axis in enumerate(mesh.axes):
         name = axis.name
         if name.startswith("free") or not name:
-            roles = {role_of(workload, n, _own(workload, n, leaders)[position]) for n in heavy} - {""}
+            roles = {role_of(workload, n, _own(workload, n, assignment)[position]) for n in heavy} - {""}
             name = "ep" if "ep" in roles and roles <= {"ep", "dp"} else roles.pop() if len(roles) == 1 else "tp"
             if not roles and not heavy:
                 name = "dp"
@@ -130,9 +130,9 @@ def named(workload: Workload, mesh: Mesh, leaders: tuple[Assignment, ...]) -> Me
     return Mesh(tuple(axes))
 
 
-def _own(workload: Workload, node: fx.Node, leaders: tuple[Assignment, ...]) -> Assignment:
+def _own(workload: Workload, node: fx.Node, assignment: tuple[Assignment, ...]) -> Assignment:
     group = workload.cluster_of(node)
-    return group.assignment(node, leaders[group.index])
+    return group.assignment(node, assignment[group.index])
 
 
 def _is_heavy(workload: Workload, node: fx.Node) -> bool:

@@ -146,14 +146,14 @@ class Priced:
         return tuple(costs)
 
 
-def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: bool) -> Priced:
-    """Price every block when the leader of cluster ``c`` has assignment ``leaders[c]``.
+def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_once: bool) -> Priced:
+    """Price every block when the leader of cluster ``c`` has assignment ``assignment[c]``.
 
     shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by
     each of them, as if on stages of their own.
     """
     workload = pricing.workload
-    layouts = layouts_of(workload, leaders)
+    layouts = layouts_of(workload, assignment)
     assignments, inputs = layouts.assignments, layouts.inputs
 
     # What does not depend on ZeRO comes up again with each of its levels.
@@ -163,8 +163,8 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
     def move(number: int) -> Moves:
         return _moved(pricing, workload.transfers[number], layouts)
 
-    own = _known(pricing, leaders, "ops", workload.clusters_of_kinds, ops)
-    moves = _known(pricing, leaders, "moves", workload.clusters_of_transfers, move)
+    own = _known(pricing, assignment, "ops", workload.clusters_of_kinds, ops)
+    moves = _known(pricing, assignment, "moves", workload.clusters_of_transfers, move)
     prices, storage, by_block = _parameters(pricing, layouts, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
@@ -191,7 +191,7 @@ def evaluate(pricing: Pricing, leaders: tuple[Assignment, ...], *, shared_once: 
 
 def _known(
     pricing: Pricing,
-    leaders: tuple[Assignment, ...],
+    assignment: tuple[Assignment, ...],
     what: str,
     clusters: Sequence[tuple[int, ...]],
     make: Callable[[int], T],
@@ -200,18 +200,19 @@ def _known(
     known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
     found = []
     for number, own in enumerate(clusters):
-        key = (number, pricing.num_microbatches, *(leaders[index] for index in own))
+        key = (number, pricing.num_microbatches, *(assignment[index] for index in own))
         if key not in known:
             known[key] = make(number)
         found.append(known[key])
     return found
 
 
-def evaluate_stages(pricing: Pricing, leaders: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:
+def evaluate_stages(pricing: Pricing, assignment: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:
     """Price every block for the stage it is in, which may be offloaded."""
     kinds = {stage.offload for stage in stages}
     made = {
-        offload: evaluate(replace(pricing, offload=offload), leaders, shared_once=len(stages) == 1) for offload in kinds
+        offload: evaluate(replace(pricing, offload=offload), assignment, shared_once=len(stages) == 1)
+        for offload in kinds
     }
     blocks = [made[stage.offload].blocks[b] for stage in stages for b in range(stage.first, stage.last + 1)]
     return replace(made[stages[0].offload], blocks=tuple(blocks))
@@ -222,10 +223,12 @@ def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
     return find_data_axes(priced.storage.values(), inputs)
 
 
-def layouts_of(workload: Workload, leaders: tuple[Assignment, ...]) -> Layouts:
-    """Layouts of all tensors where the leader of cluster ``c`` has assignment ``leaders[c]``."""
-    assignments = spread(workload.analysis, leaders)
-    return Layouts(analysis=workload.analysis, assignments=assignments, inputs=leaders[workload.clusters.inputs.index])
+def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layouts:
+    """Layouts of all tensors where the leader of cluster ``c`` has assignment ``assignment[c]``."""
+    assignments = spread(workload.analysis, assignment)
+    return Layouts(
+        analysis=workload.analysis, assignments=assignments, inputs=assignment[workload.clusters.inputs.index]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +236,10 @@ class Moves:
     """Redistributions. again_s: forward seconds of those whose results selective rematerialisation does not keep."""
 
     all: OpTime = ZERO
-    again_s: float = 0.0
+    recomputed_s: float = 0.0
 
     def __add__(self, other: Moves) -> Moves:
-        return Moves(self.all + other.all, self.again_s + other.again_s)
+        return Moves(self.all + other.all, self.recomputed_s + other.recomputed_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +253,7 @@ class _Ops:
     compute: OpTime
     inside: OpTime
     contraction_s: float
-    again_s: float
+    recomputed_s: float
     unreached_s: float
     unreached_dear_s: float
     weights_s: float
@@ -288,12 +291,12 @@ class _Ops:
                 twice += branch_s(pricing.ops.cluster.device)
         batches = pricing.mesh, pricing.num_microbatches
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
-        again = {tensor.node for tensor in activations.run_again(assignments)}
+        recomputed = {tensor.node for tensor in activations.recomputed(assignments)}
         return cls(
             compute=compute,
             inside=inside,
             contraction_s=contraction,
-            again_s=sum(pricing.op(node, assignments[node]).forward_s for node in again),
+            recomputed_s=sum(pricing.op(node, assignments[node]).forward_s for node in recomputed),
             unreached_s=unreached,
             unreached_dear_s=unreached_dear,
             weights_s=weights,
@@ -318,14 +321,14 @@ class _Ops:
         states = sum((pricing.state(p) for p in held), MemoryParts())
         gathered, unsharded, scattered = pricing.zero_bytes(held)
         sync, waited = pricing.bucket_sync(held)
-        dear = self.contraction_s + communication.forward_s - moved.again_s
+        dear = self.contraction_s + communication.forward_s - moved.recomputed_s
         # Without what a second run does not reach.
         forward -= self.unreached_s + past.all.forward_s
-        dear -= self.unreached_dear_s + past.all.forward_s - past.again_s
+        dear -= self.unreached_dear_s + past.all.forward_s - past.recomputed_s
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
-            recomputed_s=tuple(rematerialised_s(level, forward, dear, self.again_s) for level in LEVELS),
+            recomputed_s=tuple(rematerialised_s(level, forward, dear, self.recomputed_s) for level in LEVELS),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
@@ -383,7 +386,7 @@ def _parameters(
             users = tuple(dict.fromkeys(blocks))
             for block in users[:1] if shared_once else users:
                 kind = pricing.workload.folding.blocks[block].kind
-                alone = None if pricing.levels is None or (shared_once and len(users) > 1) else kind
+                alone = None if pricing.zero_stages is None or (shared_once and len(users) > 1) else kind
                 if alone not in made:
                     made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
                 held.setdefault(block, []).append(made[alone])

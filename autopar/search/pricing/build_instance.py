@@ -27,10 +27,10 @@ from autopar.ir.analysis.matrix_products import is_product
 from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.placement import Partial
 from autopar.ir.rule import Assignment
-from autopar.search.assign.instance import Floats, Flow, Instance, Ints, User
+from autopar.search.assign.instance import Factor, Floats, Instance, Ints, User
 from autopar.search.pricing.cluster_options import Options
 from autopar.search.pricing.placement_codes import (
-    FlowPattern,
+    FactorPattern,
     ParameterPattern,
     decode,
     decode_need,
@@ -38,7 +38,7 @@ from autopar.search.pricing.placement_codes import (
     need_code,
     rows_class,
 )
-from autopar.search.pricing.price_cache import FlowShape
+from autopar.search.pricing.price_cache import FactorShape
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import Allowed
 from autopar.search.problem.constraints import NoOption
@@ -60,7 +60,7 @@ class Weights:
     state: float = 0.0
     activations: float = 0.0
     working: float = 0.0
-    again: bool = False
+    rematerialise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,9 +70,9 @@ class Built:
     instance: Instance
     options: tuple[Options, ...]
 
-    def assignments(self, selection: tuple[int, ...]) -> tuple[Assignment, ...]:
+    def assignments(self, labelling: tuple[int, ...]) -> tuple[Assignment, ...]:
         """Assignment of the leader of each cluster."""
-        return tuple(own.leader(option) for own, option in zip(self.options, selection, strict=True))
+        return tuple(own.assignment(option) for own, option in zip(self.options, labelling, strict=True))
 
 
 def build(pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> Built:
@@ -124,10 +124,10 @@ class _Builder:
         self.count = pricing.num_microbatches
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
-        self.flows: list[Flow] = []
+        self.factors: list[Factor] = []
         own = self.workload.clusters.inputs.index
         every = range(len(self.options[own]))
-        self.costs[own] += [self.count * pricing.feeding_s(self.options[own].leader(option)) for option in every]
+        self.costs[own] += [self.count * pricing.feeding_s(self.options[own].assignment(option)) for option in every]
 
     def run(self) -> Built:
         if self.weights.activations:
@@ -138,7 +138,7 @@ class _Builder:
             self._add_parameter(number, group)
         for number, transfer in enumerate(self.workload.transfers):
             self._add_transfer(number, transfer)
-        return Built(instance=Instance(costs=tuple(self.costs), flows=tuple(self.flows)), options=self.options)
+        return Built(instance=Instance(costs=tuple(self.costs), factors=tuple(self.factors)), options=self.options)
 
     def _seconds(self, options: Options) -> Floats:
         """Seconds of a step of the members of a cluster, under each option."""
@@ -207,7 +207,7 @@ class _Builder:
         for node, tensors in self.workload.kept.items():
             index = self.workload.cluster_of(node).index
             price = self.weights.activations * np.sum([self._bytes(tensor) for tensor in tensors], axis=0)
-            if self.weights.again:
+            if self.weights.rematerialise:
                 price = np.minimum(price, self._rematerialised(node))
             self.costs[index] += self.workload.repeats[node] * price
 
@@ -238,31 +238,33 @@ class _Builder:
         return found * group.numel * len(group.names)
 
     def _add_parameter(self, number: int, group: ParameterGroup) -> None:
-        units = [self.workload.cluster_of(node).index for node, _ in group.uses]
-        key = (number, *(self.options[unit].code for unit in units))
+        variables = [self.workload.cluster_of(node).index for node, _ in group.uses]
+        key = (number, *(self.options[variable].code for variable in variables))
         known = self.pricing.moves.known.stored
         shape = known.get(key)
         if shape is None:
-            shape = known[key] = self._stored(group, units)
+            shape = known[key] = self._stored(group, variables)
         alone = np.array([self._parameter_price(group, uses) for uses in shape.states])
-        self.costs[units[0]] += alone[shape.state_of]
+        self.costs[variables[0]] += alone[shape.state_of]
         for user, wanted in shape.later:
             # What a later user adds, seen pairwise: exact for two users, as tied weights are.
             cost = np.zeros((len(shape.states), len(wanted)))
             for need, use in enumerate(wanted):
                 for state, uses in enumerate(shape.states):
                     cost[state, need] = max(0.0, self._parameter_price(group, (*uses, use)) - alone[state])
-            self.flows.append(Flow(producer=units[0], sources=shape.state_of, users=(user,), cost=cost))
+            self.factors.append(Factor(producer=variables[0], sources=shape.state_of, users=(user,), cost=cost))
 
-    def _stored(self, group: ParameterGroup, units: list[int]) -> ParameterPattern:
+    def _stored(self, group: ParameterGroup, variables: list[int]) -> ParameterPattern:
         needs = [self._needs(node, position) for node, position in group.uses]
-        own = np.stack([need for need, unit in zip(needs, units, strict=True) if unit == units[0]], axis=1)
+        own = np.stack(
+            [need for need, variable in zip(needs, variables, strict=True) if variable == variables[0]], axis=1
+        )
         states, state_of = np.unique(own, axis=0, return_inverse=True)
         later = []
-        for need, unit in zip(needs, units, strict=True):
-            if unit != units[0]:
+        for need, variable in zip(needs, variables, strict=True):
+            if variable != variables[0]:
                 wanted, need_of = np.unique(need, return_inverse=True)
-                later.append((User(unit=unit, needs=need_of), wanted.tolist()))
+                later.append((User(variable=variable, needs=need_of), wanted.tolist()))
         return ParameterPattern(
             states=[tuple(state) for state in states.tolist()], state_of=state_of.reshape(-1), later=later
         )
@@ -274,23 +276,25 @@ class _Builder:
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         """A flow for a transfer. Its shape depends on the options of its units and the rows only: it is kept."""
-        units = [
+        variables = [
             self.workload.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))
         ]
         rows = rows_class(transfer.tensor.rows_of_microbatch(self.count), self.pricing.mesh)
-        key = (number, rows, *(id(self.options[unit]) for unit in units))
+        key = (number, rows, *(id(self.options[variable]) for variable in variables))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
-            shape = self.pricing.moves.shapes[key] = self._shape(transfer, self._pattern(number, transfer, units), rows)
+            shape = self.pricing.moves.shapes[key] = self._shape(
+                transfer, self._pattern(number, transfer, variables), rows
+            )
         if not shape.costs:
             return
-        factor = self.count * len(transfer.blocks)
-        cost = factor * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
+        times = self.count * len(transfer.blocks)
+        cost = times * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
         for (axes, pieces), where in shape.summed.items():
             rate = min(self._sum_rate(pricing, axes) for pricing in self.pricings)
             share = len(transfer.blocks) * transfer.tensor.numel / pieces
             cost = cost + self.weights.sync * share * rate * where
-        self.flows.append(Flow(producer=units[0], sources=shape.sources, users=shape.users, cost=cost))
+        self.factors.append(Factor(producer=variables[0], sources=shape.sources, users=shape.users, cost=cost))
 
     def _sum_rate(self, pricing: Pricing, axes: tuple[int, ...]) -> float:
         """Seconds that an element of a gradient takes to be summed over axes, once a step."""
@@ -298,33 +302,35 @@ class _Builder:
         own = tuple(axis for axis in axes if not pricing.zero or axis not in pricing.data_axes)
         return pricing.moves.sync_rate(own, 0, self.workload.precision).total_s(self.count) if own else 0.0
 
-    def _shape(self, transfer: Transfer, pattern: FlowPattern, rows: float) -> FlowShape:
+    def _shape(self, transfer: Transfer, pattern: FactorPattern, rows: float) -> FactorShape:
         moves, summed = self.pricing.moves, dict[tuple[tuple[int, ...], int], Floats]()
         if pattern.numbers is None:
             fixed, per_byte = self._passed(pattern.states, pattern.wanted, rows, summed)
         else:
             fixed, per_byte = moves.table(pattern.numbers, rows)
-        return FlowShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
+        return FactorShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
 
-    def _pattern(self, number: int, transfer: Transfer, units: list[int]) -> FlowPattern:
+    def _pattern(self, number: int, transfer: Transfer, variables: list[int]) -> FactorPattern:
         """What is known of a transfer by what its units may do, on all meshes with so many axes."""
         moves = self.pricing.moves.known
-        key = (number, *(self.options[unit].code for unit in units))
+        key = (number, *(self.options[variable].code for variable in variables))
         found = moves.patterns.get(key)
         if found is None:
             states, sources = np.unique(
-                self.options[units[0]].layouts(self.codes.tensor(transfer.tensor)), return_inverse=True
+                self.options[variables[0]].layouts(self.codes.tensor(transfer.tensor)), return_inverse=True
             )
             needs = [self._needs(node, position) for node, position in transfer.uses]
             wanted, need_of = np.unique(np.concatenate(needs), return_inverse=True)
             derived = transfer.tensor.node in self.workload.analysis.derived
             parts = np.split(need_of, np.cumsum([len(own) for own in needs])[:-1])
-            found = moves.patterns[key] = FlowPattern(
+            found = moves.patterns[key] = FactorPattern(
                 states=states,
                 wanted=wanted,
                 numbers=None if derived else moves.numbers(states, wanted, transfer.tensor.differentiable),
                 sources=sources,
-                users=tuple(User(unit=unit, needs=part) for unit, part in zip(units[1:], parts, strict=True)),
+                users=tuple(
+                    User(variable=variable, needs=part) for variable, part in zip(variables[1:], parts, strict=True)
+                ),
             )
         return found
 

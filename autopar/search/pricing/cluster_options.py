@@ -58,12 +58,12 @@ class Options:
     def __len__(self) -> int:
         return len(self.picks)
 
-    def leader(self, option: int) -> Assignment:
+    def assignment(self, option: int) -> Assignment:
         """What the leader does."""
         return tuple(self.group.choices[pick] for pick in self.picks[option].tolist())
 
     def member(self, node: fx.Node, option: int) -> Assignment:
-        return self.group.assignment(node, self.leader(option))
+        return self.group.assignment(node, self.assignment(option))
 
     def layouts(self, of_pick: Ints) -> Ints:
         """Code of the layout under each option, from the codes of placements by pick."""

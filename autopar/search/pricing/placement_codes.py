@@ -64,8 +64,8 @@ def decode_need(code: int, num_axes: int) -> tuple[Layout, Layout]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlowPattern:
-    """A flow of the inner problem but for what it costs; see ``instance.Flow``.
+class FactorPattern:
+    """A flow of the inner problem but for what it costs; see ``instance.Factor``.
 
     states, wanted: codes of the states it is produced and needed in. numbers: of the redistributions between them; None
     if sums may be left in between.
@@ -100,7 +100,7 @@ class Moves:
     """
 
     num_axes: int
-    patterns: dict[tuple[object, ...], FlowPattern] = field(default_factory=dict)
+    patterns: dict[tuple[object, ...], FactorPattern] = field(default_factory=dict)
     stored: dict[tuple[object, ...], ParameterPattern] = field(default_factory=dict)
     _pairs: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ascending
     _numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the pairs

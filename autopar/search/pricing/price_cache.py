@@ -81,8 +81,8 @@ class OpPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlowShape:
-    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Flow``.
+class FactorShape:
+    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Factor``.
 
     summed: for what a derived op makes, (mesh axes, pieces) -> 1 where the gradient of so large a part of it is summed
     over them once a step, with the gradients of parameters, 0 elsewhere.
@@ -125,11 +125,11 @@ class MeshPrices:
     fabric: Fabric
     known: Moves
     options: dict[tuple[object, ...], Options] = field(default_factory=dict)
-    shapes: dict[tuple[object, ...], FlowShape] = field(default_factory=dict)
+    shapes: dict[tuple[object, ...], FactorShape] = field(default_factory=dict)
     parameters: dict[tuple[object, ...], ParameterSeconds] = field(default_factory=dict)
     evaluated: dict[str, dict[Any, Any]] = field(default_factory=dict)
     links: LinkPrices = field(init=False)
-    _calm: MeshPrices | None = None
+    _noise_free: MeshPrices | None = None
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
     _rates: dict[tuple[tuple[int, ...], int, str, bool], SyncTime] = field(default_factory=dict)
@@ -142,13 +142,13 @@ class MeshPrices:
         return self.fabric.mesh
 
     @property
-    def calm(self) -> MeshPrices:
+    def noise_free(self) -> MeshPrices:
         """The same where ranks never wait for each other."""
-        if self._calm is None:
+        if self._noise_free is None:
             cluster = self.fabric.cluster
-            calm = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
-            self._calm = MeshPrices(Fabric(calm, self.mesh), self.known)
-        return self._calm
+            noise_free = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
+            self._noise_free = MeshPrices(Fabric(noise_free, self.mesh), self.known)
+        return self._noise_free
 
     def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf) -> Affine:
         """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).

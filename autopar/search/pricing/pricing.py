@@ -79,10 +79,10 @@ class Pricing:
     data_axes: tuple[int, ...] = ()
     prefetch: int = 1
     reshard: bool = True
-    levels: tuple[int, ...] | None = None
+    zero_stages: tuple[int, ...] | None = None
     reshards: tuple[bool, ...] | None = None
     offload: bool = False
-    named: Mesh | None = None
+    named_mesh: Mesh | None = None
 
     @property
     def workload(self) -> Workload:
@@ -90,7 +90,7 @@ class Pricing:
 
     @property
     def mesh(self) -> Mesh:
-        return self.named or self.moves.mesh
+        return self.named_mesh or self.moves.mesh
 
     @property
     def zero_degree(self) -> int:
@@ -154,7 +154,7 @@ class Pricing:
         """
         storage = stored(uses, len(self.mesh), trains=requires_grad)
         layout, partial = storage.layout, set(storage.partial_axes)
-        zero = self.zero if kind is None or self.levels is None else self.levels[kind]
+        zero = self.zero if kind is None or self.zero_stages is None else self.zero_stages[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
         # Without a gradient and its moments there is nothing of it that levels 1 and 2 would divide.
         divides = zero >= (1 if requires_grad else 3)
@@ -234,7 +234,7 @@ class Pricing:
     def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
         """Communication of the parameters of one block, in one bucket for each set of axes: what can run beside
         compute, and what cannot."""
-        sharded = by_level(prices)
+        sharded = by_zero_stage(prices)
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
@@ -288,7 +288,7 @@ class Pricing:
         gradients as computed, and the buffer that those leave from."""
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
-        for (zero, reshard, _), (numel, _, trained) in by_level(prices).items():
+        for (zero, reshard, _), (numel, _, trained) in by_zero_stage(prices).items():
             leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
             gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
             scattered += leaving
@@ -315,7 +315,9 @@ class Pricing:
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
-def by_level(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
+def by_zero_stage(
+    prices: Iterable[ParameterPrice],
+) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
     """Elements and tensors that ZeRO shards, and the share of the elements that train, by level, whether they are given
     back after forward, and the axes."""
     found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]] = {}

@@ -187,11 +187,11 @@ class Rules:
         assert group.leader is not None
         if self.forbidden(group):
             return allowed  # what is left when its usual choice is ruled out is the question
-        named = role_of_axis(self.mesh.names[axis])
+        wanted_role = role_of_axis(self.mesh.names[axis])
         flops = self.workload.rule(group.leader).flops * self.workload.repeats.get(group.leader, 1)
         heavy = flops >= HEAVY * self.workload.forward_flops
-        between = named == "tp" and not heavy and self.constraints.sequence_parallel
-        wanted = named if heavy or between else ""
+        between = wanted_role == "tp" and not heavy and self.constraints.sequence_parallel
+        wanted = wanted_role if heavy or between else ""
         if wanted == "ep" and group.leader not in self.workload.expert_factors:
             wanted = (
                 "dp" if divides_experts_axes(self.workload.captured.batch_size, self.mesh, self.constraints) else ""
@@ -199,7 +199,7 @@ class Rules:
         roles = {wanted}
         if between:
             roles = {"tp", "cp"}
-        elif wanted == named == "cp" and is_attention(group.leader):
+        elif wanted == wanted_role == "cp" and is_attention(group.leader):
             roles = {"cp", "tp"}
         used = [c for c in allowed if wanted and self._plays(group, axis, c) in roles]
         alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)

@@ -196,18 +196,18 @@ class Constraints:
         return tuple(found)
 
     def _check_degrees(self, num_gpus: int) -> None:
-        named = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}
-        ranks = prod(named.values())
-        text = " * ".join(f"{name}={size}" for name, size in named.items())
-        text += f" = {ranks}" if len(named) > 1 else ""
+        pinned = {name: getattr(self, name) for name in ("pp", *ROLES) if getattr(self, name) is not None}
+        ranks = prod(pinned.values())
+        text = " * ".join(f"{name}={size}" for name, size in pinned.items())
+        text += f" = {ranks}" if len(pinned) > 1 else ""
         if num_gpus % ranks:
             raise InfeasiblePlan(
                 f"{text} does not divide the {num_gpus} ranks.\n  try: degrees whose product divides {num_gpus}"
             )
-        if len(named) == 1 + len(ROLES) and ranks != num_gpus:
+        if len(pinned) == 1 + len(ROLES) and ranks != num_gpus:
             raise InfeasiblePlan(f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search")
 
-    def levels(self) -> tuple[int, ...]:
+    def zero_stages(self) -> tuple[int, ...]:
         """ZeRO levels above 0 to consider."""
         if self.reshard_after_forward is False:
             return (3,)
