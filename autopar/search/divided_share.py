@@ -1,4 +1,4 @@
-"""What share of a model's work a mesh axis divides, and which ops it leaves whole on every rank, and why.
+"""Share of a model's work that a mesh axis divides; the ops that every rank of the axis computes whole, and why.
 
 Tensor parallelism can degenerate: a layer whose factors do not divide, or whose op no rule takes apart, is computed by
 every rank of the axis; one that is divided along the sequence alone keeps its matrices whole on all of them. The plan

@@ -1,7 +1,7 @@
-"""Why an op of a plan is placed as it is: what follows from it, and what the next best placements would cost.
+"""Why an op of a plan is placed as it is: the consequences of its placement, and the cost of the next best ones.
 
-A runner-up is what the search finds where everything is as in the plan (mesh, pipeline, schedule, microbatches, ZeRO)
-but the op may not have its placement; the next one where it may not have either. All other ops, the stage cuts and
+A runner-up is the best plan with the same mesh, pipeline, schedule, microbatches and ZeRO in which the op may not have
+its placement; in the next one it may have neither. All other ops, the stage cuts and
 rematerialisation adapt, so the price is that of the whole plan.
 """
 
@@ -36,7 +36,7 @@ _SPEEDS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What the plan would be if an op were placed otherwise.
+    """The best plan with another placement of an op.
 
     placement: (mesh axis, factor, None for replicated). plan: with its prediction; None if nothing fits, with the
     reason. faster_with: the network's speed over the present one's, nearest to 1, at which this plan would be
@@ -50,6 +50,7 @@ class Alternative:
 
     @property
     def prediction(self) -> Prediction | None:
+        """Prediction of the plan; None if nothing fits."""
         return None if self.plan is None else self.plan.prediction
 
 

@@ -1,4 +1,4 @@
-"""What a search returns."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autopar.search.problem.workload import Workload
 class Baseline:
     """The best plan of a kind that needs no search.
 
-    configuration: in words. step_time_s: None if nothing of the kind fits. at_least: that is a lower bound or an
-    estimate that nobody needed to know better.
+    configuration: in words. step_time_s: None if nothing of the kind fits. at_least: whether that is a lower bound
+    or an estimate, as the baseline was pruned.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Baseline:
 class SearchResult:
     """The best plan found.
 
-    predicted: its prediction in full (``plan.prediction`` is the part that the file keeps). optimality_gap: at
-    most this share of ``predicted.step_time_s`` could be saved by another plan of the search space, as far as
-    lower bounds prove. num_configurations: configurations whose inner problem was solved; num_skipped: those
-    that a bound excluded. baselines: what the plan was compared with, the fastest first; none is faster.
-    interrupted: by the user, before it was done. workload, cluster, constraints: what was searched.
-    candidates: every plan that was found to fit, as they were found.
+    predicted: its prediction in full (``plan.prediction`` is the part that the file keeps). optimality_gap: at most
+    this share of ``predicted.step_time_s`` could be saved by another plan of the search space, as far as lower bounds
+    prove. num_configurations: configurations whose inner problem was solved; num_skipped: configurations that a bound
+    excluded. baselines: what the plan was compared with, the fastest first; none is faster. interrupted: by the user,
+    before it was done. workload, cluster, constraints: what was searched. candidates: every plan that was found to fit,
+    as they were found.
     """
 
     plan: Plan

@@ -43,11 +43,13 @@ def along(
 
 
 def cat(call: Call) -> FactorRule | None:
+    """Concatenation: the dimension is blocked in every operand and in the result, the others are shared factors."""
     rank = len(call.operands[0].shape)
     return along(call, [dim_of(call.bound()["dim"], rank)], linear=[[o.position for o in call.operands]])
 
 
 def stack(call: Call) -> FactorRule | None:
+    """A new dimension, blocked in the result; the dimensions of the operands are shared factors."""
     x = call.operands[0]
     dim = dim_of(call.bound()["dim"], len(x.shape) + 1)
     factors = Factors()
@@ -93,10 +95,12 @@ def select(call: Call) -> FactorRule | None:
 
 
 def slice_scatter(call: Call) -> FactorRule | None:
+    """``x`` with a slice of one dimension written from ``src``; that dimension is blocked."""
     return along(call, [dim_of(call.bound()["dim"], len(call.operands[0].shape))], linear=[[0, 1]])
 
 
 def select_scatter(call: Call) -> FactorRule | None:
+    """``x`` with one entry of a dimension written from ``src``, which lacks the dimension; it is blocked."""
     x, _ = call.operands
     dim = dim_of(call.bound()["dim"], len(x.shape))
     factors = Factors()
@@ -105,6 +109,7 @@ def select_scatter(call: Call) -> FactorRule | None:
 
 
 def diagonal_scatter(call: Call) -> FactorRule | None:
+    """``x`` with a diagonal written from ``src``; the two dimensions of the diagonal are blocked."""
     x, _ = call.operands
     bound = call.bound()
     blocked = {dim_of(bound["dim1"], len(x.shape)), dim_of(bound["dim2"], len(x.shape))}
@@ -127,6 +132,7 @@ def pad(call: Call) -> FactorRule | None:
 
 
 def flip(call: Call) -> FactorRule | None:
+    """Reversal of dimensions, which are blocked; no ``dims`` means all."""
     rank = len(call.operands[0].shape)
     return along(call, dims_of(call.bound()["dims"], rank) if call.bound()["dims"] else (), linear=[[0]])
 
@@ -158,12 +164,14 @@ def scan(call: Call) -> FactorRule | None:
 
 
 def diff(call: Call) -> FactorRule | None:
+    """Differences along a dimension, which is blocked."""
     x = call.operands[0]
     linear = [[o.position for o in call.operands]]
     return along(call, [dim_of(call.bound()["dim"], len(x.shape))], linear=linear, flops=numel(x.shape))
 
 
 def cosine_similarity(call: Call) -> FactorRule | None:
+    """Cosine similarity along a dimension, which is blocked and absent from the result; operands broadcast."""
     bound = call.bound()
     x, y = bound["x1"], bound["x2"]
     if len(x.shape) != len(y.shape):

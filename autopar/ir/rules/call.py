@@ -52,14 +52,17 @@ class Call:
 
     @property
     def name(self) -> str:
+        """Namespace and name of the op, such as ``aten::add``."""
         return op_name(self.target)
 
     @property
     def overload(self) -> str:
+        """Overload of an ATen op, such as ``Tensor``; empty for other callables."""
         return overload_of(self.target) if isinstance(self.target, OpOverload) else ""
 
     @property
     def operands(self) -> tuple[Operand, ...]:
+        """All tensor operands, in the order of ``graph.tensor_operands``."""
         return tuple(_operands((self.args, tuple(value for _, value in self.kwargs))))
 
     @property

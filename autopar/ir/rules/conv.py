@@ -15,6 +15,7 @@ from autopar.ir.rules.factors import Factors, Rule, numel, operand_factors, sums
 
 
 def convolution(call: Call) -> FactorRule | None:
+    """A plain or transposed convolution of any spatial rank; None without a batch dimension."""
     bound = call.bound()
     x, weight, bias = bound["input"], bound["weight"], bound["bias"]
     groups = bound["groups"]

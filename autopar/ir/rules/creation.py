@@ -21,6 +21,7 @@ def filled(call: Call) -> FactorRule | None:
 
 
 def filled_like(call: Call) -> FactorRule | None:
+    """A tensor of the shape of the first operand; its dimensions are factors, other operands whole."""
     x, *others = call.operands
     if call.results[0].shape != x.shape:
         return None

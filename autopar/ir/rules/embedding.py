@@ -12,6 +12,7 @@ from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_fac
 
 
 def embedding(call: Call) -> FactorRule | None:
+    """Look-up of rows of a matrix; None for sparse gradients, or scaled by the frequency of an index."""
     bound = call.bound()
     weight, indices = bound["weight"], bound["indices"]
     if bound["scale_grad_by_freq"] or bound["sparse"]:
@@ -56,6 +57,7 @@ def bag(call: Call) -> FactorRule | None:
 
 
 def one_hot(call: Call) -> FactorRule | None:
+    """One-hot encoding: a new last dimension, which is blocked; None if the number of classes depends on the data."""
     (x,) = call.operands
     factors = Factors()
     lead = factors.dims(numbered(len(x.shape)), x.shape)

@@ -43,6 +43,7 @@ class Factors:
         return (name,)
 
     def dims(self, names: Iterable[str], shape: Sequence[int]) -> TensorFactors:
+        """Dimensions that run over the factors ``names``, one factor each."""
         return tuple(self.dim(name, size) for name, size in zip(names, shape, strict=True))
 
     def fresh(self, size: int) -> DimFactors:
@@ -147,6 +148,7 @@ def dims_of(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def numel(shape: Sequence[int]) -> float:
+    """Elements of a tensor of this shape, as a float."""
     return float(prod(shape))
 
 
@@ -178,4 +180,5 @@ def operand_factors(call: Call, known: dict[int, TensorFactors], factors: Factor
 
 
 def is_operand(value: object) -> bool:
+    """Whether an argument of a call is a tensor operand."""
     return isinstance(value, Operand)

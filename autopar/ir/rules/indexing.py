@@ -26,6 +26,7 @@ from autopar.ir.rules.factors import (
 
 
 def gather(call: Call) -> FactorRule | None:
+    """``gather`` along a dimension, which is blocked in ``x``; None unless index and ``x`` have equal rank."""
     bound = call.bound()
     x, index = bound["self"], bound["index"]
     rank = len(x.shape)
@@ -70,6 +71,7 @@ def take_along(call: Call) -> FactorRule | None:
 
 
 def index_select(call: Call) -> FactorRule | None:
+    """Entries of a dimension at an index of rank 1; the dimension is blocked, the index a factor of the result."""
     bound = call.bound()
     x, index = bound["self"], bound["index"]
     dim = dim_of(bound["dim"], len(x.shape))

@@ -14,6 +14,7 @@ from autopar.ir.rules.factors import Factors, Rule, aligned, numbered, numel, su
 
 
 def linear(call: Call) -> FactorRule | None:
+    """A linear layer, with or without bias, whose matrix is stored by rows (n, k) or by columns (k, n)."""
     bound = call.bound()
     x, weight, bias = bound["input"], bound["weight"], bound["bias"]
     by_columns = call.name == "autopar::columns_linear"
@@ -96,6 +97,7 @@ def add_product(call: Call) -> FactorRule | None:
 
 
 def outer(call: Call) -> FactorRule | None:
+    """Outer product of two vectors: m, n -> m n."""
     x, y = call.operands
     factors = Factors()
     m, n = factors.dim("m", x.shape[0]), factors.dim("n", y.shape[0])
@@ -103,6 +105,7 @@ def outer(call: Call) -> FactorRule | None:
 
 
 def dot(call: Call) -> FactorRule | None:
+    """Inner product of two vectors; their dimension is summed."""
     x, _ = call.operands
     factors = Factors()
     k = factors.dim("k", x.shape[0])

@@ -60,6 +60,7 @@ def layer_norm_backward(call: Call) -> FactorRule | None:
 
 
 def group_norm(call: Call) -> FactorRule | None:
+    """Group normalisation: batch and groups are factors, channels of a group and space are not divided."""
     bound = call.bound()
     x: Operand = bound["input"]
     groups = bound["num_groups" if "num_groups" in bound else "group"]

@@ -26,6 +26,7 @@ def leaky(call: Call) -> FactorRule | None:
 
 
 def draw(call: Call) -> FactorRule | None:
+    """An op that always draws random numbers."""
     return _random(call, active=True)
 
 

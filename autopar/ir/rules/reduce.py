@@ -44,14 +44,17 @@ def _reduce(call: Call, kind: str) -> FactorRule | None:
 
 
 def total(call: Call) -> FactorRule | None:
+    """A sum: reduced dimensions are summed factors."""
     return _reduce(call, "sum")
 
 
 def mean(call: Call) -> FactorRule | None:
+    """A mean: reduced dimensions are summed and lowered."""
     return _reduce(call, "mean")
 
 
 def other(call: Call) -> FactorRule | None:
+    """A reduction that is no sum: reduced dimensions are blocked."""
     return _reduce(call, "other")
 
 

@@ -126,6 +126,7 @@ def work_of_body(op: Scan | AssociativeScan, length: int) -> float:
 
 
 def scan(call: Call) -> FactorRule | None:
+    """A scan over a sequence; time is no factor, dimensions that its body keeps apart are."""
     op: Scan = call.target
     states, sequences, constants = op.split(op.body.placeholders)
     writer = _Writer(op.body, factors_of(op.body))
@@ -147,6 +148,7 @@ def scan(call: Call) -> FactorRule | None:
 
 
 def associative_scan(call: Call) -> FactorRule | None:
+    """An associative scan; time is no factor, dimensions that its body keeps apart are."""
     op: AssociativeScan = call.target
     places = op.body.placeholders
     steps = length_of(call)

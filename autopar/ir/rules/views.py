@@ -92,10 +92,12 @@ def _permuted(call: Call, order: Sequence[int]) -> FactorRule:
 
 
 def permute(call: Call) -> FactorRule | None:
+    """All dimensions in another order."""
     return _permuted(call, dims_of(call.bound()["dims"], len(call.operands[0].shape)))
 
 
 def transpose(call: Call) -> FactorRule | None:
+    """Two dimensions exchanged; None without ``dim0``, as of a matrix."""
     rank = len(call.operands[0].shape)
     bound = call.bound()
     if "dim0" not in bound:
@@ -108,6 +110,7 @@ def transpose(call: Call) -> FactorRule | None:
 
 
 def matrix_transpose(call: Call) -> FactorRule | None:
+    """The last two dimensions exchanged."""
     rank = len(call.operands[0].shape)
     order = list(range(rank))
     if rank >= 2:
@@ -116,10 +119,12 @@ def matrix_transpose(call: Call) -> FactorRule | None:
 
 
 def reverse_dims(call: Call) -> FactorRule | None:
+    """All dimensions in reverse order."""
     return _permuted(call, range(len(call.operands[0].shape))[::-1])
 
 
 def movedim(call: Call) -> FactorRule | None:
+    """Dimensions moved to other positions, the rest in order."""
     rank = len(call.operands[0].shape)
     bound = call.bound()
     moved, places = dims_of(bound["source"], rank), dims_of(bound["destination"], rank)
@@ -190,6 +195,7 @@ def complex_pairs(call: Call) -> FactorRule | None:
 
 
 def diagonal(call: Call) -> FactorRule | None:
+    """A diagonal as a new last dimension, which is blocked, as are the two dimensions that it runs through."""
     (x,) = call.operands
     bound = call.bound()
     rank = len(x.shape)

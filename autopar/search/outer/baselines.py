@@ -53,19 +53,36 @@ class Trials(Protocol):
     max_work: int
 
     @property
-    def solver(self) -> Solver: ...
+    def solver(self) -> Solver:
+        """Solver of the inner problems."""
+
     @property
-    def space(self) -> Space: ...
+    def space(self) -> Space:
+        """The configurations that the constraints leave open."""
+
     @property
-    def bounds(self) -> Bounds: ...
+    def bounds(self) -> Bounds:
+        """Lower bounds on configurations."""
+
     @property
-    def best(self) -> Candidate | None: ...
+    def best(self) -> Candidate | None:
+        """The best plan so far."""
+
     @property
-    def record_s(self) -> float: ...
-    def known_of(self, configuration: Configuration) -> Outcome | None: ...
-    def try_baseline(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome: ...
-    def note(self, configuration: Configuration, outcome: Outcome) -> None: ...
-    def refuse(self, error: NoOption) -> None: ...
+    def record_s(self) -> float:
+        """Seconds of a step of the best plan so far; inf without one."""
+
+    def known_of(self, configuration: Configuration) -> Outcome | None:
+        """Outcome of a configuration that is pruned without solving it; None if it is not."""
+
+    def try_baseline(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome:
+        """Try a configuration. relaxed: with memory free of charge."""
+
+    def note(self, configuration: Configuration, outcome: Outcome) -> None:
+        """Record the outcome of a baseline."""
+
+    def refuse(self, error: NoOption) -> None:
+        """Count a configuration in which an op has no choice left."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What the seconds of a block's passes are made of: its ops, and the collectives that it waits for where they stand.
+"""Items of a block's passes, in seconds: its ops, and the collectives on its compute stream.
 
     forward     forward of the ops; redistributions of what they read; work on the parameters
     inputs      of the backward, gradients of what the ops read; redistributions of gradients
@@ -59,7 +59,7 @@ class BlockItems:
         return folding.kinds[folding.blocks[block].kind].name
 
     def items(self, block: int) -> Iterator[tuple[Item, Seconds]]:
-        """Everything in the passes of a block but recomputation and ZeRO's collectives. An item may come again."""
+        """Items of the passes of a block without recomputation and ZeRO's collectives. An item may be repeated."""
         pricing, workload = self.pricing, self.pricing.workload
         for node in map(workload.representative, workload.folding.blocks[block].nodes):
             if node not in self.layouts.assignments:

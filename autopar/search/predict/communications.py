@@ -1,4 +1,4 @@
-"""The collectives of a plan, one by one: what moves, along which axis, how much and how long.
+"""The collectives of a plan, one by one: tensor, mesh axis, bytes and seconds.
 
 Those between ops are steps of redistributions (``ir.redistribution``); those inside an op belong to its lowering.
 """
@@ -27,9 +27,10 @@ _GROWING, _SHRINKING = (Collective.ALL_GATHER,), (Collective.SPLIT, Collective.R
 class Communication:
     """One step of a redistribution, or the collectives inside one op.
 
-    tensor: what moves, by the op or step input that makes it. users: ops that need it so. axis: of the mesh. forward,
-    backward: collectives, "" for none. num_bytes: of a microbatch on one rank, where it is largest; None inside an op.
-    time: of a microbatch. repeats: blocks that have it. source, readers: representative ops behind the names.
+    tensor: the tensor that moves, by the op or step input that makes it. users: ops that need it in that layout. axis:
+    of the mesh. forward, backward: collectives, "" for none. num_bytes: of a microbatch on one rank, where it is
+    largest; None inside an op. time: of a microbatch. repeats: blocks that have it. source, readers: representative ops
+    behind the names.
     """
 
     tensor: str

@@ -1,7 +1,7 @@
-"""What the predicted step of a plan waits for: its critical path, with every task taken apart into ops and collectives.
+"""The critical path of a predicted step, with every task divided into ops and collectives.
 
-The step is the one that is simulated with streams (``step_tasks``). The path is a row of tasks without a gap, so what
-they are made of adds up to the step.
+The step is simulated with streams (``step_tasks``). The path is a row of tasks without a gap, so its items add up to
+the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COPIES = Item("send", "copies", "by the core that computes", "pp")
 class StepPath:
     """The critical path of a step.
 
-    step_time_s: of the simulated step: the length of the path. spans: the path. items: what its tasks are made of, with
+    step_time_s: of the simulated step: the length of the path. spans: the path. items: of its tasks, with
     seconds, the longest first; they add up to the step. rank: of the pipeline, on which most of the path lies.
     pipeline_wait_s: how long the path is on other ranks, or between ranks, while that one has nothing to compute.
     """
@@ -81,7 +81,7 @@ def step_path(
 
 @dataclass(slots=True, kw_only=True)
 class _Contents:
-    """What tasks are made of. jitter_s: of a pass of each stage. spent: seconds. runs: (block, part of a pass) -> how
+    """The items of tasks. jitter_s: delay in a pass of each stage. spent: seconds. runs: (block, part of a pass) -> how
     often it runs."""
 
     tasks: StepTasks

@@ -1,6 +1,6 @@
-"""The prediction for a full assignment and stage cuts.
+"""The prediction of a step under an assignment and stage cuts.
 
-The search, an estimate of pinned degrees and a plan edited by hand are all judged by this one function.
+The search, an estimate of pinned degrees and a plan edited by hand all use this one function.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from autopar.search.stages.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """One step. Per stage: seconds of a microbatch forward and backward, and of the parts of a split backward.
+    """One predicted step. Per stage: seconds of a microbatch forward and backward, and of both parts of a split
+    backward.
 
-    memory: of each rank of the pipeline, at its fullest moment; kept_bytes: the most that its passes keep for later
-    ones. explain: makes ``breakdown_s``; costs: what ``spans`` runs. moments: of a rank of the pipeline, what it holds
-    in each of its passes, in order.
+    memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for
+    later ones. explain: makes ``breakdown_s``; costs: of the tasks that ``spans`` runs. memory_profile: of a rank of
+    the pipeline, the bytes held in each of its passes, in order.
     """
 
     step_time_s: float
@@ -63,6 +64,7 @@ class Predicted:
 
     @property
     def peak_bytes(self) -> float:
+        """Bytes of the fullest rank at its peak."""
         return max(parts.total for parts in self.memory)
 
 

@@ -1,9 +1,9 @@
-"""A step of a plan as tasks on streams: what the closed form of the search takes for overlapped, in detail.
+"""A step of a plan as tasks on streams: in detail the overlap for which the search has a closed form.
 
 One rank of each place in the pipeline, block by block:
 
     compute   F0 blocks ........................  B0 blocks, the last first ....................  optimiser
-    gather      next blocks' parameters (ZeRO)      again, where they were given back
+    gather      next blocks' parameters (ZeRO)      again, where they were resharded
     reduce                                              gradients of a block, once it is through
     send                  activations                            gradients of what was received
 
@@ -29,12 +29,11 @@ STREAMS = (COMPUTE, GATHER, REDUCE, SEND)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step is made of.
+    """Costs of the tasks of a step.
 
     sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
-    launch_s: of the optimiser's kernel.
-    passing_s: of each stage's compute, spent on what it sends and receives in a pass.
-    shared_s: ranks of the pipeline whose stages share parameters -> seconds to sum their gradients.
+    launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute spent on sends and receives in a
+    pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to all-reduce their gradients.
     """
 
     blocks: Sequence[BlockPrice]
@@ -49,6 +48,7 @@ class StepCosts:
     shared_s: Mapping[tuple[int, ...], float]
 
     def blocks_of(self, stage: int) -> range:
+        """Indices of the blocks of a stage."""
         return range(self.stages[stage].first, self.stages[stage].last + 1)
 
 
@@ -96,13 +96,15 @@ class StepTasks:
     summed: dict[int, int] = field(default_factory=dict)
 
     def arrival(self, stage: int, microbatch: int, backward: bool) -> int:
+        """Number of the task that brings ``stage`` its input of ``microbatch``, or the gradient of its output;
+        reserved if new."""
         key = stage, microbatch, backward
         if key not in self.arrivals:
             self.arrivals[key] = self.streams.reserve()
         return self.arrivals[key]
 
     def rank(self, rank: int, order: Sequence[Action]) -> None:
-        """All that one rank does. The tasks of its compute stream, block by block, are ``passed``."""
+        """Add all tasks of one rank. The tasks of its compute stream, block by block, are ``passed``."""
         passed: list[int] = []
         reductions: list[int] = []
         left = dict.fromkeys(self.costs.shape.stages_of(rank), self.costs.shape.num_microbatches)
@@ -186,10 +188,10 @@ class StepTasks:
         return sum(self.compute(one).values())
 
     def compute(self, one: BlockPass) -> dict[str, float]:
-        """Seconds on the compute stream by what they are for: parts of a pass, and what it waits for where it stands.
+        """Seconds on the compute stream, by purpose: parts of a pass, and communication that it waits for.
 
-        inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: what a
-        backward in two parts does in both.
+        inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: work
+        that a split backward does in both passes.
         """
         block, costs, (stage, kind, _) = self.costs.blocks[one.block], self.costs, one.action
         passing = costs.passing_s[stage] if one.opens and kind != "W" else 0.0

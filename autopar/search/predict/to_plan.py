@@ -29,7 +29,7 @@ def plan_of(
     shape: Pipelining,
     predicted: Predicted,
 ) -> Plan:
-    """The plan that says what the arguments say. Free axes get names by what they do."""
+    """The plan that states the arguments. Free axes are named after their roles."""
     workload, cluster = pricing.workload, pricing.ops.cluster
     captured, folding, clusters = workload.captured, workload.folding, workload.clusters
     mesh = name_axes(workload, pricing.mesh, assignment)
@@ -89,7 +89,7 @@ def _stage(stage: Stage) -> StagePlan:
 def prediction_of(
     pricing: Pricing, predicted: Predicted, old_names: Sequence[str] = (), new_names: Sequence[str] = ()
 ) -> Prediction:
-    """The prediction as the plan file has it. Axis names in the breakdown are translated."""
+    """The prediction in the form of the plan file. Axis names in the breakdown are translated."""
     workload, cluster = pricing.workload, pricing.ops.cluster
     renamed = {f"communication_{old}": f"communication_{new}" for old, new in zip(old_names, new_names, strict=True)}
     step = predicted.step_time_s
@@ -111,7 +111,8 @@ def prediction_of(
 
 
 def name_axes(workload: Workload, mesh: Mesh, assignment: tuple[Assignment, ...]) -> Mesh:
-    """``mesh`` with each free axis named after what the heavy ops do on it: dp, cp, ep, or tp; duplicates numbered."""
+    """``mesh`` with each free axis named after the role that heavy ops give it: dp, cp, ep or tp; duplicates
+    numbered."""
     heavy = [node for node in workload.repeats if _is_heavy(workload, node)]
     taken: set[str] = set()
     axes = []

@@ -1,4 +1,4 @@
-"""What a full assignment costs, block by block: the input of stage cuts and of the prediction."""
+"""Prices of an assignment, block by block: the input of stage cuts and of the prediction."""
 
 from __future__ import annotations
 
@@ -29,20 +29,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
-    """One block instance, one rank.
+    """One block instance on one rank.
 
-    compute, communication: of one microbatch, forward and backward. recomputed_s: forward seconds run again in
-    the backward, at each of LEVELS.
-    sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: that which cannot.
-    optimiser_s: once a step.
-    weights_s: of the backward of a microbatch, what a schedule may leave for later; twice_s: what it then does twice,
-    and the bytes that it keeps until then.
-    states: bytes held inside a step, lasting_bytes of them gradients that are there from the step before. resting,
-    optimiser_bytes: what is there while the optimiser runs, and what a parameter needs then.
-    saved_bytes: kept of a microbatch at each level. peak: what the backward needs beside. gathered_bytes: parameters
-    that ZeRO has whole while the block runs, those that are gathered ahead not counted; unsharded_bytes: their
-    gradients, as computed; scattered_bytes: the buffer that those leave from.
-    send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
+    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
+    LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
+    cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
+    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then. states: bytes held
+    inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held
+    while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level.
+    peak: further bytes of the backward. gathered_bytes: parameters that ZeRO has gathered while the block runs, without
+    prefetched ones; unsharded_bytes: their gradients, as computed; scattered_bytes: the buffer that those are scattered
+    from. send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
     """
 
     compute: OpTime
@@ -66,7 +63,7 @@ class BlockPrice:
     send_bytes: float | None
 
     def working_bytes(self, prefetch: int) -> float:
-        """At most, while the block runs backward, beside states and what is saved."""
+        """Most bytes while the block runs backward, beside states and saved activations."""
         if not self.scattered_bytes:
             return self.peak.merged + (1 + prefetch) * self.gathered_bytes
         inside = self.peak.unsharded + self.gathered_bytes
@@ -74,18 +71,18 @@ class BlockPrice:
 
     @property
     def forward_s(self) -> float:
-        """One microbatch, without what ZeRO gathers."""
+        """Seconds of one microbatch, without ZeRO's gathers."""
         return self.compute.forward_s + self.communication.forward_s
 
     def backward_s(self, level: int) -> float:
-        """One microbatch, without what ZeRO gathers and scatters."""
+        """Seconds of one microbatch, without ZeRO's gathers and scatters."""
         return self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
 
 
 def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float, float]:
     """Seconds that ZeRO adds to forward and backward of one microbatch, as far as compute does not hide them.
 
-    What is gathered ahead by ``prefetch`` blocks hides behind that many blocks together.
+    A gather issued ``prefetch`` blocks ahead hides behind that many blocks together.
     """
     forward = backward = 0.0
     for start in range(0, len(blocks), prefetch):
@@ -98,7 +95,7 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
 
 
 def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
-    """Seconds that the sums of gradients add to a step, as far as the last backward does not hide them."""
+    """Seconds that gradient reductions add to a step, as far as the last backward does not hide them."""
     hidden = exposed_time(sum(b.sync.step_s for b in blocks), sum(b.compute.backward_s for b in blocks))
     return hidden + sum(b.waited.step_s for b in blocks)
 
@@ -107,7 +104,7 @@ def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
 class Priced:
     """All blocks under one assignment. parameters, storage: by placeholder name. held: the parameters of each block.
 
-    prelude_s: of one microbatch on every stage, its step inputs' way to the device included.
+    prelude_s: of one microbatch on every stage, the transfer of its step inputs to the device included.
     """
 
     blocks: tuple[BlockPrice, ...]
@@ -117,7 +114,7 @@ class Priced:
     held: Mapping[int, tuple[ParameterPrice, ...]]
 
     def block_costs(self, pricing: Pricing, num_stages: int) -> tuple[BlockCost, ...]:
-        """For ``stage_cuts.cut``: what happens once a step is spread over the microbatches."""
+        """Costs for ``stage_cuts.cut``: those of once a step are spread over the microbatches."""
         cluster = pricing.ops.cluster
         link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
         count = pricing.num_microbatches
@@ -147,16 +144,16 @@ class Priced:
 
 
 def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_once: bool) -> Priced:
-    """Price every block when the leader of cluster ``c`` has assignment ``assignment[c]``.
+    """Price every block when op cluster ``c`` has assignment ``assignment[c]``.
 
-    shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by
-    each of them, as if on stages of their own.
+    shared_once: a parameter that several blocks use is held by the first of them (there is one stage); else by each of
+    them, as if on stages of their own.
     """
     workload = pricing.workload
     layouts = layouts_of(workload, assignment)
     assignments, inputs = layouts.assignments, layouts.inputs
 
-    # What does not depend on ZeRO comes up again with each of its levels.
+    # Costs that do not depend on ZeRO are shared by all of its stages.
     def ops(kind: int) -> _Ops:
         return _Ops.of(pricing, assignments, kind)
 
@@ -196,7 +193,7 @@ def _known(
     clusters: Sequence[tuple[int, ...]],
     make: Callable[[int], T],
 ) -> list[T]:
-    """``make`` of every number, worked out once for equal assignments of the clusters that it depends on."""
+    """``make`` of every number, computed once for equal assignments of the clusters that it depends on."""
     known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
     found = []
     for number, own in enumerate(clusters):
@@ -224,7 +221,7 @@ def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
 
 
 def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layouts:
-    """Layouts of all tensors where the leader of cluster ``c`` has assignment ``assignment[c]``."""
+    """Layouts of all tensors when op cluster ``c`` has assignment ``assignment[c]``."""
     assignments = spread(workload.analysis, assignment)
     return Layouts(
         analysis=workload.analysis, assignments=assignments, inputs=assignment[workload.clusters.inputs.index]
@@ -233,7 +230,8 @@ def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layout
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Redistributions. again_s: forward seconds of those whose results selective rematerialisation does not keep."""
+    """Redistributions. recomputed_s: forward seconds of those whose results selective rematerialisation does not
+    save."""
 
     all: OpTime = ZERO
     recomputed_s: float = 0.0
@@ -244,10 +242,10 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
-    """What all blocks of a kind have in common.
+    """Costs that all blocks of a kind have in common.
 
-    unreached_s: forward seconds of what a second run does not reach; unreached_dear_s: the part of them in contractions
-    and collectives.
+    unreached_s: forward seconds of ops that recomputation does not reach; unreached_dear_s: the part of them in
+    contractions and collectives.
     """
 
     compute: OpTime
@@ -314,7 +312,8 @@ class _Ops:
         held: tuple[ParameterPrice, ...],
         send: float | None,
     ) -> BlockPrice:
-        """moved: into ops of the block. past: those of them that a second run does not reach."""
+        """Price of a block. moved: redistributions into its ops. past: those of them that recomputation does not
+        reach."""
         micro = sum((p.micro for p in held), ZERO)
         communication = self.inside + moved.all
         forward = self.compute.forward_s + communication.forward_s
@@ -349,7 +348,7 @@ class _Ops:
 
 
 def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node]]:
-    """What the users of a transfer need -> who does."""
+    """Layouts that the users of a transfer need -> those users."""
     found: dict[Need, list[fx.Node]] = {}
     for node, position in transfer.uses:
         found.setdefault(layouts.need_of(transfer.tensor.node, node, position), []).append(node)

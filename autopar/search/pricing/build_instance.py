@@ -1,12 +1,12 @@
-"""From a folded model and prices to the abstract instance of the inner problem.
+"""From a workload and prices to the abstract instance of the inner problem.
 
-Units are clusters, in their order. The options of a unit are the assignments that constraints and divisibility
-leave. Everything is priced per step: what happens each microbatch is multiplied by their number, and by the
-repeats of its block.
+The variables are the op clusters, in their order. The labels of a variable number the options of its cluster, the
+assignments that constraints and divisibility leave. Costs are seconds of a step: those of a microbatch are multiplied
+by the number of microbatches and by the repeats of the block.
 
-    cost of an option   ops of the cluster, forward and backward; cast, gradient sum and optimiser of the
-                        parameters stored by it; price of memory times their state and the activations kept
-    flows               redistributions of every transfer, forward and backward; later uses of a parameter
+    cost of a label     ops of the cluster, forward and backward; cast, gradient reduction and optimiser of the
+                        parameters that it stores; memory weight times their state and the activations saved
+    factors             redistributions of every transfer, forward and backward; later uses of a parameter
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from autopar.search.problem.workload import ParameterGroup, Transfer, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What the inner objective adds to seconds of compute and redistribution.
+    """Terms that the inner objective adds to seconds of compute and redistribution.
 
-    sync: share of the gradient communication that is not hidden behind compute. masters: share that counts of the
-    work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte
-    held for parameters, for what backward needs, and for the gradients of the op that has the most of them. again:
-    less is kept where rematerialisation is cheaper, taken op by op.
+    sync: exposed share of the gradient communication. masters: share that counts of the work on float32 parameters,
+    which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte of parameter state, of saved
+    activations, and of the gradients of the op that has the most of them. rematerialise: fewer activations are saved
+    where recomputation is cheaper, op by op.
     """
 
     sync: float = 1.0
@@ -65,27 +65,27 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Built:
-    """An instance and what its options stand for."""
+    """An instance and the options of the clusters that its labels number."""
 
     instance: Instance
     options: tuple[Options, ...]
 
     def assignments(self, labelling: tuple[int, ...]) -> tuple[Assignment, ...]:
-        """Assignment of the leader of each cluster."""
+        """Assignment of each op cluster under a labelling."""
         return tuple(own.assignment(option) for own, option in zip(self.options, labelling, strict=True))
 
 
 def build(pricings: Sequence[Pricing], allowed: Allowed, weights: Weights) -> Built:
     """The instance of one configuration. Deterministic.
 
-    With ``pricings`` of several configurations, alike but for ZeRO, that of them all at once: each parameter costs what
-    it costs under the cheapest of them, so no optimum of one of them is below that of this instance.
+    With ``pricings`` of several configurations that differ only in ZeRO, one instance for all of them: each parameter
+    costs as much as under the cheapest of them, so no optimum of one of them is below that of this instance.
     """
     return _Builder(pricings, allowed, weights).run()
 
 
 def options_of(pricing: Pricing, group: OpCluster, allowed: Allowed) -> Options:
-    """What a cluster may do so that every factor of every member divides."""
+    """The options of a cluster that divide every factor of every member."""
     mesh, known = pricing.mesh, pricing.moves.options
     choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
     forbidden = allowed.forbidden(group)
@@ -212,9 +212,9 @@ class _Builder:
             self.costs[index] += self.workload.repeats[node] * price
 
     def _rematerialised(self, node: fx.Node) -> Floats:
-        """What an op costs at least if its block is rematerialised: it runs again, or its results are kept.
+        """Least cost of an op if its block is rematerialised: its recomputation, or its saved results.
 
-        Products are kept as what comes out of a reduction; that is no less than an equal part for each rank.
+        Products are saved after their reduction; that is no less than an equal part for each rank.
         """
         options = self.options[self.workload.cluster_of(node).index]
         forward = [self._time(node, option).forward_s for option in options.first.tolist()]
@@ -229,7 +229,7 @@ class _Builder:
         return np.minimum(least, self.weights.activations * kept)
 
     def _parameter_price(self, group: ParameterGroup, uses: tuple[int, ...]) -> float:
-        """Of all parameters of a group. uses: codes of what they need them in."""
+        """Cost of all parameters of a group. uses: codes of their needs."""
         weights, found = self.weights, inf
         for pricing in self.pricings:
             price = pricing.parameter_seconds(group.numel, group.requires_grad, uses)
@@ -270,12 +270,13 @@ class _Builder:
         )
 
     def _needs(self, node: fx.Node, position: int) -> Ints:
-        """Codes of what an op needs an operand in, under each of its options."""
+        """Codes of the needs of an op's operand, under each of its options."""
         options = self.options[self.workload.cluster_of(node).index]
         return need_code(*(options.layouts(of_pick) for of_pick in self.codes.need(node, position)))
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        """A flow for a transfer. Its shape depends on the options of its units and the rows only: it is kept."""
+        """Add a factor for a transfer. Its shape depends on the options of its clusters and the rows only: it is
+        cached."""
         variables = [
             self.workload.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))
         ]
@@ -311,7 +312,7 @@ class _Builder:
         return FactorShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
 
     def _pattern(self, number: int, transfer: Transfer, variables: list[int]) -> FactorPattern:
-        """What is known of a transfer by what its units may do, on all meshes with so many axes."""
+        """Pattern of a transfer, which depends on the options of its clusters, on all meshes with so many axes."""
         moves = self.pricing.moves.known
         key = (number, *(self.options[variable].code for variable in variables))
         found = moves.patterns.get(key)
@@ -337,9 +338,10 @@ class _Builder:
     def _passed(
         self, sources: Ints, wanted: Ints, rows: float, summed: dict[tuple[tuple[int, ...], int], Floats]
     ) -> tuple[Floats, Floats]:
-        """``MeshPrices.table`` for what a derived op makes, if summands pass wherever it is whole and users give some.
+        """``MeshPrices.table`` for results of derived ops, if partial sums pass wherever the result is whole and users
+        give some.
 
-        That is optimistic where other users of it give none. Enters what is left to be summed into ``summed``.
+        That is optimistic where other users of it give none. Enters the sums that remain into ``summed``.
         """
         num_axes = len(self.pricing.mesh)
         layouts = [decode(source, num_axes) for source in sources.tolist()]

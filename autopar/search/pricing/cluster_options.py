@@ -1,4 +1,4 @@
-"""What a cluster may do on a mesh, as arrays: all of its options are looked at together.
+"""The options of an op cluster on a mesh, as arrays, so that all of them are priced together.
 
 A *pick* is the position of a choice among ``OpCluster.choices``; an option is one pick for each mesh axis.
 """
@@ -23,9 +23,10 @@ from autopar.search.problem.workload import Tensor, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """``size`` elements that the axes on which a cluster takes a pick that ``picks`` marks have to divide.
+    """``size`` elements that the mesh axes on which a cluster takes one of the picks marked in ``picks`` have to
+    divide.
 
-    by_batch: they are of the whole batch; a microbatch has its part.
+    by_batch: the elements are of the global batch; a microbatch has its part.
     """
 
     picks: tuple[bool, ...]
@@ -35,8 +36,9 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What a cluster may do on a mesh. picks: (options, axes). degrees: (distinct, picks), the ranks that each pick
-    divides among; of: the row of ``degrees`` of each option; first: an option with it."""
+    """The options of an op cluster on a mesh: joint choices for all axes. picks: (options, axes). degrees:
+    (distinct, picks), the ranks that each pick divides among; of: the row of ``degrees`` of each option; first: an
+    option with it."""
 
     group: OpCluster
     mesh: Mesh
@@ -47,6 +49,7 @@ class Options:
 
     @classmethod
     def made(cls, group: OpCluster, mesh: Mesh, picks: Ints) -> Options:
+        """The options with these picks, one row each."""
         sizes = np.array(mesh.sizes, dtype=np.int64)
         chosen = picks[:, :, None] == np.arange(len(group.choices))
         every = np.where(chosen, sizes[None, :, None], 1).prod(axis=1)
@@ -59,10 +62,11 @@ class Options:
         return len(self.picks)
 
     def assignment(self, option: int) -> Assignment:
-        """What the leader does."""
+        """Assignment of the leader under an option."""
         return tuple(self.group.choices[pick] for pick in self.picks[option].tolist())
 
     def member(self, node: fx.Node, option: int) -> Assignment:
+        """Assignment of a member under an option."""
         return self.group.assignment(node, self.assignment(option))
 
     def layouts(self, of_pick: Ints) -> Ints:
@@ -73,12 +77,12 @@ class Options:
 
     @cached_property
     def code(self) -> bytes:
-        """The same for equal options, on whatever mesh."""
+        """Equal for equal options, on any mesh."""
         return self.picks.tobytes()
 
     @cached_property
     def memo(self) -> dict[object, object]:
-        """Prices of these options that were worked out before."""
+        """Prices of these options, by what they depend on."""
         return {}
 
 
@@ -93,7 +97,7 @@ class Codes:
     _limits: dict[int, tuple[Limit, ...]] = field(default_factory=dict)
 
     def moves(self, num_axes: int) -> Moves:
-        """What is known of redistributions on meshes of so many axes. Raises InfeasiblePlan if there are too many."""
+        """Numbered redistributions on meshes of ``num_axes`` axes. Raises InfeasiblePlan if there are too many axes."""
         if num_axes > MOST_AXES:
             raise InfeasiblePlan(
                 f"a stage mesh of {num_axes} axes cannot be planned; expected at most {MOST_AXES}.\n"
@@ -136,6 +140,7 @@ class Codes:
         return kept
 
     def limits(self, group: OpCluster) -> tuple[Limit, ...]:
+        """Divisibility limits on the picks of a cluster."""
         found = self._limits.get(group.index)
         if found is None:
             made: dict[Limit, None] = {}

@@ -24,6 +24,7 @@ BASE = 16
 
 
 def code_of(placement: Placement) -> int:
+    """Code of a placement."""
     if isinstance(placement, Shard):
         assert placement.dim < BASE - 2, "tensors have at most 14 dimensions"
         return 2 + placement.dim
@@ -31,6 +32,7 @@ def code_of(placement: Placement) -> int:
 
 
 def encode(layout: Layout) -> int:
+    """Code of a layout."""
     code = 0
     for placement in reversed(layout):
         code = code * BASE + code_of(placement)
@@ -42,6 +44,7 @@ _PLACEMENTS: tuple[Placement, ...] = (Replicate(), Partial(), *(Shard(dim) for d
 
 @lru_cache(maxsize=1 << 16)
 def decode(code: int, num_axes: int) -> Layout:
+    """Layout of a code on a mesh of ``num_axes`` axes."""
     return tuple(_PLACEMENTS[code // BASE**axis % BASE] for axis in range(num_axes))
 
 
@@ -51,24 +54,27 @@ _GRADIENT = 1 << (4 * MOST_AXES)
 
 
 def need_code(value: Ints, grad: Ints) -> Ints:
+    """Codes of needs, from codes of layouts of values and of their gradients."""
     code: Ints = value + _GRADIENT * grad
     return code
 
 
 def encode_need(value: Layout, grad: Layout) -> int:
+    """Code of a need: layouts of a value and of its gradient."""
     return encode(value) + _GRADIENT * encode(grad)
 
 
 def decode_need(code: int, num_axes: int) -> tuple[Layout, Layout]:
+    """Layouts of a value and of its gradient, of a code on a mesh of ``num_axes`` axes."""
     return decode(code % _GRADIENT, num_axes), decode(code // _GRADIENT, num_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FactorPattern:
-    """A flow of the inner problem but for what it costs; see ``instance.Factor``.
+    """A factor of the inner problem without its costs; see ``instance.Factor``.
 
-    states, wanted: codes of the states it is produced and needed in. numbers: of the redistributions between them; None
-    if sums may be left in between.
+    states, wanted: codes of the layouts that the tensor is produced and needed in. numbers: of the redistributions
+    between them; None if partial sums may remain.
     """
 
     states: Ints
@@ -82,8 +88,8 @@ class FactorPattern:
 class ParameterPattern:
     """How a group of parameters may be stored and used, in codes of needs.
 
-    states: of the uses by the unit that decides where it is stored; state_of: the state, by option of that unit.
-    later: of the other uses, with what their options need.
+    states: needs of the uses by the variable that decides the storage; state_of: the state, by label of that variable.
+    later: the other uses, with the needs of their labels.
     """
 
     states: Sequence[tuple[int, ...]]
@@ -96,7 +102,7 @@ class Moves:
     """Redistributions on meshes of ``num_axes``, numbered as they come up.
 
     A *pair* is a source and a need in one number, and whether a gradient comes back. patterns, stored: of transfers and
-    groups of parameters, by their number and what their units may do.
+    groups of parameters, by their number and the options of their clusters.
     """
 
     num_axes: int

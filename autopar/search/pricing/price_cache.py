@@ -1,5 +1,5 @@
-"""What has been priced once, for all configurations of a search: ops by the degrees of their factors, and on each mesh
-redistributions, flows and gradient sums."""
+"""Prices that all configurations of a search share: of ops by the degrees of their factors, and on each mesh of
+redistributions, factors of the inner problem and gradient reductions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SAMPLE = 1e6
 
 @dataclass(slots=True)
 class OpPrices:
-    """Seconds of ops, by the degrees of their factors: the same on every mesh. Remembers what it has worked out.
+    """Seconds of ops, by the degrees of their factors: the same on every mesh. Caches its results.
 
-    balanced: sequences that ranks share are folded, so that a causal attention is equal work for all. loads: rows that
-    experts got, by layer.
+    balanced: sequences that ranks share are in zigzag layout, so that causal attention is equal work for all. loads:
+    tokens per expert, by layer.
     """
 
     workload: Workload
@@ -53,6 +53,7 @@ class OpPrices:
         self.codes = Codes(self.workload)
 
     def cost(self, node: fx.Node) -> OpCost:
+        """Roofline cost of an op on the cluster's device."""
         found = self._costs.get(node)
         if found is None:
             workload = self.workload
@@ -69,6 +70,7 @@ class OpPrices:
         return found
 
     def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:
+        """Seconds of one microbatch of an op under an assignment, without the collectives inside."""
         degrees: dict[Choice, int] = {}
         for choice, axis in zip(assignment, mesh.axes, strict=True):
             if factors_of_choice(choice):
@@ -82,10 +84,10 @@ class OpPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FactorShape:
-    """A flow of the inner problem but for the bytes of its tensor; see ``instance.Factor``.
+    """A factor of the inner problem without the bytes of its tensor; see ``instance.Factor``.
 
-    summed: for what a derived op makes, (mesh axes, pieces) -> 1 where the gradient of so large a part of it is summed
-    over them once a step, with the gradients of parameters, 0 elsewhere.
+    summed: for results of derived ops, (mesh axes, pieces) -> 1 where the gradient of so large a part of the tensor is
+    all-reduced over the axes once a step, with the gradients of parameters, 0 elsewhere.
     """
 
     sources: Ints
@@ -96,12 +98,12 @@ class FactorShape:
 
     @property
     def costs(self) -> bool:
-        """Whether anything costs anything."""
+        """Whether any entry is nonzero."""
         return bool(self.summed or self.fixed.any() or self.per_byte.any())
 
 
 class ParameterSeconds(NamedTuple):
-    """What a parameter of ``numel`` elements takes a step, and the bytes of its state on a rank.
+    """Seconds of a step for a parameter of ``numel`` elements, and the bytes of its state on a rank.
 
     micro_s: in microbatches, without its casts. masters_s: casts and the optimiser. sync_s: communication of ZeRO and
     of its gradient, before any overlap.
@@ -116,10 +118,10 @@ class ParameterSeconds(NamedTuple):
 
 @dataclass(slots=True)
 class MeshPrices:
-    """Seconds of communication on a mesh, affine in the bytes; the names of its axes do not matter.
+    """Seconds of communication on a mesh, affine in the bytes; independent of the names of its axes.
 
-    options: of each cluster, in its inner problems so far. shapes: flows of those. parameters: by what they are.
-    evaluated: what ``evaluate`` knows of answers, by what it is.
+    options: of each cluster, in the inner problems so far. shapes: factors of those. parameters: by their properties.
+    evaluated: results that ``evaluate`` has computed, by their keys.
     """
 
     fabric: Fabric
@@ -139,11 +141,12 @@ class MeshPrices:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh, with the names of its first configuration."""
         return self.fabric.mesh
 
     @property
     def noise_free(self) -> MeshPrices:
-        """The same where ranks never wait for each other."""
+        """The prices without straggler delays."""
         if self._noise_free is None:
             cluster = self.fabric.cluster
             noise_free = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
@@ -169,7 +172,7 @@ class MeshPrices:
         return fixed, times.forward_per_byte[numbers] + times.backward_per_byte[numbers]
 
     def _at(self, rows: float) -> Times:
-        """Of all redistributions that are known."""
+        """Seconds of all redistributions that are numbered so far."""
         found = self._times.get(rows)
         done = 0 if found is None else len(found.forward_fixed)
         if found is None or done < len(self.known):

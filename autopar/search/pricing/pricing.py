@@ -1,6 +1,6 @@
 """Prices on one stage mesh: of an op, of a redistribution, of a parameter. Seconds and bytes of one rank.
 
-Everything that plans are compared by comes from here, in the search and in the prediction of a finished plan.
+The search and the prediction of a finished plan take all their prices from here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _SAMPLE = 1_000_000
 class ParameterPrice:
     """One parameter under its uses.
 
-    numel: elements that a rank has of it before ZeRO, which cuts it into ``shards``. requires_grad: whether it has a
-    gradient. sync_axes: gradients are summed over these, once a step; zero_axes: those that ZeRO works over, of a
-    frozen parameter at level 3 alone, which gathers it. micro: added to every microbatch (casts,
-    redistributions of later uses), cast_s of it for casts. zero, reshard: level, and whether level 3 gives it back
-    after forward. itemsize: bytes of an element as it is stored, of a frozen parameter.
+    numel: elements of it on a rank before ZeRO, which cuts them into ``shards``. requires_grad: whether it has a
+    gradient. sync_axes: axes over which its gradient is all-reduced once a step; zero_axes: axes that ZeRO shards it
+    over, for a frozen parameter at stage 3 alone, which gathers it. micro: added to every microbatch (casts,
+    redistributions of later uses), cast_s of it for casts. zero, reshard: stage, and whether stage 3 reshards it after
+    forward. itemsize: bytes of a stored element, of a frozen parameter.
     """
 
     numel: float
@@ -64,12 +64,12 @@ class ParameterPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """Prices of a configuration: a mesh, a number of microbatches, and ZeRO of level ``zero`` over ``data_axes``.
+    """Prices of a configuration: a mesh, a number of microbatches, and ZeRO stage ``zero`` over ``data_axes``.
 
-    data_axes: axes that divide the step inputs or have every parameter whole; what is whole on one is sharded there.
-    Without ZeRO they mean nothing. prefetch: blocks that level 3 gathers ahead. levels, reshards: of the parameters of
-    each kind of block, instead of ``zero`` and ``reshard``. offload: what ZeRO shards is in host memory. named: the
-    mesh with the names of its axes, if those of ``moves`` are others.
+    data_axes: axes that divide the step inputs or have every parameter replicated; parameters replicated on one are
+    sharded there. Without ZeRO they mean nothing. prefetch: blocks that stage 3 gathers ahead. zero_stages, reshards:
+    of the parameters of each kind of block, instead of ``zero`` and ``reshard``. offload: whether tensors that ZeRO
+    shards are in host memory. named_mesh: the mesh with its axes' names, if those of ``moves`` differ.
     """
 
     ops: OpPrices
@@ -86,14 +86,17 @@ class Pricing:
 
     @property
     def workload(self) -> Workload:
+        """The workload that is priced."""
         return self.ops.workload
 
     @property
     def mesh(self) -> Mesh:
+        """The stage mesh."""
         return self.named_mesh or self.moves.mesh
 
     @property
     def zero_degree(self) -> int:
+        """Ranks over which ZeRO shards; 1 without ZeRO."""
         return self._size(self.data_axes) if self.zero else 1
 
     def _size(self, axes: Iterable[int]) -> int:
@@ -133,7 +136,7 @@ class Pricing:
         return tensor.bytes_of_microbatch(self.num_microbatches) / self.pieces(layout)
 
     def pieces(self, layout: Layout) -> int:
-        """Into how many pieces ``layout`` cuts a tensor."""
+        """Number of pieces into which ``layout`` cuts a tensor."""
         count = 1
         for placement, axis in zip(layout, self.mesh.axes, strict=True):
             if isinstance(placement, Shard):
@@ -156,15 +159,15 @@ class Pricing:
         layout, partial = storage.layout, set(storage.partial_axes)
         zero = self.zero if kind is None or self.zero_stages is None else self.zero_stages[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
-        # Without a gradient and its moments there is nothing of it that levels 1 and 2 would divide.
+        # Without a gradient and its moments a parameter has no state that stages 1 and 2 would divide.
         divides = zero >= (1 if requires_grad else 3)
         zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
         shards = self._size(zero_axes)
         if shards == 1:
-            # Nothing is divided: it is as without ZeRO.
+            # Nothing is divided: the parameter costs as much as without ZeRO.
             zero_axes, zero = (), 0
         elif zero == 1 and self.num_microbatches == 1:
-            # The only backward scatters each gradient as it comes, as level 2 does in every one.
+            # The only backward scatters each gradient as it is computed, as stage 2 does in every backward.
             zero = 2
         compute = ITEMSIZE[self.workload.precision]
         local = numel / self.pieces(layout)
@@ -232,8 +235,8 @@ class Pricing:
         return total
 
     def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
-        """Communication of the parameters of one block, in one bucket for each set of axes: what can run beside
-        compute, and what cannot."""
+        """Communication of the parameters of one block, in one bucket for each set of axes: the part that can
+        run beside compute, and the part that cannot."""
         sharded = by_zero_stage(prices)
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
@@ -284,8 +287,8 @@ class Pricing:
         return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
 
     def zero_bytes(self, prices: Iterable[ParameterPrice]) -> tuple[float, float, float]:
-        """What ZeRO has whole of the parameters of one block while it runs: parameters that are given back after it,
-        gradients as computed, and the buffer that those leave from."""
+        """Bytes that ZeRO holds unsharded of the parameters of one block while it runs: parameters that are
+        resharded after it, gradients as computed, and the buffer that those are scattered from."""
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
         for (zero, reshard, _), (numel, _, trained) in by_zero_stage(prices).items():
@@ -296,12 +299,12 @@ class Pricing:
         return gathered, unsharded, scattered
 
     def lasting_bytes(self, price: ParameterPrice) -> float:
-        """Of its gradient, if it is summed in a bucket, which stays from step to step."""
+        """Bytes of its gradient, if that is reduced in a bucket, which stays allocated from step to step; else 0."""
         size = MASTER * price.numel
         return size if price.sync_axes and not price.zero_axes and size < ALONE_BYTES else 0.0
 
     def resting(self, price: ParameterPrice) -> MemoryParts:
-        """What is there of it after the last backward, with its gradient."""
+        """Bytes held for a parameter after the last backward, its gradient included."""
         if self.offload and price.zero_axes:
             return MemoryParts()
         share = price.itemsize * price.numel / (price.shards if price.zero else 1)
@@ -310,16 +313,16 @@ class Pricing:
         return MemoryParts(parameters=share, gradients=share, optimizer=2 * share)
 
     def optimiser_bytes(self, prices: Iterable[ParameterPrice]) -> float:
-        """What AdamW computes on the way, of one parameter after the other: the root of its second moment, and that
-        over its correction."""
+        """Workspace of AdamW, for one parameter after the other: the root of its second moment, and that over its
+        correction."""
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
 def by_zero_stage(
     prices: Iterable[ParameterPrice],
 ) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
-    """Elements and tensors that ZeRO shards, and the share of the elements that train, by level, whether they are given
-    back after forward, and the axes."""
+    """(ZeRO stage, whether it is resharded after forward, axes) -> elements and number of the tensors that ZeRO
+    shards so, and the share of the elements that train."""
     found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]] = {}
     for price in prices:
         if price.zero_axes:

@@ -1,4 +1,4 @@
-"""What a choice of an op amounts to (data, sequence, expert or tensor parallelism), and who may make it where."""
+"""The role of a choice of an op (data, sequence, expert or tensor parallelism), and which axes admit it."""
 
 from __future__ import annotations
 
@@ -66,12 +66,13 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the choices of a model's clusters amount to, on any mesh. Remembers it."""
+    """Properties of the choices of a model's clusters, on any mesh; cached."""
 
     workload: Workload
     known: dict[tuple[int, Choice], _Choice] = field(default_factory=dict)
 
     def of(self, group: OpCluster, choice: Choice) -> _Choice:
+        """Properties of one choice of a cluster."""
         key = (group.index, choice)
         if key not in self.known:
             assert group.leader is not None
@@ -101,18 +102,20 @@ class Choices:
 
 
 class Allowed(Protocol):
-    """Which choices each cluster may make on each axis of a mesh, and which on several at once it may not."""
+    """The choices that each cluster may make on each axis of a mesh, and those on several axes at once that it may
+    not."""
 
     def __call__(self, group: OpCluster, axis: int) -> tuple[Choice, ...]: ...
 
-    def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]: ...
+    def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+        """Joint choices on mesh axes, by position, that the leader of ``group`` may not make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Which choices each cluster may make on each axis of a mesh.
+    """The choices that each cluster may make on each axis of a mesh.
 
-    data_axes: axes that ZeRO is to work over: no parameter may be sharded on them, but for experts on an axis for
+    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts on an axis for
     experts, which then divides the step inputs.
     batch_axes: if given, exactly these axes divide the step inputs.
     """
@@ -126,6 +129,7 @@ class Rules:
 
     @property
     def workload(self) -> Workload:
+        """The workload that the rules are for."""
         return self.choices.workload
 
     def __call__(self, group: OpCluster, axis: int) -> tuple[Choice, ...]:
@@ -135,7 +139,7 @@ class Rules:
         return self.known[key]
 
     def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
-        """Choices on mesh axes, by position, that the leader may not make at once."""
+        """Joint choices on mesh axes, by position, that the leader may not make."""
         if not self.constraints.forbidden:
             return ()
         return forbidden_choices(self.workload, self.constraints.forbidden, group, self.mesh.names)
@@ -232,7 +236,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """What one or another of some rules for a mesh allows, that differ in what ZeRO leaves."""
+    """The choices that any of several rules for a mesh allows; the rules differ in the axes that ZeRO takes."""
 
     rules: tuple[Rules, ...]
     known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
@@ -253,4 +257,5 @@ class AnyOf:
         return self.known[key]
 
     def forbidden(self, group: OpCluster) -> tuple[tuple[tuple[int, Choice], ...], ...]:
+        """Joint choices on mesh axes, by position, that the leader may not make; alike in all configurations."""
         return self.rules[0].forbidden(group)

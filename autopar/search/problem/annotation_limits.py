@@ -1,4 +1,4 @@
-"""The user's annotations as limits on what ops may choose."""
+"""The user's annotations as limits on the choices of ops."""
 
 from __future__ import annotations
 

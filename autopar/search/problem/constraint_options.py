@@ -26,10 +26,11 @@ SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
 
 
 class ConstraintOptions(TypedDict, total=False):
-    """What each means is said in ``Constraints``. None, or leaving it out, leaves a question to the search.
+    """See ``Constraints`` for the meaning of each. None, or leaving one out, leaves the question to the search.
 
-    sp, microbatch: sequence_parallel and microbatch_size. annotations: what ``autopar.constrain`` returns, or several
-    of it. expert_load: what ``ParallelModule.expert_load`` returns, or for each layer the rows of its experts.
+    sp, microbatch: sequence_parallel and microbatch_size. annotations: results of
+    ``autopar.constrain``, one or several. expert_load: the result of ``ParallelModule.expert_load``, or for each layer
+    the tokens of its experts.
     """
 
     pp: int | None

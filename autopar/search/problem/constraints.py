@@ -1,4 +1,4 @@
-"""What the user pins: degrees, axes, microbatches, precision, rematerialisation.
+"""The user's constraints: degrees, axes, microbatches, precision, rematerialisation.
 
 A pinned degree becomes a mesh axis of its own, on which every op may only do what the name of the axis says:
 
@@ -47,8 +47,8 @@ class Constraints:
     """None leaves a question to the search.
 
     pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
-    schedule, virtual_stages: of the pipeline. zero: level 0 to 3. shard: data ranks that ZeRO shards over, the
-    others replicate. reshard_after_forward, prefetch: of level 3, see ``Plan``. offload: what ZeRO shards in host
+    schedule, virtual_stages: of the pipeline. zero: stage 0 to 3. shard: data ranks that ZeRO shards over, the
+    others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in host
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
     if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
@@ -208,7 +208,7 @@ class Constraints:
             raise InfeasiblePlan(f"{text}, but there are {num_gpus} ranks.\n  try: leave one degree to the search")
 
     def zero_stages(self) -> tuple[int, ...]:
-        """ZeRO levels above 0 to consider."""
+        """ZeRO stages above 0 to consider."""
         if self.reshard_after_forward is False:
             return (3,)
         return (1, 2, 3) if self.zero is None else (self.zero,) if self.zero else ()

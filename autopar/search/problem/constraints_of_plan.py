@@ -1,4 +1,4 @@
-"""A search around a plan: what it has is given, and what may differ is found again."""
+"""Constraints for a search around a plan: some of its choices are pinned, the others searched anew."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mesh_like(plan: Plan) -> Mesh:
 
 
 def forbidden_like(plan: Plan, forbidden: Forbidden) -> Forbidden:
-    """What is forbidden on the axes of a plan, for ``constraints_like``. Raises InvalidInput for another axis."""
+    """Forbidden placements on the axes of a plan, for ``constraints_like``. Raises InvalidInput for another axis."""
     names = _names(plan)
     for axis, _ in forbidden.placement:
         if axis not in names:

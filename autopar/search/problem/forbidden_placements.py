@@ -1,4 +1,4 @@
-"""Placements that ops may not have: what a person rules out, or wants to know the price of."""
+"""Placements that ops may not have: ruled out by a person, or to find the cost of doing without them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parse_forbidden(text: str) -> Forbidden:
 
 
 def deciding_ops(workload: Workload) -> Iterator[tuple[str, str, fx.Node]]:
-    """(block, op, its representative) of every op that plans place; the others follow one of them."""
+    """(block, op, its representative) of every op that plans place; all other ops follow one of them."""
     folding = workload.folding
     for group in workload.clusters.clusters:
         block = None if group.leader is None else folding.block_of.get(group.leader)
@@ -93,7 +93,7 @@ def check_forbidden(workload: Workload, forbidden: tuple[Forbidden, ...], axes: 
 
 
 def unknown_op(workload: Workload, name: str) -> str:
-    """What to say of a name that no deciding op has."""
+    """The error for a name that no deciding op has."""
     folding = workload.folding
     for group in workload.clusters.clusters:
         for member in group.members[1:]:
@@ -107,7 +107,7 @@ def unknown_op(workload: Workload, name: str) -> str:
 def forbidden_choices(
     workload: Workload, forbidden: tuple[Forbidden, ...], group: OpCluster, axes: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, Choice], ...], ...]:
-    """What the leader of a cluster may not do on mesh axes, by position, at once."""
+    """Joint choices on mesh axes, by position, that the leader of a cluster may not make."""
     return tuple(
         tuple((axes.index(axis), factor) for axis, factor in one.placement)
         for one in forbidden

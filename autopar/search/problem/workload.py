@@ -1,9 +1,9 @@
-"""What the search knows of a model before any mesh is chosen.
+"""The workload: facts about a model that the search computes before it chooses a mesh.
 
-Ops of repeated blocks are seen once, through their representative. Tensors are seen as *transfers*: one tensor
-and the ops of one block that use it, which share its redistributions. Transfers that look alike (equal
-representatives of producer and users) are one, with the list of blocks they lead into; so the tensors that
-run from one repeat to the next, into the first and out of the last are all there.
+Ops of repeated blocks are represented by those of the first. Tensors are seen as *transfers*: one tensor and the ops of
+one block that use it, which share its redistributions. Transfers with equal representatives of producer and users are
+one, with the list of blocks that they lead into; so the tensors that run from one repeat to the next, into the first
+and out of the last are all included.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class Tensor:
     floating: bool
 
     def bytes_of_microbatch(self, num_microbatches: int) -> float:
+        """Bytes of one microbatch of the global tensor."""
         return self.numel * self.itemsize / (num_microbatches if self.carries_batch else 1)
 
     def rows_of_microbatch(self, num_microbatches: int) -> float:
+        """Size of dimension 0 of one microbatch of the global tensor."""
         return self.rows / (num_microbatches if self.carries_batch and self.by_rows else 1)
 
 
@@ -73,9 +75,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arrivals:
-    """What blocks that are alike have to do with others.
+    """Relations of equal blocks to others.
 
-    transfers: numbers of those that lead into such a block. crossing: tensors that cross a cut before it.
+    transfers: numbers of the transfers into such a block. crossing: tensors that cross a cut before it.
     """
 
     transfers: tuple[int, ...]
@@ -84,10 +86,10 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that are used alike.
+    """Parameters with equal uses.
 
-    uses: (representative op, operand position) of every use in execution order; the first decides the storage.
-    names: placeholder names. blocks: for each of them the block of each use. itemsize: bytes of an element.
+    uses: (representative op, operand position) of every use in execution order; the first decides the storage. names:
+    placeholder names. blocks: for each of them the block of each use. itemsize: bytes of an element.
     """
 
     numel: int
@@ -103,7 +105,8 @@ class ParameterGroup:
 class Workload:
     """A captured model, analysed. ``precision`` is of compute.
 
-    ends_early: whether a block's second run ends when all that autograd saves is there again, as with torch since 2.1.
+    ends_early: whether the recomputation of a block ends when all tensors that autograd saves are restored, as with
+    torch since 2.1.
     """
 
     analysis: Analysis
@@ -117,37 +120,45 @@ class Workload:
 
     @property
     def captured(self) -> CapturedModel:
+        """The captured model."""
         return self.analysis.captured
 
     @property
     def folding(self) -> Folding:
+        """Its blocks, and which of them repeat."""
         return self.analysis.folding
 
     @property
     def roles(self) -> Roles:
+        """Batch and sequence dimensions of its tensors."""
         return self.analysis.roles
 
     @property
     def clusters(self) -> OpClusters:
+        """Its op clusters."""
         return self.analysis.clusters
 
     def rule(self, node: fx.Node) -> FactorRule:
+        """Factor rule of an op."""
         return self.analysis.rule(node)
 
     def representative(self, node: fx.Node) -> fx.Node:
+        """The op of the first block of its kind that stands for ``node``."""
         return self.analysis.representative(node)
 
     def cluster_of(self, node: fx.Node) -> OpCluster:
+        """The op cluster that decides the placement of ``node``."""
         return self.analysis.cluster_of(node)
 
     @cached_property
     def experts(self) -> frozenset[int]:
-        """Numbers of experts of the model's mixtures."""
+        """Numbers of experts of the model's mixture-of-experts layers."""
         return frozenset(self.rule(n).sizes[EXPERTS] for n in self.repeats if EXPERTS in self.rule(n).sizes)
 
     @cached_property
     def expert_factors(self) -> Mapping[fx.Node, frozenset[str]]:
-        """The factors of ops that are experts: of a mixture, and of a stack of matrices, each times rows of its own."""
+        """The expert factors of ops: of a mixture of experts, and of a stack of matrices, each times rows of its
+        own."""
         found = {node: expert_factors(node, self.rule(node), self.captured.parameters) for node in self.repeats}
         return {node: factors for node, factors in found.items() if factors}
 
@@ -193,11 +204,12 @@ class Workload:
 
     @cached_property
     def num_blocks(self) -> int:
+        """Number of block instances."""
         return len(self.folding.blocks)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Every tensor that is no parameter, with its uses, folded."""
+        """Every tensor that is no parameter, with its uses; those of repeated blocks together."""
         gathered: dict[tuple[fx.Node, int, int], list[tuple[fx.Node, int]]] = {}
         for node in op_nodes(self.captured.graph):
             block = self.folding.block_of.get(node, PRELUDE)
@@ -332,6 +344,7 @@ class Workload:
 
     @cached_property
     def trainable_numel(self) -> int:
+        """Elements of the parameters that train."""
         return sum(
             parameter.numel for name, parameter in self.captured.parameters.items() if name in self.analysis.trained
         )
@@ -353,7 +366,7 @@ class Workload:
 
     @cached_property
     def activations(self) -> tuple[BlockActivations, ...]:
-        """What each kind of block keeps for its backward."""
+        """Activations that each kind of block saves for its backward."""
         return tuple(
             BlockActivations.of(
                 [node for node in self.folding.blocks[index].nodes if node in self.repeats],
@@ -368,7 +381,7 @@ class Workload:
 
     @cached_property
     def kept(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """What ops keep for backward, each storage of a block with the first op that keeps it."""
+        """Tensors that ops save for backward, each storage of a block with the first op that saves it."""
         found: dict[fx.Node, list[Saved]] = {}
         for activations in self.activations:
             seen = set()

@@ -32,7 +32,8 @@ class Fitting:
     fits: NDArray[np.bool_]
 
     def cover(self) -> bool:
-        """Whether stages that may fit cover all blocks. Each takes as many as it can: what fits, fits in part."""
+        """Whether stages that may fit cover all blocks. Each takes as many as it can: part of a range that fits,
+        fits."""
         end, known = 0, self.ranges.known
         for count in self.live:
             end += int(np.count_nonzero(self.fits[self.rows[count]][known[end, end + 1 :]]))

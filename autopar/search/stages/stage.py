@@ -1,11 +1,11 @@
-"""One stage of a pipeline: its blocks, the rematerialisation level of each, what it takes and what it holds."""
+"""One stage of a pipeline: its blocks, the rematerialisation level of each, its seconds and its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# From the one that keeps most; ``autopar.cost_model.memory.activations`` says what each keeps.
+# Rematerialisation levels, from that which saves most; ``autopar.cost_model.memory.activations`` says what each keeps.
 LEVELS = ("none", "selective", "alternate", "full")
 
 
@@ -28,7 +28,7 @@ class BlockCost:
 class Stage:
     """Blocks ``first`` to ``last``: the first ``full`` at level full, ``alternate`` at level alternate, and so on.
 
-    offload: what ZeRO shards of them is in host memory.
+    offload: whether their tensors that ZeRO shards are in host memory.
     """
 
     first: int
@@ -40,6 +40,7 @@ class Stage:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks."""
         return self.last - self.first + 1
 
     def level(self, block: int) -> int:
