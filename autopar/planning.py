@@ -38,6 +38,7 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
+        """The plan found."""
         return self.result.plan
 
     def divided(self) -> list[DividedFlops]:

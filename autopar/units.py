@@ -38,6 +38,7 @@ def count(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
+    """A fraction as percent with one decimal."""
     return f"{fraction * 100:.1f} %"
 
 

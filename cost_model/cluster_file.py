@@ -63,6 +63,7 @@ class LinkDescription(_Model):
     overlap: Annotated[float, Field(ge=0, le=1)] | None = None
 
     def applied_to(self, link: Link) -> Link:
+        """``link`` with the stated figures in place of its own."""
         if self.bandwidth_gb_s is not None:
             # What the catalogue knows of pairs and switches belongs to the link that is replaced.
             link = replace(link, bandwidth=self.bandwidth_gb_s * GB, peer_bandwidth=None, switch_reduce=None)
@@ -89,6 +90,7 @@ class RateDescription(_Model):
     attention_efficiency: Fraction
 
     def rate(self, precision: str) -> MatmulRate:
+        """The matrix rate in this precision, in FLOP/s."""
         return MatmulRate(
             precision=precision,
             peak_flops=self.peak_tflops * 1e12,
@@ -168,6 +170,7 @@ class ClusterDescription(_Model):
         return slowest_of(known, sum(kind.num_nodes for kind in self.nodes))
 
     def cluster(self) -> Cluster:
+        """The catalogued cluster with the stated figures in place of its own."""
         base = self._catalogued()
         device = base.device
         if self.memory_gb is not None:

@@ -21,6 +21,8 @@ from autopar.passes.placed_program import PlacedProgram
 
 @dataclass(frozen=True)
 class LocaliseShapes(Pass[PlacedProgram]):
+    """Replace global sizes of values and arguments by those of one rank and one microbatch."""
+
     name: ClassVar[str] = "localise-shapes"
     requires: ClassVar[frozenset[str]] = frozenset({"redistributions"})
     provides: ClassVar[frozenset[str]] = frozenset({"local shapes"})

@@ -16,6 +16,8 @@ from autopar.passes.placed_program import PlacedProgram
 
 @dataclass(frozen=True)
 class LowerOps(Pass[PlacedProgram]):
+    """Replace ops sharded on a lowered factor by their sharded forms."""
+
     name: ClassVar[str] = "lower-ops"
     requires: ClassVar[frozenset[str]] = frozenset({"local shapes"})
     provides: ClassVar[frozenset[str]] = frozenset({"lowered ops"})

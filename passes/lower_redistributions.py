@@ -18,6 +18,8 @@ from autopar.passes.placed_program import PlacedProgram
 
 @dataclass(frozen=True)
 class LowerRedistributions(Pass[PlacedProgram]):
+    """Replace redistribution steps by the collectives that carry them out."""
+
     name: ClassVar[str] = "lower-redistributions"
     requires: ClassVar[frozenset[str]] = frozenset({"redistributions", "local shapes"})
     provides: ClassVar[frozenset[str]] = frozenset({"collectives"})

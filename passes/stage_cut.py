@@ -27,14 +27,17 @@ class StageCut:
 
     @property
     def captured(self) -> CapturedModel:
+        """The captured model."""
         return self.program.placed.captured
 
     @property
     def plan(self) -> Plan:
+        """Its plan."""
         return self.program.placed.plan
 
     @property
     def folding(self) -> Folding:
+        """Its blocks, and which of them repeat."""
         return self.program.placed.analysis.folding
 
     @cached_property

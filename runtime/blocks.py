@@ -53,13 +53,16 @@ class Slot:
         self._places: dict[str, Any] = own_parameters(root) if leaf in own_parameters(root) else own_buffers(root)
 
     def get(self) -> torch.Tensor:
+        """The tensor in place."""
         value: torch.Tensor = self._places[self._leaf]
         return value
 
     def read(self) -> torch.Tensor:
+        """The tensor that blocks read: the copy, if there is one."""
         return self.get() if self.copy is None else self.copy
 
     def set(self, value: torch.Tensor) -> None:
+        """Put a tensor in place."""
         self._places[self._leaf] = value
 
 
@@ -155,6 +158,7 @@ class BlockModule(nn.Module):
         self._selected = self._selected or variant
 
     def select(self, variant: str) -> None:
+        """Choose the function that ``forward`` runs."""
         self._selected = variant
 
     @property
@@ -163,10 +167,12 @@ class BlockModule(nn.Module):
         return str(self._functions[self._selected][0].code)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs of the block on this rank's local inputs, as a flat tuple."""
         variant = self._selected
         state = [slot.read() for slot in self._slots[variant]]
         result: tuple[torch.Tensor, ...] = self._variants[variant](*state, *inputs)
         return result
 
     def extra_repr(self) -> str:
+        """Name of the block."""
         return self.name

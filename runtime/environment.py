@@ -36,6 +36,7 @@ class Environment:
 
     @property
     def timeout(self) -> timedelta | None:
+        """Time after which a collective fails; None for torch's default."""
         return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:

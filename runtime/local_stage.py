@@ -37,5 +37,6 @@ class LocalStage:
             self.reducer.arm(self.program.stage)
 
     def after_weights(self, last: bool) -> None:
+        """The W pass of a split backward has run."""
         if self.zero is not None:
             self.zero.after_weights(last)

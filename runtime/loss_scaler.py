@@ -100,7 +100,9 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
+        """Scale and number of steps since it last changed."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a saved state."""
         self.scale, self._good_steps = state_dict["scale"], state_dict["good_steps"]

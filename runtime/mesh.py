@@ -112,6 +112,7 @@ class JobMesh:
         return None if flat is None else flat.get_group()
 
     def size(self, axes: Iterable[int]) -> int:
+        """Ranks along axes of the stage mesh."""
         return prod(self.stage_mesh.sizes[axis] for axis in axes)
 
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -120,6 +121,7 @@ class JobMesh:
 
     @property
     def num_pipeline_ranks(self) -> int:
+        """Ranks along the pipeline."""
         return self.pipelining.num_ranks
 
     @property
@@ -128,6 +130,7 @@ class JobMesh:
         return self.pipelining.stages_of(self.pipeline_rank)
 
     def holds(self, stage: int) -> bool:
+        """Whether this rank holds a stage."""
         return self.pipelining.rank_of(stage) == self.pipeline_rank
 
     def rank_in_stage(self, stage: int) -> int:

@@ -54,6 +54,7 @@ class ParallelModule(nn.Module):
 
     @property
     def engine(self) -> Engine:
+        """The engine that runs the plan. Raises InvalidInput before the model is captured."""
         if self._engine is None:
             raise InvalidInput(
                 "the model is not captured yet: that waits for the first call of step() or forward(), and only then "
@@ -160,6 +161,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
+        """The plan that is run. Raises InvalidInput before the model is captured."""
         return self.engine.plan
 
     @property

@@ -38,6 +38,7 @@ class Outputs:
 
     @classmethod
     def of(cls, captured: CapturedModel, program: StageProgram, plan: Plan) -> Outputs:
+        """The outputs of a program."""
         start = 1 if captured.has_loss else 0
         values = captured.output_args()[start : start + captured.num_outputs]
         flat: list[Any] = []

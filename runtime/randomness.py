@@ -40,6 +40,7 @@ class Randomness:
         return {"seed": self._seed, "calls": self.calls}
 
     def restore(self, state: dict[str, int]) -> None:
+        """Continue from a saved ``state``."""
         self._seed, self.calls = state["seed"], state["calls"]
         self._place = (self.calls,)
 

@@ -148,6 +148,7 @@ class StageModule(nn.Module):
         return "\n\n".join(f"# {', '.join(names)}\n{code}" for code, names in seen.items())
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        """Run the selected variant's blocks on local tensors, those received from other stages first."""
         variant = self._variants[self._selected]
         values: dict[str, torch.Tensor] = {**variant.constants, **inputs}
         values.update(zip(variant.received, received, strict=True))

@@ -84,6 +84,7 @@ class ZeroEngine:
 
     @property
     def root(self) -> FSDPModule:
+        """The outermost module, which holds parameters that several blocks share."""
         return self.modules[-1][0]
 
     def reshard(self) -> None:
@@ -119,6 +120,7 @@ class ZeroEngine:
                 adopt_parameters(module)
 
     def before_backward(self, last: bool) -> None:
+        """A backward follows. last: of the step, so that gradients are reduced and parameters resharded."""
         if self._last is last:
             return
         self._last = last

@@ -32,6 +32,7 @@ class CheckedRank:
 
     @property
     def peak_bytes(self) -> int:
+        """Most bytes that the rank held at once."""
         return self.trace.peak_bytes
 
 

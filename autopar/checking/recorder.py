@@ -28,6 +28,7 @@ class Communication:
 
     @property
     def is_point_to_point(self) -> bool:
+        """Whether it is a send or a receive."""
         return self.kind in ("send", "recv")
 
     def __str__(self) -> str:
@@ -73,6 +74,7 @@ class Memory:
         self.now -= size
 
     def reset(self) -> None:
+        """Set the peak to the bytes held now."""
         self.peak = self.now
 
 

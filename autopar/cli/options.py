@@ -17,16 +17,22 @@ _OUT = "Output"
 
 
 class Switch(str, Enum):
+    """Values of a flag that can be left open."""
+
     on = "on"
     off = "off"
 
 
 class SequenceLayoutName(str, Enum):
+    """Values of ``--sequence-layout``."""
+
     contiguous = "contiguous"
     zigzag = "zigzag"
 
 
 class ScheduleName(str, Enum):
+    """Values of ``--schedule``."""
+
     naive = "naive"
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
@@ -37,12 +43,16 @@ class ScheduleName(str, Enum):
 
 
 class PrecisionName(str, Enum):
+    """Values of ``--precision``."""
+
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
 class RematName(str, Enum):
+    """Values of ``--remat``."""
+
     none = "none"
     selective = "selective"
     alternate = "alternate"

@@ -87,6 +87,7 @@ class Request:
         return cluster_from_dict(described, source=source)
 
     def constraints(self, cluster: Cluster) -> Constraints:
+        """The constraints that the flags state; precision is fp32 on CPUs and else bf16 if none is given."""
         usual = PrecisionName.fp32 if cluster.device.name.lower() == "cpu" else PrecisionName.bf16
         precision = self.precision or usual
         given = Constraints(
@@ -198,6 +199,7 @@ def read_loads(path: Path) -> Loads:
 
 
 def read_yaml(path: Path) -> Any:
+    """The contents of a YAML cluster file. Raises InvalidCluster if it cannot be read or is not YAML."""
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:

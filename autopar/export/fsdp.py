@@ -27,7 +27,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     )
     plan = strategy.plan
     notes = []
-    if plan.zero and 0 in strategy.zero_levels:
+    if plan.zero and 0 in strategy.zero_stages:
         names = ", ".join(block.name for kind, block in enumerate(plan.blocks) if not plan.zero_of(kind))
         notes.append(
             f"{names}: at ZeRO-1 instead of 0, as FSDP shards all that it wraps. One gather a step more, less memory."

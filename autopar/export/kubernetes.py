@@ -19,10 +19,12 @@ _AMD = ("mi2", "mi3", "mi4")
 
 
 def image_of(options: Options) -> str:
+    """Name of the container image: that of the options, else ``autopar:VERSION``."""
     return options.image or f"autopar:{__version__}"
 
 
 def image_notes(options: Options, model: str) -> list[str]:
+    """Sentences on the image: its contents and how to choose another."""
     notes = [
         f"The image {image_of(options)} has to hold torch, autopar and the model's {model}, found from its folder."
     ]
@@ -30,6 +32,7 @@ def image_notes(options: Options, model: str) -> list[str]:
 
 
 def config_map(name: str, files: dict[str, str]) -> Json:
+    """A ConfigMap of these files, by name."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
 
 
@@ -63,6 +66,7 @@ def documents(notes: list[str], heading: str, *found: Json) -> str:
 
 
 def dump(document: Json) -> str:
+    """A Kubernetes document as YAML."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=False)
 
 

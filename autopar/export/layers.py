@@ -23,6 +23,7 @@ class StageLayers:
 
 
 def is_layer(block: BlockPlan) -> bool:
+    """Whether a block is a layer: it repeats, or its name has a number."""
     return block.repeats > 1 or any(part == "*" or part.isdigit() for part in block.name.split("."))
 
 
@@ -51,6 +52,7 @@ def stage_layers(plan: Plan) -> tuple[StageLayers, ...]:
 
 
 def num_layers(plan: Plan) -> int:
+    """Number of layers of all stages."""
     return sum(stage.count for stage in stage_layers(plan))
 
 

@@ -25,7 +25,7 @@ def per_block_zero(strategy: Strategy, level: int) -> list[str]:
     """Blocks with a ZeRO level or a resharding of their own."""
     plan = strategy.plan
     notes = []
-    levels = sorted(strategy.zero_levels, reverse=True)
+    levels = sorted(strategy.zero_stages, reverse=True)
     if len(levels) > 1:
         names = ", ".join(
             f"{block.name} {plan.zero_of(kind)}"
@@ -45,8 +45,9 @@ def per_block_zero(strategy: Strategy, level: int) -> list[str]:
 
 
 def prefetch(strategy: Strategy) -> list[str]:
+    """A sentence on prefetching, if the plan gathers other than one block ahead."""
     plan = strategy.plan
-    if plan.prefetch == 1 or 3 not in strategy.zero_levels:
+    if plan.prefetch == 1 or 3 not in strategy.zero_stages:
         return []
     return [f"The plan gathers {plan.prefetch} blocks ahead; the target decides itself how many."]
 
@@ -60,6 +61,7 @@ def offload(strategy: Strategy) -> list[str]:
 
 
 def any_offload(strategy: Strategy) -> bool:
+    """Whether the plan offloads any stage."""
     return any(stage.offload for stage in strategy.plan.stages)
 
 
@@ -76,6 +78,7 @@ def sequence_layout(strategy: Strategy, *, balanced: bool) -> list[str]:
 
 
 def expert_capacity(strategy: Strategy) -> list[str]:
+    """A sentence on the expert capacity, if the plan limits it."""
     if strategy.plan.expert_capacity is None:
         return []
     return [

@@ -72,12 +72,15 @@ class Strategy:
 
     @cached_property
     def axes(self) -> tuple[AxisUse, ...]:
+        """The use of each axis of the stage mesh, outermost first."""
         return tuple(_axis_use(self.plan, name) for name in self.plan.mesh)
 
     def of_role(self, role: Role) -> tuple[AxisUse, ...]:
+        """Axes of more than one rank with this role."""
         return tuple(axis for axis in self.axes if axis.role == role and axis.size > 1)
 
     def degree(self, role: Role) -> int:
+        """Ranks along all axes with this role."""
         return prod(axis.size for axis in self.of_role(role))
 
     @property
@@ -87,14 +90,17 @@ class Strategy:
 
     @property
     def tensor(self) -> int:
+        """Degree of tensor parallelism."""
         return self.degree("tensor")
 
     @property
     def context(self) -> int:
+        """Degree of context parallelism."""
         return self.degree("context")
 
     @property
     def idle(self) -> int:
+        """Ranks along axes that divide nothing."""
         return self.degree("idle")
 
     @property
@@ -109,14 +115,17 @@ class Strategy:
 
     @property
     def pipeline(self) -> int:
+        """Ranks along the pipeline."""
         return self.plan.num_pipeline_ranks
 
     @property
     def world(self) -> int:
+        """Number of all ranks."""
         return self.plan.num_ranks
 
     @property
     def num_microbatches(self) -> int:
+        """Microbatches of a step."""
         return self.plan.batch.num_microbatches
 
     @property
@@ -133,6 +142,7 @@ class Strategy:
 
     @cached_property
     def has_experts(self) -> bool:
+        """Whether the plan places a mixture of experts."""
         return any(op_of(key) == "moe" for block in self.plan.blocks for key in block.ops)
 
     @cached_property
@@ -170,7 +180,8 @@ class Strategy:
         return self.data // self.sharded
 
     @property
-    def zero_levels(self) -> frozenset[int]:
+    def zero_stages(self) -> frozenset[int]:
+        """ZeRO stages of the kinds of block."""
         return frozenset(self.plan.zero_of(kind) for kind in range(len(self.plan.blocks)))
 
     @cached_property

@@ -36,6 +36,7 @@ class AdapterFormat:
 
     @classmethod
     def of(cls, model: nn.Module) -> AdapterFormat:
+        """Of a model: its copy on the meta device."""
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(

@@ -35,6 +35,7 @@ class ParameterAnnotation:
     layout: FixedLayout
 
     def matches(self, names: tuple[str, ...]) -> bool:
+        """Whether the pattern matches any of these names of a parameter."""
         return any(fnmatchcase(name, self.pattern) for name in names)
 
     def __str__(self) -> str:

@@ -72,6 +72,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
+    """Dtype of the tensor that a node makes."""
     dtype = node.meta["val"].dtype
     assert isinstance(dtype, torch.dtype)
     return dtype

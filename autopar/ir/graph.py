@@ -63,6 +63,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
+        """First of the names that a tied parameter has."""
         return self.names[0]
 
     @property
@@ -76,6 +77,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
+        """Elements of the global tensor."""
         count = 1
         for size in self.shape:
             count *= size
@@ -135,6 +137,7 @@ class CapturedModel:
 
     @property
     def graph(self) -> fx.Graph:
+        """The graph of global tensors."""
         return self.graph_module.graph
 
     def output_args(self) -> tuple[Any, ...]:
@@ -142,10 +145,12 @@ class CapturedModel:
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
     def loss_node(self) -> fx.Node | None:
+        """The node of the loss; None if the model was captured without one."""
         return self.output_args()[0] if self.has_loss else None
 
 
 def is_tensor(node: fx.Node) -> bool:
+    """Whether a node makes a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -153,7 +158,8 @@ class Typed(Protocol):
     """A tensor, or what stands for one."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
 
 
 def has_gradient_dtype(value: Typed) -> bool:

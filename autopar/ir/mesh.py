@@ -30,14 +30,17 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes, outermost first."""
         return tuple(axis.size for axis in self.axes)
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return prod(self.sizes)
 
     def index(self, name: str) -> int:

@@ -156,14 +156,17 @@ class Plan(_Model):
 
     @property
     def num_stages(self) -> int:
+        """Number of stages, virtual ones included."""
         return len(self.stages)
 
     @property
     def stage_mesh(self) -> Mesh:
+        """Mesh of the ranks of one place in the pipeline."""
         return Mesh(tuple(MeshAxis(name, size) for name, size in self.mesh.items()))
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks over which a microbatch is divided."""
         size = 1
         for name in self.inputs:
             size *= self.mesh[name]
@@ -181,6 +184,7 @@ class Plan(_Model):
 
     @property
     def num_pipeline_ranks(self) -> int:
+        """Ranks along the pipeline."""
         return self.num_stages // self.virtual_stages
 
     @property
@@ -192,6 +196,7 @@ class Plan(_Model):
 
     @property
     def num_ranks(self) -> int:
+        """Number of all ranks."""
         return self.num_pipeline_ranks * self.stage_mesh.size
 
     @pydantic.model_validator(mode="after")
@@ -291,6 +296,7 @@ class Plan(_Model):
             raise InvalidPlan(f"{source} is not a valid plan:\n" + "\n".join(lines)) from error
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to a YAML file."""
         Path(path).write_text(self.to_yaml())
 
     def report(self, path: str | Path) -> None:
@@ -303,6 +309,7 @@ class Plan(_Model):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
+        """Read and validate a plan file. Raises InvalidPlan, which names the path of a bad field."""
         try:
             text = Path(path).read_text()
         except OSError as error:

@@ -41,6 +41,7 @@ class Collective(Enum):
 
     @property
     def communicates(self) -> bool:
+        """Whether ranks send anything: not for a local slice or scale."""
         return self not in (Collective.NONE, Collective.SPLIT, Collective.DIVIDE)
 
 

@@ -149,6 +149,7 @@ class FactorRule:
         return tuple(p[0] for p in pairs), grad
 
     def result_layout(self, position: int, assignment: Assignment) -> Layout:
+        """Layout of a result under an assignment, one placement for each mesh axis."""
         return tuple(self.result(position, choice) for choice in assignment)
 
     def is_positionwise(self, factor: str) -> bool:

@@ -72,6 +72,7 @@ class Pipelining:
 
     @property
     def num_stages(self) -> int:
+        """Number of stages, virtual ones included."""
         return self.num_ranks * self.virtual_stages
 
     @property

@@ -100,12 +100,14 @@ class Sight:
         return (self.window if self.kind == "sliding" else None, 0 if self.kind in ("causal", "sliding") else None)
 
     def sees_all(self, queries: Span, keys: Span) -> bool:
+        """Whether every query of a span sees every key of a span."""
         window, ahead = self.reach
         return (ahead is None or keys.stop - 1 <= queries.start) and (
             window is None or keys.start > queries.stop - 1 - window
         )
 
     def sees_none(self, queries: Span, keys: Span) -> bool:
+        """Whether no query of a span sees any key of a span."""
         window, ahead = self.reach
         return not (len(queries) and len(keys)) or (
             (ahead is not None and keys.start > queries.stop - 1)
@@ -235,9 +237,11 @@ class RingShape:
 
     @property
     def ring_sizes(self) -> tuple[int, ...]:
+        """Sizes of the groups around which keys are passed."""
         return tuple(size for size, cuts in zip(self.sizes, self.ring, strict=True) if cuts)
 
     def ring_place(self, place: tuple[int, ...]) -> tuple[int, ...]:
+        """Coordinates of a rank in those groups."""
         return tuple(own for own, cuts in zip(place, self.ring, strict=True) if cuts)
 
     def queries(self, place: tuple[int, ...]) -> tuple[Span, ...]:

@@ -221,6 +221,7 @@ class EntryPoint(NamedTuple):
 
     @property
     def original(self) -> Any:
+        """Present value of the attribute."""
         return getattr(self.owner, self.name)
 
 
@@ -354,14 +355,17 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module holds itself, by name."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that a module holds itself, by name."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that a module holds itself, by name."""
     return module._modules
 
 

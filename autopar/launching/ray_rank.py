@@ -31,6 +31,7 @@ class Outcome:
 
     @property
     def well(self) -> bool:
+        """Whether the function returned."""
         return self.error is None and not self.trace and self.died is None
 
 
@@ -46,6 +47,7 @@ class RayRank:
     """A process that becomes a rank: ``place``, then ``prepare`` (and ``serve`` on rank 0), then ``run``."""
 
     def place(self) -> Standing:
+        """The machine of this actor and the GPUs that Ray gave it."""
         import ray
 
         context = ray.get_runtime_context()
@@ -53,6 +55,7 @@ class RayRank:
         return Standing(context.get_node_id(), gpus)
 
     def prepare(self, variables: dict[str, str]) -> None:
+        """Set environment variables of the process."""
         os.environ.update(variables)
 
     def serve(self, num_ranks: int, interface: str | None) -> tuple[str, int]:

@@ -21,6 +21,7 @@ class Point:
 
     @property
     def error(self) -> float:
+        """Relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 

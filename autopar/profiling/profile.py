@@ -37,9 +37,11 @@ class Profile:
 
     @property
     def cluster(self) -> Cluster:
+        """The cluster that the profile describes."""
         return cluster_from_dict(self.description)
 
     def series(self) -> list[Series]:
+        """Measurements beside predictions with the fitted figures."""
         return compare(self.samples, self.cluster)
 
 

@@ -33,6 +33,7 @@ class Product:
 
     @property
     def flops(self) -> float:
+        """Floating point operations of the matrix product."""
         return 2.0 * self.rows * self.columns * self.depth
 
     @property

@@ -36,14 +36,17 @@ class Study:
 
     @property
     def workload(self) -> Workload:
+        """The analysed model."""
         return self.pricing.workload
 
     @property
     def cluster(self) -> Cluster:
+        """The cluster of the plan."""
         return self.pricing.ops.cluster
 
     @property
     def result(self) -> SearchResult | None:
+        """Result of the search that found the plan; None if it was read from a file."""
         return None if self.planned is None else self.planned.result
 
     @property

@@ -59,6 +59,7 @@ class TokenBatches:
         self._vocabulary: int | None = None
 
     def whole(self, step: int) -> Any:
+        """The global batch of a step. Raises InvalidInput for a step before the corpus was first read."""
         first = self._first + step * self.batch_size
         if first < 0:
             raise InvalidInput(
@@ -68,12 +69,14 @@ class TokenBatches:
         return self.inputs.fill(self.sequences.windows(first, self.batch_size))
 
     def own(self, step: int, pm: ParallelModule) -> Any:
+        """The rows of this data-parallel rank. Raises InvalidInput for tokens outside the vocabulary."""
         rows = self.batch_size // pm.data_parallel_size
         windows = self.sequences.windows(self._first + step * self.batch_size + pm.data_parallel_rank * rows, rows)
         self._check(windows, pm)
         return self.inputs.fill(windows)
 
     def state(self, steps: int) -> dict[str, Any]:
+        """Seed, position in samples after ``steps`` steps, and digest of the corpus, for a checkpoint."""
         samples = self._first + steps * self.batch_size
         return {"seed": self.sequences.seed, "samples": samples, "corpus": self._digest}
 
@@ -99,6 +102,7 @@ class GeneratedBatches:
         self._last: Any = None
 
     def whole(self, step: int) -> Any:
+        """The global batch of a step; the stream is started anew for a step before the last."""
         if step < self._taken - 1:
             self._stream, self._taken = self._start(), 0
         while self._taken <= step:
@@ -106,9 +110,11 @@ class GeneratedBatches:
         return self._last
 
     def own(self, step: int, pm: ParallelModule) -> Any:
+        """The rows of this data-parallel rank."""
         return pm.shard_batch(self.whole(step))
 
     def state(self, steps: int) -> dict[str, Any]:
+        """The seed, for a checkpoint."""
         return {"seed": self._seed}
 
 

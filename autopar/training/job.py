@@ -85,6 +85,7 @@ class TrainingJob:
         )
 
     def to_json(self) -> str:
+        """The job as JSON, for other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod

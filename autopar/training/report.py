@@ -39,6 +39,7 @@ class Report:
         self._line(f"step        loss{columns}   seconds")
 
     def step(self, loss: float, seconds: float, single: float | None) -> None:
+        """Report one step: its loss, its seconds, and the loss of one process if that runs beside."""
         self.losses.append(loss)
         self.seconds.append(seconds)
         columns = ""
@@ -56,6 +57,7 @@ class Report:
         self._line(f"{step:4d}  {loss:10.6f}   held out")
 
     def end(self) -> None:
+        """Report the run as a whole: as one JSON object, or the median step."""
         if self.job.json:
             self.say(json.dumps(self.summary()))
             return
@@ -74,6 +76,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
+        """Whether no loss differs from that of one process by more than TOLERANCE; always so unless fp32."""
         return not self.differences or self.plan.precision != "fp32" or max(self.differences) <= TOLERANCE
 
     def summary(self) -> dict[str, Any]:

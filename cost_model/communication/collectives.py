@@ -133,6 +133,7 @@ class Fabric:
         return tuple(self.cluster.group(self.mesh, axis) for axis in range(len(self.mesh)))
 
     def group(self, axes: int | Sequence[int]) -> Group:
+        """The group of ranks along one mesh axis or several."""
         return self.groups[axes] if isinstance(axes, int) else self.cluster.group(self.mesh, axes)
 
     def link(self, axes: int | Sequence[int]) -> Link:

@@ -74,6 +74,7 @@ class SyncTime:
     __rmul__ = __mul__
 
     def total_s(self, num_microbatches: int) -> float:
+        """Seconds of a step of ``num_microbatches``, before any overlap."""
         return (self.forward_s + self.backward_s) * num_microbatches + self.step_s
 
 

@@ -69,6 +69,7 @@ class Times:
     backward_per_byte: Floats
 
     def at(self, number: int) -> Affine:
+        """Seconds of redistribution ``number``, affine in the bytes of the tensor."""
         return Affine(
             float(self.forward_fixed[number]),
             float(self.forward_per_byte[number]),
@@ -173,6 +174,7 @@ class LinkPrices:
 
     @classmethod
     def of(cls, fabric: Fabric) -> LinkPrices:
+        """The rates of all collectives along all axes of a mesh."""
         axes = range(len(fabric.mesh))
         rates = [[fabric.rate(kind, axis) for axis in axes] for kind in _KINDS]
         table = np.array(rates, dtype=np.float64).reshape(len(_KINDS), len(axes), 2)

@@ -44,6 +44,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_attention(node: fx.Node) -> bool:
+    """Whether an op is an attention, composite or of ATen."""
     return op_name(node) in ("attention", "scaled_dot_product_attention")
 
 

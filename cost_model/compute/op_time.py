@@ -15,6 +15,7 @@ class OpTime:
 
     @property
     def total_s(self) -> float:
+        """Seconds forward and backward."""
         return self.forward_s + self.backward_s
 
     def __add__(self, other: OpTime) -> OpTime:
@@ -44,6 +45,7 @@ class Affine:
     backward_per_byte: float = 0.0
 
     def at(self, num_bytes: float) -> OpTime:
+        """Seconds for a tensor of ``num_bytes``."""
         return OpTime(
             self.forward_fixed + self.forward_per_byte * num_bytes,
             self.backward_fixed + self.backward_per_byte * num_bytes,

@@ -14,6 +14,7 @@ _BACKWARD = 2.0
 
 
 def is_scan(node: fx.Node) -> bool:
+    """Whether an op is a scan, associative or not."""
     return isinstance(node.target, (Scan, AssociativeScan))
 
 

@@ -54,6 +54,7 @@ class MovedTensor:
     carries_batch: bool
 
     def local(self, degrees: dict[str, int], num_microbatches: int) -> float:
+        """Bytes on one rank of one microbatch, where the op's factors have these degrees."""
         divisor = num_microbatches if self.carries_batch else 1
         for factor, degree in degrees.items():
             if factor in self.factors:

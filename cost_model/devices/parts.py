@@ -28,6 +28,7 @@ EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
 
 
 def fp32(tflops: float, source: str) -> RateEntry:
+    """Matrix rate in fp32, of ``tflops`` TFLOP/s."""
     return RateEntry(
         peak_tflops=Published(tflops, source),
         efficiency=Assumed(
@@ -49,6 +50,7 @@ def half(tflops: float, source: str, best_tflops: float, why: str, attention: As
 
 
 def tiling(units: int, source: str) -> TilingEntry:
+    """Tiles of a GPU with so many multiprocessors."""
     return TilingEntry(
         tiles=TILES,
         why_tiles="a guess, not measured: the tiles that libraries have; smaller ones read more for what they compute",
@@ -58,6 +60,7 @@ def tiling(units: int, source: str) -> TilingEntry:
 
 
 def network(name: str, bandwidth_gb_s: Published | Assumed) -> LinkEntry:
+    """A network link of this bandwidth a device and direction, in GB/s."""
     return LinkEntry(
         name=name,
         bandwidth_gb_s=bandwidth_gb_s,
@@ -70,6 +73,7 @@ def network(name: str, bandwidth_gb_s: Published | Assumed) -> LinkEntry:
 
 
 def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> HostEntry:
+    """A host on PCI Express, in GB/s: link of a GPU, its share of the memory bandwidth."""
     return HostEntry(
         link_gb_s=Published(link_gb_s, f"recalled: PCI Express {generation}.0 specification, 16 lanes, 128b/130b"),
         link_efficiency=Assumed(

@@ -25,6 +25,7 @@ class Assumed:
     reason: str
 
     def by(self, _: Fitted) -> float:
+        """The value, whatever was fitted."""
         return self.value
 
 
@@ -38,9 +39,11 @@ class Fit:
 
     @property
     def value(self) -> float:
+        """The figure with the constants as fitted."""
         return self.by(FITTED)
 
     def by(self, fitted: Fitted) -> float:
+        """The figure with other constants."""
         return self.scale * float(getattr(fitted, self.constant))
 
 
@@ -63,6 +66,7 @@ class TilingEntry:
     half_depth: Assumed | Fit
 
     def tiling(self, fitted: Fitted) -> Tiling:
+        """The tiling with these fitted constants."""
         return Tiling(tiles=self.tiles, units=int(self.units.value), half_depth=self.half_depth.by(fitted))
 
 
@@ -79,6 +83,7 @@ class LinkEntry:
     switch_reduce_gb_s: Published | None = None
 
     def link(self) -> Link:
+        """The link, in bytes and seconds."""
         return Link(
             name=self.name,
             bandwidth=self.bandwidth_gb_s.value * GB,
@@ -100,6 +105,7 @@ class HostEntry:
     memory_efficiency: Assumed
 
     def host(self) -> Host:
+        """The host, in bytes and seconds."""
         return Host(
             link_bandwidth=self.link_gb_s.value * GB,
             link_efficiency=self.link_efficiency.value,
@@ -127,6 +133,7 @@ class GpuEntry:
     is_cpu: bool = False
 
     def device(self, fitted: Fitted = FITTED) -> Device:
+        """The device with these fitted constants, in bytes, FLOP/s and seconds."""
         return Device(
             name=self.name,
             matmul=tuple(

@@ -39,6 +39,7 @@ class Group:
 
     @property
     def spans_nodes(self) -> bool:
+        """Whether the group has ranks on several nodes."""
         return self.num_nodes > 1
 
     def __str__(self) -> str:
@@ -84,6 +85,7 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes, the last one perhaps not full."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     def group(self, mesh: Mesh, axes: int | Sequence[int]) -> Group:

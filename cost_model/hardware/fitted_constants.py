@@ -27,10 +27,12 @@ class Fitted:
 
     @property
     def matmul_500w(self) -> float:
+        """Efficiency of matrix products on devices limited to 500 W."""
         return self.matmul * self.power_500w
 
     @property
     def attention_500w(self) -> float:
+        """Efficiency of fused attention on devices limited to 500 W."""
         return self.attention_hopper * self.power_500w
 
 

@@ -54,6 +54,7 @@ class MemoryParts:
 
     @property
     def total(self) -> float:
+        """Sum of all parts, in bytes."""
         return float(sum(_values(self)))
 
     def __add__(self, other: MemoryParts) -> MemoryParts:

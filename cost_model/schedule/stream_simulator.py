@@ -41,6 +41,7 @@ class Span(NamedTuple):
 
     @property
     def duration_s(self) -> float:
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 

@@ -20,6 +20,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
+        """Whether the write has ended."""
         return self._future is None or self._future.done()
 
     def wait(self) -> None:
@@ -34,6 +35,7 @@ class Saving:
 
 
 def write_failed(path: str, error: BaseException) -> CheckpointError:
+    """The error of a write that failed."""
     return CheckpointError(f"writing a checkpoint to {path} failed: {error}\n  the one before it is still complete")
 
 

@@ -48,6 +48,7 @@ class AtomicWriter(FileSystemWriter):
         self._run, self._name, self._state = path, name, state
 
     def storage_meta(self) -> StorageMeta:
+        """Metadata of the write: its id alone."""
         # Without the path, which is nobody's business in a file that may be moved.
         return StorageMeta(save_id=self.save_id)
 
@@ -70,6 +71,7 @@ class SafeReader(FileSystemReader):
     """Reads the metadata without executing what a pickle may ask for."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata. Raises CheckpointError if it is incomplete."""
         return read_metadata(Path(self.path))
 
 

@@ -57,12 +57,15 @@ class OptimizerState:
 
     @property
     def names(self) -> list[str]:
+        """Names of the parameters that optimisers hold."""
         return list(self._place)
 
     def tensors(self) -> ByName:
+        """State tensors, by parameter name and key."""
         return self._state(tensors=True)
 
     def values(self) -> ByName:
+        """State that is no tensor, by parameter name and key."""
         return self._state(tensors=False)
 
     def _state(self, *, tensors: bool) -> ByName:
@@ -75,6 +78,7 @@ class OptimizerState:
         return found
 
     def settings(self) -> ByName:
+        """Hyperparameters, by parameter name and key."""
         return {
             name: {
                 key: value.item() if isinstance(value, torch.Tensor) else value

@@ -27,9 +27,11 @@ FORMAT = 1
 class Stateful(Protocol):
     """A learning-rate scheduler, a loss scaler: something with a state dict."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state to be saved."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a saved state."""
 
 
 def save(
@@ -142,6 +144,7 @@ def random_tensors() -> dict[str, torch.Tensor]:
 
 
 def as_list(given: Any) -> list[Any]:
+    """None as an empty list, a single object as a list of it."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -33,6 +33,7 @@ class Repeat:
 
     @property
     def end(self) -> int:
+        """Position behind the last repeat."""
         return self.start + self.period * self.count
 
     @property

@@ -31,11 +31,13 @@ class Hooked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, hook: Any) -> Tensor:
+        """A view of ``x``, with ``hook`` for backward."""
         ctx.hook = hook
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The hook's result for the gradient."""
         return ctx.hook(grad), None
 
 

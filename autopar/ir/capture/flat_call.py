@@ -25,6 +25,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None, target: Any) -> Call:
+        """The call of ``model`` with these example inputs. Raises CaptureError if ``loss_fn`` has no target."""
         args, kwargs = split_example(example_inputs)
         if loss_fn is not None and target is None:
             if "target" not in kwargs:
@@ -52,9 +53,11 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def tensor_keys(self) -> list[str]:
+        """Keys of the leaves that are tensors."""
         return [key for key, leaf in zip(self.keys, self.leaves, strict=True) if isinstance(leaf, Tensor)]
 
     def rebuilt(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any]:

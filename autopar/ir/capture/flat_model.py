@@ -44,6 +44,8 @@ class FlatModel(nn.Module):
         self.output = Output()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Outputs of a call on ``tensors``, then new values of the attributes that it updates; restores Python
+        state."""
         state = Snapshot.take(self.model, self._loss_fn[0])
         try:
             outputs = self.outputs(*tensors)

@@ -27,6 +27,7 @@ _RENAMED = {
 
 
 def is_write(argument: Argument) -> bool:
+    """Whether an op writes to this argument, by its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

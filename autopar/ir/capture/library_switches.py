@@ -73,6 +73,7 @@ class Plainly:
 
     @contextmanager
     def asked(self) -> Iterator[None]:
+        """Replace torch.compiler's queries within the context."""
         with ExitStack() as stack:
             for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
                 stack.enter_context(replaced(torch.compiler, name, self._answer(getattr(torch.compiler, name))))

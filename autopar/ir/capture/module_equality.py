@@ -110,6 +110,7 @@ def _signature(module: nn.Module, counted: frozenset[str]) -> Hashable:
 
 
 def shape_key(tensor: Tensor | None) -> Hashable:
+    """Shape, strides, dtype and requires_grad of a tensor; None for None."""
     return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 

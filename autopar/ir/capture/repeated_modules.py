@@ -94,6 +94,7 @@ class Followed:
 
     @property
     def results(self) -> list[Tensor]:
+        """The tensors of the result."""
         return [leaf for leaf in self.returned if isinstance(leaf, Tensor)]
 
 

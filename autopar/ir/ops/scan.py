@@ -46,10 +46,12 @@ class Body:
 
     @property
     def placeholders(self) -> list[fx.Node]:
+        """Inputs of the body, in order."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
     def outputs(self) -> list[fx.Node]:
+        """Outputs of the body, in order."""
         flat = self.graph.output_node().args[0]
         assert isinstance(flat, (tuple, list))
         return list(flat)  # type: ignore[arg-type]  # tensors only
@@ -130,6 +132,7 @@ class Scan:
 
     @property
     def key(self) -> Hashable:
+        """Equal for scans that compute the same."""
         return (type(self), self.body.key, self.num_states, self.sequence_dims, self.out_dims)
 
     def __repr__(self) -> str:
@@ -159,6 +162,7 @@ class AssociativeScan:
 
     @property
     def key(self) -> Hashable:
+        """Equal for scans that compute the same."""
         return (type(self), self.body.key, self.num_sequences)
 
     def __repr__(self) -> str:

@@ -122,11 +122,13 @@ class CollectiveCounter(TorchDispatchMode):
                 yield one
 
     def count(self, kind: str | None = None, *, phase: Phase | None = None, group_size: int | None = None) -> int:
+        """Number of recorded collectives; arguments as for ``select``."""
         return sum(1 for _ in self.select(kind, phase=phase, group_size=group_size))
 
     def sent_bytes(
         self, kind: str | None = None, *, phase: Phase | None = None, group_size: int | None = None
     ) -> float:
+        """Bytes that this rank sends in recorded collectives; arguments as for ``select``."""
         return sum(one.sent_bytes for one in self.select(kind, phase=phase, group_size=group_size))
 
     def __str__(self) -> str:

@@ -46,6 +46,7 @@ class Change:
     held: Held | None = None
 
     def happened(self) -> bool:
+        """Whether the entry differs from its old value now."""
         return not same(self.old, self.now())
 
 
@@ -82,6 +83,7 @@ class Held:
         return {key: value for key, value in _read(self.container).items() if self._only(key, value)}
 
     def changes(self) -> Iterator[Change]:
+        """The entries that were added, removed or replaced since."""
         before, after = self.entries, self.read()
         for key in [*before, *(key for key in after if key not in before)]:
             old, new = before.get(key, MISSING), after.get(key, MISSING)
@@ -127,6 +129,7 @@ def is_array(value: Any) -> bool:
 
 
 def contents(cell: types.CellType) -> Any:
+    """Contents of a closure's cell; MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -110,6 +110,7 @@ class Comparison:
         self._constants = {storage_of(t): ("fixed", n) for n, t in enumerate(self.fixed)}
 
     def ops(self, call: Recorder) -> list[Op]:
+        """The ops of one call, in a form that equals that of an equal call; calls in the order in which they ran."""
         self._left |= self._made
         self._made = set()
         return list(self._ops(call))

@@ -89,6 +89,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Snapshot:
+        """The Python state of a model and its loss function now."""
         found = cls()
         found._generators.append(_Generator("random", random.getstate, random.setstate))
         if (numpy := sys.modules.get("numpy")) is not None and hasattr(numpy, "random"):
