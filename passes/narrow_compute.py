@@ -38,7 +38,8 @@ class NarrowCompute(Pass[PlacedProgram]):
     def apply(self, program: PlacedProgram) -> PlacedProgram:
         graph, compute = program.graph, narrow_dtype(program.placed.plan.precision)
         memo: dict[Any, Any] = {}
-        outside: set[fx.Node] = set()
+        parameters = program.placed.captured.parameters
+        outside = {node for node in graph.nodes if node.op == "placeholder" and node.name not in parameters}
         mode = fake_mode_of(graph)
         with unbound_groups(program.placed.mesh):
             for node in call_nodes(graph):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
+from autopar.ir.ops import composite
 from autopar.ir.placed.placed_model import place_captured
+from autopar.ir.torch_private import TO_COPY
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured
@@ -24,3 +27,25 @@ def test_a_part_of_what_comes_from_outside_a_block_is_cast_too() -> None:
     scans = [node for node in nodes if node.name.startswith(("scan", "associative_scan"))]
     assert len(scans) == 3
     assert {value.dtype for node in scans for value in node.meta["val"]} == {torch.bfloat16}
+
+
+class Residual(nn.Module):
+    """The norm divides the sequence of its input, which comes whole and in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(self.up(self.norm(x)).relu())).square().mean()
+
+
+def test_a_part_of_a_step_input_is_cast_too() -> None:
+    captured = normalise(capture(Residual(), torch.randn(2, 8, 16)))
+    constraints = Constraints(tp=2, precision="bf16", sequence_parallel=True)
+    plan = estimate_captured(captured, make_cluster("cpu", 2, 2), constraints).plan
+    (stage,) = partition(place_captured(captured, plan))
+    nodes = [node for block in stage.blocks for node in block.graph.nodes]
+    (norm,) = (node for node in nodes if node.target is composite.rms_norm)
+    assert norm.args[0].target is TO_COPY and norm.args[0].args[0].meta["val"].shape == (2, 4, 16)
+    assert norm.meta["val"].dtype == torch.bfloat16
