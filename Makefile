@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity parity-full architectures choices browser torchtitan docs bench \
+.PHONY: help demo test test-all lint types format parity parity-full architectures choices browser pictures torchtitan docs bench \
         dist clean
 .DEFAULT_GOAL := help
 
@@ -62,6 +62,9 @@ browser: $(VENV)/.dev  ## pages of five plans in Chromium, which has to be there
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
 	$(BIN)/python -m pytest tests/report/test_browser.py -q
 	$(BIN)/python scripts/pictures.py
+
+pictures: $(VENV)/.dev  ## the pictures of docs/architecture.md, with figures that the compiler computes
+	$(BIN)/python -m scripts.architecture
 
 torchtitan: $(VENV)/.dev  ## load exported configurations with torchtitan itself, in an environment of their own
 	$(PYTHON) -m venv $(VENV)-torchtitan
