@@ -1,12 +1,12 @@
 """Rematerialisation: what a block's function keeps for backward, and what runs again.
 
     none        everything that autograd saves
-    selective   results of contractions, of reductions and exchanges between ranks, and the block's inputs; the rest
+    selective   results of contractions, of reductions and all-to-alls between ranks, and the block's inputs; the rest
                 runs again, what was gathered from other ranks too
     alternate   the same without every second matrix product, which runs again
     full        the block's inputs
 
-Where only a reduction or an exchange reads the result of a matrix product, what comes out of the collective is kept
+Where only a reduction or an all-to-all reads the result of a matrix product, what comes out of the collective is kept
 instead. In the second run nobody reads the product, so it does not run:
 
     first run    s = linear(x, w)          y = all_reduce(s)     y is kept, s is not

@@ -66,7 +66,8 @@ class StageModule(nn.Module):
         self.is_random = False
         """Whether any block draws random numbers."""
         self.expert_loads: list[torch.Tensor] = []
-        """Rows of this rank's tokens that chose each expert, a tensor for each mixture, since it was last cleared."""
+        """Tokens of this rank that chose each expert, a tensor for each mixture of experts, since it was last
+        cleared."""
         for block in program.blocks:
             module = self._block(block.name)
             for name in (*block.parameters, *block.buffers):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
 from autopar.ir.placement import Shard
-from autopar.ir.primitives.group_communication import concatenate_ranks
+from autopar.ir.primitives.group_communication import group_all_gather
 from autopar.ir.primitives.read_parameter import local_of
 from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
@@ -55,11 +55,11 @@ class Stored:
             rows = self.layout.parameter.shape[0] // mesh.size(axis for dim, axis in cuts if dim == 0)
             padded = part.new_zeros(-(-rows // flat.size()), *part.shape[1:])
             padded[: part.shape[0]] = part
-            part = concatenate_ranks(padded, 0, flat.get_group().group_name)[:rows]
+            part = group_all_gather(padded, 0, flat.get_group().group_name)[:rows]
         for dim, axis in reversed(cuts):
             group = mesh.group([axis])
             assert group is not None, "an axis of several ranks"
-            part = concatenate_ranks(part, dim, group.group_name)
+            part = group_all_gather(part, dim, group.group_name)
         return part
 
     def counted_here(self, mesh: JobMesh) -> bool:

@@ -1,22 +1,22 @@
 """ZeRO over the data axes through FSDP2.
 
-    level   parameters between uses     gradients reduce-scattered
+    stage   parameters between uses     gradients reduce-scattered
     1       gathered for a whole step   once a step
     2       gathered for a whole step   every microbatch
     3       sharded, gathered per block every microbatch
 
-Each block may have a level of its own; parameters that several blocks share have the plan's. At level 3 a block may
-also keep its parameters from forward to backward (``reshard_after_forward: false``). A frozen parameter, which has no
-gradient and no optimiser state, is sharded at level 3 alone.
+Each block may have a ZeRO stage of its own; parameters that several blocks share have the plan's. At stage 3 a block
+may also hold its parameters from forward to backward (``reshard_after_forward: false``). A frozen parameter, which has
+no gradient and no optimiser state, is sharded at stage 3 alone.
 
-Optimiser state is sharded at every level, as the optimiser sees sharded parameters. Gradients are summed, not
+Optimiser state is sharded at every stage, as the optimiser sees sharded parameters. Gradients are summed, not
 averaged: the captured loss already is a mean over the global batch.
 
-Experts that have a mesh axis of their own are divided there already; what runs between them, whose rows that axis
-divides, is sharded over it too. One block then has parameters on several meshes.
+Experts that have a mesh axis of their own are divided there already; dense ops, whose tokens that axis divides, have
+their parameters sharded over it too. One block then has parameters on several meshes.
 
 Hybrid sharding (HSDP) shards over some data axes, within a node say, and replicates the shards over the others:
-what is reduce-scattered inside is all-reduced across, once a step at every level.
+gradients reduce-scattered inside are all-reduced across, once a step at every stage.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def zero_meshes(
     program: StageProgram, plan: Plan, mesh: JobMesh, unmanaged: Container[str] = ()
 ) -> dict[str, DeviceMesh]:
     """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars, none ``unmanaged``."""
-    levels = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
+    zero_stages = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
     axes = {layout.zero_axes for layout in program.parameters.values()}
     meshes = {own: mesh.sharded(own, program.shard_axes) for own in sorted(axes)}
     found = {}
     for name, layout in program.parameters.items():
         # Copies on several stages have to be cut alike.
-        level = plan.zero if len(layout.stages) > 1 else levels.get(name, plan.zero)
+        zero_stage = plan.zero if len(layout.stages) > 1 else zero_stages.get(name, plan.zero)
         own = meshes[layout.zero_axes]
-        # Of a frozen one levels 1 and 2 have neither a gradient nor moments to divide.
+        # A frozen parameter has neither a gradient nor moments for stages 1 and 2 to divide.
         least = 1 if layout.parameter.requires_grad else 3
-        if own is not None and level >= least and layout.parameter.shape and name not in unmanaged:
+        if own is not None and zero_stage >= least and layout.parameter.shape and name not in unmanaged:
             found[name] = own
     return found
 
@@ -73,8 +73,8 @@ def zero_meshes(
 class ZeroEngine:
     """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step.
 
-    modules: with their levels; the root, which holds what several blocks share, comes last. managed: names of the
-    parameters in them. reshards: whether each shards its parameters again after its forward.
+    modules: with their ZeRO stages; the root, which holds parameters that several blocks share, comes last. managed:
+    names of the parameters in them. reshards: whether each reshards its parameters after its forward.
     """
 
     modules: list[tuple[FSDPModule, int]]
@@ -88,20 +88,21 @@ class ZeroEngine:
         return self.modules[-1][0]
 
     def reshard(self) -> None:
-        """Put the sharded parameters in place; what was gathered ahead for a block that did not run is forgotten."""
+        """Put the sharded parameters in place; prefetched parameters of a block that did not run are dropped."""
         for module, _ in self.modules:
             finish_gathering(module)
             module.reshard()
 
     def hold(self, modules: Iterable[FSDPModule]) -> None:
-        """Gather the parameters of ``modules`` now, and keep them until ``release``, for others that read them."""
+        """Gather the parameters of ``modules`` now, and hold them until ``release``, for other modules that read
+        them."""
         prepare_sharding(self.root)
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
 
     def release(self, modules: Iterable[FSDPModule]) -> None:
-        """Shard parameters after the forward of ``modules`` as before ``hold``."""
+        """Reshard parameters after the forward of ``modules`` as before ``hold``."""
         for module in modules:
             module.set_reshard_after_forward(self.reshards[module], recurse=False)
             module.reshard()
@@ -125,10 +126,10 @@ class ZeroEngine:
             return
         self._last = last
         self.root.set_is_last_backward(last)
-        for module, level in self.modules:
-            module.set_requires_gradient_sync(last or level >= 2, recurse=False)
+        for module, zero_stage in self.modules:
+            module.set_requires_gradient_sync(last or zero_stage >= 2, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or level >= 3, recurse=False)
+            module.set_reshard_after_backward(last or zero_stage >= 3, recurse=False)
 
     def before_inputs(self) -> None:
         """Backward to the inputs alone: there is nothing to sum, and the weights' part still needs the parameters."""
@@ -184,7 +185,7 @@ def apply_zero(
     blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
     for module in (*blocks, stage):
         kind = kinds[module.name] if isinstance(module, BlockModule) else None
-        level = plan.zero if kind is None else plan.zero_of(kind)
+        zero_stage = plan.zero if kind is None else plan.zero_of(kind)
         # Backward begins with the last block, and what the stage itself owns is used until then.
         reshard = kind is not None and plan.reshards(kind) and module is not blocks[-1]
         fully_shard(
@@ -200,7 +201,7 @@ def apply_zero(
         # Sums instead of averages, without a scaling pass.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        modules.append((module, level))
+        modules.append((module, zero_stage))
         reshards[module] = reshard
     _prefetch([module for module, _ in modules], plan.prefetch)
     return ZeroEngine(modules, frozenset(meshes), reshards)

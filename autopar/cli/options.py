@@ -97,7 +97,7 @@ Sp = Annotated[
     Switch | None, typer.Option("--sp", help="may tensor axes shard the sequence between blocks", rich_help_panel=_PIN)
 ]
 Zero = Annotated[
-    int | None, typer.Option("--zero", min=0, max=3, help="ZeRO level over data axes", rich_help_panel=_PIN)
+    int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage over data axes", rich_help_panel=_PIN)
 ]
 Shard = Annotated[
     int | None,

@@ -90,13 +90,13 @@ def _fsdp(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
     plan = strategy.plan
     if any(axis.attention == "heads" for axis in strategy.of_role("context")):
         notes.append("Keys and values are gathered; the plan divides heads (Ulysses), which sends less.")
-    level = plan.zero
-    if level in (0, 1, 2):
+    zero = plan.zero
+    if zero in (0, 1, 2):
         notes.append(
-            f"FSDP in place of ZeRO-{level}, as Accelerate combines nothing else with other axes or with copies: "
+            f"FSDP in place of ZeRO-{zero}, as Accelerate combines nothing else with other axes or with copies: "
             "parameters are gathered in every microbatch and kept until its backward."
         )
-    notes += lost.per_block_zero(strategy, level) if level else []
+    notes += lost.per_block_zero(strategy, zero) if zero else []
     notes += lost.prefetch(strategy) + lost.offload(strategy) + lost.op_placements(strategy, "the model's own plan")
     notes += lost.sequence_layout(strategy, balanced=True)
     notes.append(
@@ -113,7 +113,7 @@ def _fsdp(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": level == 3 and plan.reshard_after_forward,
+            "fsdp_reshard_after_forward": zero == 3 and plan.reshard_after_forward,
             "fsdp_offload_params": lost.any_offload(strategy),
             "fsdp_activation_checkpointing": bool(remat),
             "fsdp_cpu_ram_efficient_loading": True,

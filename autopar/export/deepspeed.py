@@ -2,7 +2,7 @@
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks
 
-Tensor parallelism is its AutoTP, which divides the products of models that it knows, with ZeRO up to level 2; sequences
+Tensor parallelism is its AutoTP, which divides the products of models that it knows, with ZeRO up to stage 2; sequences
 shared by heads are its Ulysses. Pipelines and experts are code in DeepSpeed, not configuration, and are refused.
 """
 
@@ -76,13 +76,13 @@ def settings(strategy: Strategy) -> tuple[dict[str, Any], list[str]]:
 
 
 def _zero(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
-    plan, level = strategy.plan, strategy.plan.zero
-    found: dict[str, Any] = {"stage": level}
-    if not level:
+    plan, zero = strategy.plan, strategy.plan.zero
+    found: dict[str, Any] = {"stage": zero}
+    if not zero:
         return found
     found |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
     if strategy.replicated > 1:
-        if level == 3:
+        if zero == 3:
             found["zero_hpz_partition_size"] = strategy.sharded
             notes.append(
                 f"Of hybrid sharding, parameters are gathered among {strategy.sharded} ranks next to each other "
@@ -90,9 +90,9 @@ def _zero(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
             )
         else:
             notes.append(
-                f"ZeRO-{level} shards over all {strategy.data} data ranks; the plan over {strategy.sharded} of them."
+                f"ZeRO-{zero} shards over all {strategy.data} data ranks; the plan over {strategy.sharded} of them."
             )
-    if level == 3:
+    if zero == 3:
         if not plan.reshard_after_forward:
             found |= {"stage3_max_live_parameters": _ALL_PARAMETERS, "stage3_max_reuse_distance": _ALL_PARAMETERS}
         if plan.prefetch > 1:
@@ -103,17 +103,17 @@ def _zero(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
         found["stage3_gather_16bit_weights_on_model_save"] = True
     if lost.any_offload(strategy):
         found["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        if level == 3:
+        if zero == 3:
             found["offload_param"] = {"device": "cpu", "pin_memory": True}
         notes += lost.offload(strategy)
-    notes += lost.per_block_zero(strategy, level)
+    notes += lost.per_block_zero(strategy, zero)
     return found
 
 
 def _refuse_unknown(strategy: Strategy) -> None:
     if strategy.tensor > 1 and strategy.plan.zero == 3:
         raise InexpressiblePlan(
-            f"DeepSpeed's AutoTP works with ZeRO up to level 2; the plan has tensor parallelism over {strategy.tensor} "
+            f"DeepSpeed's AutoTP works with ZeRO up to stage 2; the plan has tensor parallelism over {strategy.tensor} "
             "ranks and ZeRO-3.\n  try: zero: 2 in the plan, or --to megatron, torchtitan or accelerate"
         )
     if strategy.tensor > 1 and strategy.context > 1:

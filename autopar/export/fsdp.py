@@ -1,7 +1,7 @@
 """PyTorch: a module that wraps a model as the plan's data axes do, with FSDP2 (ZeRO-1 to 3, hybrid) or DDP (ZeRO-0).
 
 The code finds the plan's blocks by name in the model it is given, wraps each, and runs a step of microbatches with the
-communication that the levels mean, as ``autopar.runtime.zero`` does.
+communication that the ZeRO stages mean, as ``autopar.runtime.zero`` does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _blocks(plan: Plan) -> list[dict[str, object]]:
         {
             "name": block.name,
             "repeats": block.repeats,
-            "level": plan.zero and max(1, plan.zero_of(kind)),
+            "zero": plan.zero and max(1, plan.zero_of(kind)),
             "reshard": plan.reshards(kind),
             "remat": levels,
         }

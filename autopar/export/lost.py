@@ -21,19 +21,19 @@ def op_placements(strategy: Strategy, pattern: str) -> list[str]:
     return [f"These ops are placed as {pattern} places them, not as the plan does: {shown}."]
 
 
-def per_block_zero(strategy: Strategy, level: int) -> list[str]:
-    """Blocks with a ZeRO level or a resharding of their own."""
+def per_block_zero(strategy: Strategy, zero: int) -> list[str]:
+    """Blocks with a ZeRO stage or a resharding of their own."""
     plan = strategy.plan
     notes = []
-    levels = sorted(strategy.zero_stages, reverse=True)
-    if len(levels) > 1:
+    zero_stages = sorted(strategy.zero_stages, reverse=True)
+    if len(zero_stages) > 1:
         names = ", ".join(
             f"{block.name} {plan.zero_of(kind)}"
             for kind, block in enumerate(plan.blocks)
             if plan.zero_of(kind) != plan.zero
         )
-        notes.append(f"One level of ZeRO for all blocks: {level}. The plan has {names}, the others {plan.zero}.")
-    if level == 3:
+        notes.append(f"One ZeRO stage for all blocks: {zero}. The plan has {names}, the others {plan.zero}.")
+    if zero == 3:
         kept = [b.name for k, b in enumerate(plan.blocks) if plan.zero_of(k) == 3 and not plan.reshards(k)]
         gives = [b.name for k, b in enumerate(plan.blocks) if plan.reshards(k)]
         if kept and gives:
@@ -136,7 +136,7 @@ def refuse_idle(strategy: Strategy, target: str) -> None:
         raise InexpressiblePlan(
             f"{target} cannot say that the ranks of {', '.join(copied)} share experts and have the same tokens.\n"
             f"  expected: expert ranks with rows of their own\n  got: {strategy.in_words()}\n"
-            "  try: a batch that divides over the expert ranks too, so that their rows are exchanged, and search again"
+            "  try: a batch that divides over the expert ranks too, so that tokens are dispatched, and search again"
         )
     raise InexpressiblePlan(
         f"{target} cannot say that ranks repeat each other's work, as on {names}.\n  the plan: {strategy.in_words()}\n"

@@ -134,22 +134,22 @@ def _rounds(strategy: Strategy) -> list[Flag]:
 
 
 def _zero(strategy: Strategy, notes: list[str]) -> list[Flag]:
-    """Level 1 is the distributed optimizer; 2 and 3 are Megatron-FSDP, which has no pipeline."""
-    level = strategy.plan.zero
-    if not level:
+    """Stage 1 is the distributed optimizer; 2 and 3 are Megatron-FSDP, which has no pipeline."""
+    zero = strategy.plan.zero
+    if not zero:
         return [("--overlap-grad-reduce",)] if strategy.data > 1 else []
     flags: list[Flag] = [("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",)]
-    if level > 1 and strategy.pipeline > 1:
-        what = "optimiser state, gradients and parameters" if level == 3 else "optimiser state and gradients"
+    if zero > 1 and strategy.pipeline > 1:
+        what = "optimiser state, gradients and parameters" if zero == 3 else "optimiser state and gradients"
         notes.append(
-            f"ZeRO-1 instead of ZeRO-{level}: Megatron-FSDP has no pipeline. The plan shards {what}; here only the "
+            f"ZeRO-1 instead of ZeRO-{zero}: Megatron-FSDP has no pipeline. The plan shards {what}; here only the "
             "optimiser state is, so a rank takes more memory than was predicted, and may run out of it."
         )
-        level = 1
-    elif level > 1:
+        zero = 1
+    elif zero > 1:
         flags += [
             ("--use-megatron-fsdp",),
-            ("--data-parallel-sharding-strategy", "optim_grads" if level == 2 else "optim_grads_params"),
+            ("--data-parallel-sharding-strategy", "optim_grads" if zero == 2 else "optim_grads_params"),
             ("--no-gradient-accumulation-fusion",),
             ("--ckpt-format", "fsdp_dtensor"),
         ]
@@ -166,7 +166,7 @@ def _zero(strategy: Strategy, notes: list[str]) -> list[Flag]:
         ]
         notes.append("What is offloaded is the optimiser's state and step; parameters and gradients stay on the GPU.")
         notes += lost.offload(strategy)
-    notes += lost.per_block_zero(strategy, level) + lost.prefetch(strategy)
+    notes += lost.per_block_zero(strategy, zero) + lost.prefetch(strategy)
     return flags
 
 

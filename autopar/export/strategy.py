@@ -59,7 +59,7 @@ class AxisUse:
     name: str
     size: int
     role: Role
-    experts: Literal["", "exchanged", "copied"] = ""
+    experts: Literal["", "dispatched", "copied"] = ""
     attention: Attention = ""
     expert_width: bool = False
 
@@ -265,7 +265,7 @@ def _divides_batch(plan: Plan, axis: str) -> bool:
 def _axis_use(plan: Plan, name: str) -> AxisUse:
     votes: Counter[str] = Counter()
     attention: Counter[str] = Counter()
-    experts: Literal["", "exchanged", "copied"] = ""
+    experts: Literal["", "dispatched", "copied"] = ""
     width = False
     for block, key, axis in _worked(plan):
         if axis != name:
@@ -273,7 +273,7 @@ def _axis_use(plan: Plan, name: str) -> AxisUse:
         choice, op = block.ops[key].get(axis), op_of(key)
         role = _role(plan, block, key, axis)
         if role == "experts":
-            experts = "exchanged" if len(factors_of_choice(choice)) > 1 else experts or "copied"
+            experts = "dispatched" if len(factors_of_choice(choice)) > 1 else experts or "copied"
         else:
             votes[role] += block.repeats
         if op == "moe" and "f" in factors_of_choice(choice):
@@ -282,7 +282,7 @@ def _axis_use(plan: Plan, name: str) -> AxisUse:
             attention[_attention(choice)] += block.repeats
     role = _winner(votes, divides_inputs=name in plan.inputs)
     if not experts and role_of_axis(name) == "ep" and _divides_stacks(plan, name):
-        experts = "exchanged" if role == "data" else "copied"
+        experts = "dispatched" if role == "data" else "copied"
     return AxisUse(
         name=name,
         size=plan.mesh[name],

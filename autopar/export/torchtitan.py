@@ -85,20 +85,20 @@ def _training(strategy: Strategy, options: Options, notes: list[str]) -> Fields:
 
 
 def _data(strategy: Strategy, notes: list[str]) -> Fields:
-    plan, level = strategy.plan, strategy.plan.zero
-    if level in (1, 2):
+    plan, zero = strategy.plan, strategy.plan.zero
+    if zero in (1, 2):
         notes.append(
-            f"FSDP in place of ZeRO-{level}: parameters are gathered in every microbatch, not once a step, and kept "
+            f"FSDP in place of ZeRO-{zero}: parameters are gathered in every microbatch, not once a step, and kept "
             "until its backward."
         )
     left = [axis.name for axis in strategy.of_role("context") if axis not in strategy.zero_axes]
     if left:
         notes.append(f"State is sharded over context ranks; the plan replicates it over {', '.join(left)}.")
-    notes += lost.per_block_zero(strategy, level)
+    notes += lost.per_block_zero(strategy, zero)
     return {
         "data_parallel_replicate_degree": strategy.replicated,
         "data_parallel_shard_degree": strategy.sharded,
-        "fsdp_reshard_after_forward": "always" if level == 3 and plan.reshard_after_forward else "never",
+        "fsdp_reshard_after_forward": "always" if zero == 3 and plan.reshard_after_forward else "never",
     }
 
 

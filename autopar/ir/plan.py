@@ -123,10 +123,10 @@ class Plan(_Model):
     mesh: axis name -> size, outermost first; the axes of every stage. The pipeline is ``stages``.
     schedule, virtual_stages: of the pipeline; ``virtual_stages`` of the stages are on each of its ranks.
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
-    zero: level of ZeRO over the data axes (those on which every parameter is whole). shard_axes: the data axes that
-        it shards over; the others replicate what is sharded (hybrid sharding). None: all of them.
-    prefetch: blocks gathered ahead of the one that runs, at level 3. reshard_after_forward: whether level 3 gives
-        gathered parameters back after the forward of a block, to gather them again for its backward.
+    zero: ZeRO stage over the data axes (axes on which every parameter is replicated). shard_axes: the data axes that
+        it shards over; the others replicate the shards (hybrid sharding). None: all of them.
+    prefetch: blocks gathered ahead of the one that runs, at ZeRO-3. reshard_after_forward: whether ZeRO-3
+        reshards gathered parameters after the forward of a block, to gather them again for its backward.
     sequence_layout: order of the sequence where ranks share it. "zigzag" gives each rank one chunk of the first half
         and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``).
     expert_capacity: most rows that an expert takes of a microbatch, as a multiple of an even share; tokens beyond it
@@ -173,12 +173,12 @@ class Plan(_Model):
         return size
 
     def zero_of(self, kind: int) -> int:
-        """ZeRO level of the blocks of a kind."""
-        level = self.blocks[kind].zero
-        return self.zero if level is None else level
+        """ZeRO stage of the blocks of a kind."""
+        own = self.blocks[kind].zero
+        return self.zero if own is None else own
 
     def reshards(self, kind: int) -> bool:
-        """Whether the blocks of a kind give gathered parameters back after their forward."""
+        """Whether the blocks of a kind reshard gathered parameters after their forward."""
         own = self.blocks[kind].reshard_after_forward
         return self.zero_of(kind) == 3 and (self.reshard_after_forward if own is None else own)
 
@@ -242,10 +242,10 @@ class Plan(_Model):
                 )
             if block.reshard_after_forward is not None and self.zero_of(kind) != 3:
                 raise ValueError(
-                    f"blocks.{kind}.reshard_after_forward: is about level 3; the block is at level {self.zero_of(kind)}"
+                    f"blocks.{kind}.reshard_after_forward: is about ZeRO-3; the block has ZeRO-{self.zero_of(kind)}"
                 )
         if not self.reshard_after_forward and self.zero != 3:
-            raise ValueError(f"reshard_after_forward: false is about level 3; the plan is at level {self.zero}")
+            raise ValueError(f"reshard_after_forward: false is about ZeRO-3; the plan has ZeRO-{self.zero}")
         for number, stage in enumerate(self.stages):
             if stage.offload and not self.zero:
                 raise ValueError(

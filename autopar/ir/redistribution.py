@@ -175,7 +175,7 @@ def grad_of_use(value: Placement, *, sharded_elsewhere: bool) -> Placement:
     return value
 
 
-def reduces_or_exchanges(source: Layout, value: Layout, grad: Layout) -> bool:
-    """Whether forward sums over ranks or exchanges pieces, so that its result is no larger than what goes in."""
+def reduces_or_all_to_alls(source: Layout, value: Layout, grad: Layout) -> bool:
+    """Whether forward has a reduction or an all-to-all, whose result is no larger than its operand."""
     made = {step.forward for step in redistribute(source, value, grad)}
     return not made.isdisjoint((Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL))

@@ -45,7 +45,7 @@ class FactorRule:
         factor is Replicate unless the factor is in ``summed`` too.
     blocked: factors that are never sharded.
     joint: choices that put one axis on several factors at once, joined by "&", each with a lowering: queries and
-        keys of an attention ("s&t": a ring), tokens and experts of a mixture ("d0&experts": an exchange). Their
+        keys of an attention ("s&t": a ring), tokens and experts ("d0&experts": dispatch and combine). Their
         work is divided once. A factor may be in a joint choice though it is blocked by itself.
     nonlinear: the backward is not linear in the gradient: summands of a gradient are summed before it.
     leads: the op chooses for itself though it could follow its operand, so that a redistribution may come between.

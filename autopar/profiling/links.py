@@ -19,7 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost_model.hardware.cluster import Cluster, Group
 from autopar.ir.mesh import Mesh
-from autopar.ir.primitives.group_communication import concatenate_ranks, exchange_pieces, sum_and_scatter, sum_ranks
+from autopar.ir.primitives.group_communication import (
+    group_all_gather,
+    group_all_reduce,
+    group_all_to_all,
+    group_reduce_scatter,
+)
 from autopar.profiling.clock import Clock
 from autopar.profiling.samples import KINDS, Communicated, Overlapped, Samples, Waited
 
@@ -133,7 +138,7 @@ def _between_compute(clock: Clock, found: Group, group: dist.ProcessGroup, progr
     compute = partial(_turns, max(1, round(_BETWEEN_S / clock.time(product))), product)
 
     def summed() -> object:
-        return sum_ranks(x, name)
+        return group_all_reduce(x, name)
 
     runs = (partial(_turns, _WAITS, *parts) for parts in ((summed,), (compute,), (compute, summed)))
     rounds = [[seconds / _WAITS for seconds in times] for times in clock.rounds(*runs, number=_WAIT_ROUNDS)]
@@ -164,13 +169,13 @@ def _call(kind: str, payload: int, group: dist.ProcessGroup, device: torch.devic
     piece = max(1, payload // 4 // size)
     whole = torch.ones(size, piece, device=device)
     if kind == "all_reduce":
-        return lambda: sum_ranks(whole, name)
+        return lambda: group_all_reduce(whole, name)
     if kind == "all_gather":
-        return lambda: concatenate_ranks(whole[:1], 0, name)
+        return lambda: group_all_gather(whole[:1], 0, name)
     if kind == "reduce_scatter":
-        return lambda: sum_and_scatter(whole, 0, name)
+        return lambda: group_reduce_scatter(whole, 0, name)
     if kind == "all_to_all":
-        return lambda: exchange_pieces(whole, 0, 0, name)
+        return lambda: group_all_to_all(whole, 0, 0, name)
     if kind == "zero_gather":
         own = whole[0].clone()
         return lambda: dist.all_gather_into_tensor(torch.empty_like(whole).view(-1), own, group)

@@ -71,8 +71,8 @@ def collective_time(
 
 def issued_as(kind: str, collective: Collective, device: Device) -> Collective:
     """The collective that moves the bytes of one of ``kind``, a ``collective``."""
-    exchanged = kind in (Collective.ALL_GATHER.value, Collective.REDUCE_SCATTER.value)
-    return Collective.ALL_TO_ALL if exchanged and device.is_cpu else collective
+    as_all_to_all = kind in (Collective.ALL_GATHER.value, Collective.REDUCE_SCATTER.value)
+    return Collective.ALL_TO_ALL if as_all_to_all and device.is_cpu else collective
 
 
 def _ring_bandwidth(collective: Collective, group: Group, cluster: Cluster) -> float:

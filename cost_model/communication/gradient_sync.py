@@ -1,4 +1,4 @@
-"""What a step costs besides its ops: gradient synchronisation, gathered parameters, the optimiser.
+"""Costs of a step besides its ops: gradient synchronisation, gathered parameters, the optimiser.
 
 Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of compute:
 
@@ -9,7 +9,7 @@ Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of 
     3       all_gather cn (forward), all_gather cn and             -
             reduce_scatter 4n (backward)
 
-So level 3 moves 1.5 times the bytes of level 0 in float32. Without resharding after forward it gathers once.
+So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in float32. Without resharding after forward it gathers once.
 
 Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
 one to the host with each scatter, and runs AdamW at the bandwidth of host memory.
@@ -92,11 +92,11 @@ def sync_time(
     reshard: bool = True,
     trained: float = 1.0,
 ) -> SyncTime:
-    """Keep ``numel`` parameter elements of a rank in step over the mesh ``axes`` (jointly).
+    """Seconds of gradient synchronisation of ``numel`` parameter elements of a rank over mesh ``axes`` (jointly).
 
-    trained: share of them that has a gradient to scatter; level 3 gathers the others too.
+    trained: share of them that has a gradient to scatter; ZeRO-3 gathers the others too.
     num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
-    at a bucket that is summed beside compute, only at the step's end, which every plan has.
+    at a bucket that is reduced beside compute, only at the step's end, which every plan has.
     """
     if not isinstance(axes, int) and not axes:
         return SyncTime()
@@ -123,7 +123,7 @@ def _when(zero: int, gather_s: float, scatter_s: float, *, reshard: bool) -> Syn
 
 
 def hooks_time(num_tensors: int, device: Device, *, zero: int, reshard: bool = True) -> SyncTime:
-    """What FSDP's Python adds for a block of ``num_tensors`` on a CPU, where nothing hides it."""
+    """Seconds that FSDP's Python adds for a block of ``num_tensors`` on a CPU, where nothing hides it."""
     if not device.is_cpu:
         return SyncTime()
     around, gather, scatter = (
@@ -156,9 +156,9 @@ def buffer_copies(
 def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int) -> tuple[float, float]:
     """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
 
-    Parameters are cast for compute once a step, at level 3 in every microbatch, the ``shards``-th part of them. Where
-    gradients are kept whole, those of the first microbatch are cast back and later ones are added as they come; at
-    levels 2 and 3 they are added once they are summed.
+    Parameters are cast for compute once a step, under ZeRO-3 in every microbatch, the ``shards``-th part of them. Where
+    gradients are kept unsharded, those of the first microbatch are cast back and later ones are added as they come;
+    under ZeRO-2 and 3 they are added after their reduce-scatter.
     """
     cast = (_MASTER + itemsize) * numel if itemsize != _MASTER else 0.0
     forward = cast / shards if zero == 3 else cast / shards / num_microbatches
@@ -197,10 +197,10 @@ def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> fl
 
 
 def rematerialised_s(remat: str, forward_s: float, contraction_s: float, recomputed_s: float = 0.0) -> float:
-    """Forward seconds that a block runs again in its backward.
+    """Seconds of recomputation of a block in its backward, at rematerialisation level ``remat``.
 
-    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions
-    and exchanges, which "selective" does not run again; again_s: the part of that which "alternate" does.
+    forward_s: of the whole block, communication included; contraction_s: the part of it in contractions, reductions and
+    all-to-alls, which "selective" does not recompute; recomputed_s: the part of that which "alternate" does.
     """
     if remat == "full":
         return forward_s

@@ -6,12 +6,12 @@ own and no redistribution shows them.
     cross_entropy, classes    all_gather of two float32 a token forward: logarithm of the sum, and the target's logit;
                               of three with label smoothing
     batch_norm                all_reduce of two float32 statistics a channel forward, and of two backward
-    moe, exchange             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
+    moe, dispatch             all_gather of the experts' counts and two all_to_alls of a token's row for each of its
                               experts forward, with a local reordering each; two all_to_alls backward
     moe, tokens               with a capacity, all_gather of the experts' counts forward
     moe, experts alone        none: each rank keeps the rows of its own
     embedding, embedding_bag  none: the result is a partial sum; the shard needs its offset only
-    attention                 none; in folded order its blocks are merged (``ring_attention``)
+    attention                 none; in zigzag layout its blocks are merged (``ring_attention``)
     bias, mean, random        none: a division, or a seed
     ring                      keys and values from rank to rank, as far as compute does not hide it (``ring_attention``)
 """
@@ -106,7 +106,7 @@ def lowering_time(
                 )
                 rows *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing)
                 payload = rows * x.shape[-1] * compute_itemsize(x.dtype, precision)
-                total += gathered + _exchange_time(payload, number, fabric)
+                total += gathered + _dispatch_time(payload, number, fabric)
         else:
             assert name == "batch_norm", f"no cost for lowering {name!r}"
             channels = operands[0].meta["val"].shape[1]
@@ -120,7 +120,7 @@ def _degree(choice: str, assignment: Assignment, fabric: Fabric) -> int:
     return prod(axis.size for own, axis in zip(assignment, fabric.mesh.axes, strict=True) if own == choice)
 
 
-def _exchange_time(payload_bytes: float, axis: int, fabric: Fabric) -> OpTime:
+def _dispatch_time(payload_bytes: float, axis: int, fabric: Fabric) -> OpTime:
     """Rows of ``payload_bytes`` to their experts and back along one axis: two all_to_alls and two reorderings a way."""
     device = fabric.cluster.device
     reorder = device.kernel_launch_s + device.memory_seconds(2 * payload_bytes)

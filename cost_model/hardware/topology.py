@@ -108,8 +108,8 @@ def ring_paths(graph: nx.Graph[Vertex], ranks: Sequence[int]) -> Iterator[Path]:
             yield path(graph, here[channel], there[channel]), 1.0 / channels
 
 
-def exchange_paths(graph: nx.Graph[Vertex], ranks: Sequence[int]) -> Iterator[Path]:
-    """What an all-to-all of a group sends where, for each byte that a rank has."""
+def all_to_all_paths(graph: nx.Graph[Vertex], ranks: Sequence[int]) -> Iterator[Path]:
+    """Paths between all pairs of a group, each with its share of the bytes that a rank has in an all-to-all."""
     for sender in ranks:
         for receiver in ranks:
             if sender != receiver:

@@ -3,12 +3,12 @@
 Autograd saves operands and results of ops (``autopar.ir.rules.saved``); ``saved_tensors`` says what is counted once.
 
     none        everything autograd saves
-    selective   results of contractions, of reductions and exchanges, and the block's inputs; the rest is recomputed.
-                A product that only a reduction or an exchange reads is not kept beside what comes out of it
-    alternate   the same without every second product, which runs again
+    selective   results of contractions, of reductions and all-to-alls, and the block's inputs; the rest is recomputed.
+                A product that only a reduction or an all-to-all reads is not saved beside the result of that
+    alternate   the same without every second product, which is recomputed
     full        the block's inputs; everything is recomputed
 
-The second run ends when all that autograd saves is there again. What comes after is not computed: additions at the end
+Recomputation ends when all tensors that autograd saves are restored. Later ops are not recomputed: additions at the end
 of a block, and the matrix product before them, of which autograd saves the operands alone (``unreached``).
 
 Parameters are counted with the model state. Tensors made of no parameter (masks, positions) are ``shared``:
@@ -44,8 +44,9 @@ class Moved:
     made: tuple[FactorRule, int]
     read: tuple[FactorRule, int]
 
-    def is_reduced_or_exchanged(self, assignments: Mapping[fx.Node, Assignment]) -> bool:
-        """Whether ranks sum it, or send its parts to each other, and what comes out is another tensor on each."""
+    def is_reduced_or_all_to_all(self, assignments: Mapping[fx.Node, Assignment]) -> bool:
+        """Whether the redistribution is a reduction or an all-to-all, so that its result is another tensor on each
+        rank."""
         (maker, result), (reader, position) = self.made, self.read
         for made, read in zip(assignments[self.producer], assignments[self.use.node], strict=True):
             before, after = maker.result(result, made), reader.operand(position, read)[0]
@@ -171,17 +172,18 @@ class BlockActivations:
     def saved_bytes(
         self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1, remat: str = "none"
     ) -> float:
-        """Bytes one rank keeps of one microbatch between forward and backward, rematerialised at level ``remat``."""
+        """Bytes of activations that a rank saves of one microbatch between forward and backward, at
+        rematerialisation level ``remat``."""
         if remat == "full":
             return _total(self.inputs, assignments, mesh, num_microbatches)
         if remat in ("selective", "alternate"):
-            contracted, exchanged = self._dear(assignments)
+            contracted, communicated = self._dear(assignments)
             if remat == "alternate":
                 contracted = [t for t in contracted if not self._is_recomputed(t.node, assignments)]
-            # What comes out of a collective is another tensor than what went in, of the same storage in the graph.
+            # The result of a collective is another tensor than its operand, of the same storage in the graph.
             least = sum(
                 _total(tensors, assignments, mesh, num_microbatches)
-                for tensors in ((*self.inputs, *contracted), exchanged)
+                for tensors in ((*self.inputs, *contracted), communicated)
             )
             return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
         return _total(self.saved, assignments, mesh, num_microbatches) + _total(
@@ -189,32 +191,33 @@ class BlockActivations:
         )
 
     def recomputed(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
-        """Results of contractions that level selective keeps and level alternate computes again."""
+        """Results of contractions that level selective saves and level alternate recomputes."""
         contracted, _ = self._dear(assignments)
         return [t for t in contracted if self._is_recomputed(t.node, assignments) and t.node not in self.unreached]
 
     def is_past(self, readers: Iterable[fx.Node]) -> bool:
-        """Whether a second run ends before any of ``readers`` needs its operands."""
+        """Whether recomputation ends before any of ``readers`` needs its operands."""
         return all(node in self.unreached and node is not self.ends_at for node in readers)
 
     def _is_recomputed(self, node: fx.Node, assignments: Mapping[fx.Node, Assignment]) -> bool:
-        """Whether level alternate computes a product again. One that is reduced between ranks is kept as their sum."""
+        """Whether level alternate recomputes a product. A product that is reduced between ranks is saved as their
+        sum."""
         summed = self.every_second.get(node)
         return summed is not None and not any(
             factor in summed for choice in assignments[node] for factor in factors_of_choice(choice)
         )
 
     def _dear(self, assignments: Mapping[fx.Node, Assignment]) -> tuple[list[Saved], list[Saved]]:
-        """What level selective keeps: results of contractions, and of reductions and exchanges."""
-        exchanged = []
-        read: dict[fx.Node, bool] = {}  # whether more than reductions and exchanges read what an op makes
+        """Tensors that level selective saves: results of contractions, and of reductions and all-to-alls."""
+        communicated = []
+        read: dict[fx.Node, bool] = {}  # whether more than reductions and all-to-alls read the result of an op
         for moved in self.moved:
-            kept = moved.is_reduced_or_exchanged(assignments)
+            kept = moved.is_reduced_or_all_to_all(assignments)
             if kept:
-                exchanged.append(moved.use)
+                communicated.append(moved.use)
             read[moved.producer] = read.get(moved.producer, False) or not kept
         contracted = [t for t in self.kept if read.get(t.node, True) or not is_product(t.node.target)]
-        return contracted, exchanged
+        return contracted, communicated
 
     def additive_bytes(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
         """Saved bytes that ``node`` is the first op to keep, for a price per op.

@@ -1,9 +1,9 @@
-"""Bytes that one rank holds for parameters, gradients and optimiser state, by ZeRO level and precision.
+"""Bytes that one rank holds for parameters, gradients and optimiser state, by ZeRO stage and precision.
 
 With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks and ``c`` bytes of compute
 (4 or 2), AdamW:
 
-    level   parameters      gradients   optimiser   16 bit, all together
+    ZeRO    parameters      gradients   optimiser   16 bit, all together
     0       4n (+ 2n 16-bit) 4n         8n          18n
     1       4n/d + cn       4n          8n/d        6n + 12n/d
     2       4n/d + cn       4n/d        8n/d        2n + 16n/d
@@ -11,14 +11,14 @@ With ``n`` parameter elements on the rank before ZeRO, ``d`` data-parallel ranks
 
 Parameters stay float32 and are their own master copy; bf16 and fp16 compute add 2n, the copies that matmuls read. So
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
-precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). Levels 0, 1 and 2 keep the
-copies from the first microbatch to the last; level 3 gathers block by block and holds the one that runs and those that
-are prefetched, one if the plan does not say more. With one microbatch there is nothing to accumulate, and level 1
-scatters each gradient as it comes, like level 2. Between steps copies are gone: 16n at level 0, 16n/d at the others.
+precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). ZeRO-0, 1 and 2 hold the
+copies from the first microbatch to the last; ZeRO-3 gathers block by block and holds the one that runs and those that
+are prefetched, one if the plan does not say more. With one microbatch there is nothing to accumulate, and ZeRO-1
+scatters each gradient as it comes, like ZeRO-2. Between steps copies are gone: 16n under ZeRO-0, 16n/d under others.
 ``tests/runtime/test_memory_held.py`` measures all of it.
 
-Level 3 without resharding after forward keeps cn like level 2, from a microbatch's forward to its backward. Offload
-moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; what is gathered or accumulated whole stays.
+ZeRO-3 without resharding after forward holds cn like ZeRO-2, from a microbatch's forward to its backward. Offload
+moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; gathered parameters and unsharded gradients stay.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def state_memory(
 ) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
-    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether level 3 gives
-    parameters back after forward. offload: count only what stays on the device. itemsize: of a parameter as it is
-    stored, which is narrower than a master if it is frozen and of a narrow model. Excludes what level 3 gathers; see
+    ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether ZeRO-3 reshards
+    parameters after forward. offload: count only what stays on the device. itemsize: of a parameter as it is stored,
+    which is narrower than a master if it is frozen and of a narrow model. Excludes parameters that ZeRO-3 gathers; see
     ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
@@ -104,14 +104,14 @@ def state_memory(
 
 
 def gathered_bytes(numel: float, *, zero: int, precision: str, reshard: bool = True) -> float:
-    """Gathered parameters of ``numel`` elements that level 3 gives back when their block is done.
+    """Bytes of gathered parameters of ``numel`` elements that ZeRO-3 reshards when their block has run.
 
-    It holds those of the block that runs and of the ones that are gathered ahead.
+    It holds those of the block that runs and of prefetched blocks.
     """
     return ITEMSIZE[precision] * numel if zero == 3 and reshard else 0.0
 
 
 def scattered_bytes(numel: float, *, zero: int, num_microbatches: int | None = None) -> float:
-    """The float32 gradients of ``numel`` elements on their way to the ranks that keep them, at levels that scatter
-    gradients as they come. A block's leave while the next one runs."""
+    """Bytes of the buffer of float32 gradients of ``numel`` elements that are reduce-scattered as they come; 0 for ZeRO
+    stages that do not. A block's are sent while the next block runs."""
     return _MASTER * numel if zero >= 2 or (zero == 1 and num_microbatches == 1) else 0.0

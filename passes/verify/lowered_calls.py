@@ -228,7 +228,7 @@ def _moe(sharded: Sharded) -> LocalCall | None:
     tokens = sharded.axes(sharded.op.rule.results[0][0]) if limited else ()
     own = {
         "expert_groups": experts,
-        "exchanged": tuple(name in joint for name in experts),
+        "dispatched": tuple(name in joint for name in experts),
         "inner_groups": sharded.axes({"f"}),
         "token_groups": tokens,
     }

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     def __init__(self, width, experts):
         super().__init__()
         self.router = nn.Linear(width, experts)
@@ -26,7 +26,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 8)
-        self.layers = nn.ModuleList(Mixture(8, 4) for _ in range(2))
+        self.layers = nn.ModuleList(MixtureOfExperts(8, 4) for _ in range(2))
         self.head = nn.Linear(8, 32)
 
     def forward(self, tokens, targets):

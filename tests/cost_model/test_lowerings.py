@@ -35,13 +35,13 @@ MOE = call(
 CLUSTER = make_cluster("h100-sxm", 8)
 
 
-def exchange(assignment: Assignment, mesh: Mesh, **options: object) -> OpTime:
+def all_to_all(assignment: Assignment, mesh: Mesh, **options: object) -> OpTime:
     return lowering_time(MOE, rule_for(MOE), assignment, Fabric(CLUSTER, mesh), **options)  # type: ignore[arg-type]
 
 
-def test_an_exchange_is_two_all_to_alls_a_way_of_a_row_for_each_choice() -> None:
+def test_a_dispatch_is_two_all_to_alls_each_way_of_a_row_for_each_choice() -> None:
     mesh = Mesh.of(ep=8)
-    found = exchange(("d0&experts",), mesh, precision="bf16", batch_factor="d0", num_microbatches=2)
+    found = all_to_all(("d0&experts",), mesh, precision="bf16", batch_factor="d0", num_microbatches=2)
     rows = BATCH * SEQ * TOP_K // 8 // 2
     fabric = Fabric(CLUSTER, mesh)
     sent = 2 * fabric.time(Collective.ALL_TO_ALL, rows * HIDDEN * 2, 0)
@@ -53,8 +53,8 @@ def test_an_exchange_is_two_all_to_alls_a_way_of_a_row_for_each_choice() -> None
 
 def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exchange() -> None:
     mesh = Mesh.of(ep=4, tp=2)
-    assert exchange((None, "experts"), mesh) == ZERO
-    both, alone = (exchange(("d0&experts", other), mesh).total_s for other in ("experts", None))
+    assert all_to_all((None, "experts"), mesh) == ZERO
+    both, alone = (all_to_all(("d0&experts", other), mesh).total_s for other in ("experts", None))
     assert both < 0.6 * alone
 
 

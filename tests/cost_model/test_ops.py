@@ -131,7 +131,7 @@ def test_backward_of_a_linear_is_two_products_unless_its_input_needs_no_gradient
     assert seconds(node, needs_grad=frozenset()).backward_s == 0
 
 
-def mixture(tokens: int, num_experts: int) -> fx.Node:
+def moe(tokens: int, num_experts: int) -> fx.Node:
     """Two of the experts for each token."""
     x, chosen, hidden, inner = (tokens, 1024), (tokens, 2), 1024, 2048
     up, down = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
@@ -145,7 +145,7 @@ def test_the_kernel_of_a_convolution_is_part_of_its_depth() -> None:
 
 
 def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
-    few, many = mixture(1 << 15, 8), mixture(1 << 15, 512)
+    few, many = moe(1 << 15, 8), moe(1 << 15, 512)
     cost = OpCost.of(few, rule_for(few), A100, precision="bf16")
     assert [p.rows * (1 << 15) for p in cost.products] == pytest.approx([2 * (1 << 15) / 8] * 2)
     assert sum(p.flops for p in cost.products) == rule_for(few).flops
@@ -156,16 +156,16 @@ def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
 
 
 def test_rows_that_travel_leave_experts_as_many() -> None:
-    node, mesh = mixture(1 << 12, 64), Mesh.of(ep=8)
+    node, mesh = moe(1 << 12, 64), Mesh.of(ep=8)
     rule = rule_for(node)
-    (exchange,) = rule.joint
-    cost = OpCost.of(node, rule, A100, precision="bf16", batch_factor=exchange.split("&")[0])
-    travelling, divided = cost.time((exchange,), mesh), cost.time((exchange.split("&")[0],), mesh)
+    (dispatch,) = rule.joint
+    cost = OpCost.of(node, rule, A100, precision="bf16", batch_factor=dispatch.split("&")[0])
+    travelling, divided = cost.time((dispatch,), mesh), cost.time((dispatch.split("&")[0],), mesh)
     assert travelling.forward_s < 0.8 * divided.forward_s, "an eighth of the tokens is 16 rows for each expert"
 
 
 def test_experts_without_a_kernel_for_all_of_them_take_launches_each() -> None:
-    node = mixture(64, 64)
+    node = moe(64, 64)
     single, grouped = (OpCost.of(node, rule_for(node), A100, precision=p) for p in ("fp32", "bf16"))
     assert (single.num_loops, grouped.num_loops) == (2, 0)
     whole, shared = single.time((None,), ONE), single.time(("experts",), Mesh.of(ep=8))
@@ -179,7 +179,7 @@ def test_the_rank_whose_experts_get_most_is_waited_for() -> None:
     assert share_of_busiest((skewed,), 8, 2) == 1.0
     assert share_of_busiest((even, skewed), 8, 4) == 1.5
     assert share_of_busiest((skewed,), 16, 4) == 1.0, "of layers with as many experts"
-    node = mixture(1 << 15, 8)
+    node = moe(1 << 15, 8)
     known = OpCost.of(node, rule_for(node), A100, precision="bf16", loads=(skewed,))
     unknown = OpCost.of(node, rule_for(node), A100, precision="bf16")
     assert known.time((None,), ONE) == unknown.time((None,), ONE)

@@ -1,4 +1,4 @@
-"""Gradient synchronisation by ZeRO level, overlap, optimiser, rematerialisation."""
+"""Gradient synchronisation by ZeRO stage, overlap, optimiser, rematerialisation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_device_memory_moved_for_buffers_and_masters() -> None:
     assert master_work(N, 1, zero=0, itemsize=4, num_microbatches=1) == (0, 0)
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=1) == (6 * N, 6 * N)
     assert master_work(N, 4, zero=2, itemsize=4, num_microbatches=2) == (0, 12 * N / 4 / 2)
-    # Of four microbatches three add 16 bits to 32; parameters are cast once, but for level 3.
+    # Of four microbatches three add 16 bits to 32; parameters are cast once, but for stage 3.
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=4) == (6 * N / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=1, itemsize=2, num_microbatches=4) == (6 * N / 2 / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=3, itemsize=2, num_microbatches=4) == (6 * N / 2, 12 * N / 2 * 3 / 4)

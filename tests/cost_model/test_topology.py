@@ -15,9 +15,9 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.communication.collectives import collective_time, volume_bytes
 from autopar.cost_model.hardware.cluster import Cluster, Pods
 from autopar.cost_model.hardware.topology import (
+    all_to_all_paths,
     axis_link,
     busiest_link,
-    exchange_paths,
     groups_of,
     path,
     send_link,
@@ -69,12 +69,12 @@ def test_the_closed_form_is_the_busiest_link(data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(range(len(mesh))), min_size=1, unique=True))
     groups, graph = groups_of(mesh, axes, stages), topology(cluster)
     ring = axis_link(cluster, mesh, axes, stages)
-    exchange = busiest_link(graph, (one for ranks in groups for one in exchange_paths(graph, ranks)))
+    all_to_all = busiest_link(graph, (one for ranks in groups for one in all_to_all_paths(graph, ranks)))
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         expected = volume_bytes(collective, 1.0, len(groups[0])) / ring.bandwidth
         assert seconds_a_byte(collective, cluster, mesh, axes) == pytest.approx(expected, rel=1e-6)
     found = seconds_a_byte(Collective.ALL_TO_ALL, cluster, mesh, axes)
-    assert found == pytest.approx(1.0 / exchange.bandwidth, rel=1e-6)
+    assert found == pytest.approx(1.0 / all_to_all.bandwidth, rel=1e-6)
     for sender in range(stages - 1):
         closed = cluster.send_link(mesh, sender, sender + 1).ring_bandwidth(2)
         assert closed == pytest.approx(send_link(cluster, mesh, sender, sender + 1).bandwidth, rel=1e-6)

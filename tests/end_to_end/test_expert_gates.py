@@ -22,7 +22,7 @@ def _train(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["experts_with_clamped_gates", "experts_with_weights_by_row"])
-def test_rows_are_exchanged_between_experts(name: str) -> None:
+def test_tokens_are_dispatched_to_experts(name: str) -> None:
     case = importlib.import_module(f"tests.cases.{name}")
     torch.manual_seed(0)
     model = case.model()

@@ -42,11 +42,11 @@ class Trained:
     """Of each step: loss, all_to_alls by phase, tokens by layer and expert; and after the last one all tensors."""
 
     losses: list[float]
-    exchanges: list[tuple[int, int]]
+    all_to_alls: list[tuple[int, int]]
     loads: list[dict[str, Tensor]]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
-    exchanged: bool
+    dispatched: bool
 
 
 def _parallel(name: str, constraints: dict[str, Any]) -> Trained:
@@ -59,8 +59,8 @@ def _parallel(name: str, constraints: dict[str, Any]) -> Trained:
         optimizer.zero_grad()
         with CollectiveCounter() as counter:
             found.losses.append(float(model.step(**model.shard_batch(case.batch(step)))))
-        exchanges = counter.count("all_to_all", phase="forward"), counter.count("all_to_all", phase="backward")
-        found.exchanges.append(exchanges)
+        all_to_alls = counter.count("all_to_all", phase="forward"), counter.count("all_to_all", phase="backward")
+        found.all_to_alls.append(all_to_alls)
         found.loads.append(model.expert_load())
         found.gradients = model.full_gradients()
         optimizer.step()
@@ -122,14 +122,14 @@ def test_experts_on_every_mesh(number: int, ranks: list[list[Trained]]) -> None:
     name, constraints, microbatches, layers = PLANS[number]
     expected = _alone(name, constraints.get("expert_capacity"))
     for found in (rank[number] for rank in ranks):
-        assert found.exchanged
+        assert found.dispatched
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
         for load, alone in zip(found.loads, expected.loads, strict=True):
             assert {path: counts.tolist() for path, counts in load.items()} == {
                 path: counts.tolist() for path, counts in alone.items()
             }
         # Twice a layer and microbatch, each way. Other all_to_alls would be redistributions: there are none.
-        assert set(found.exchanges) == {(2 * layers * microbatches, 2 * layers * microbatches)}
+        assert set(found.all_to_alls) == {(2 * layers * microbatches, 2 * layers * microbatches)}
     first = ranks[0][number]
     for tensors, others in ((first.gradients, expected.gradients), (first.parameters, expected.parameters)):
         for path, value in others.items():

@@ -99,7 +99,7 @@ def test_sequences_shared_by_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"pp": 2}, "a pipeline"),
         ({"ep": 2, "experts": True}, "expert parallelism"),
         ({"cp": 2}, "shares sequences by heads"),
-        ({"tp": 2, "zero": 3}, "ZeRO up to level 2"),
+        ({"tp": 2, "zero": 3}, "ZeRO up to stage 2"),
         ({"tp": 2, "cp": 2, "kind": "heads"}, "no AutoTP and Ulysses at once"),
     ],
 )

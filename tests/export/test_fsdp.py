@@ -1,4 +1,4 @@
-"""The code is run: on gloo ranks it gives the losses and gradients of one process, at every level of ZeRO."""
+"""The code is run: on gloo ranks it gives the losses and gradients of one process, at every ZeRO stage."""
 
 from __future__ import annotations
 

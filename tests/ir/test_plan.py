@@ -51,9 +51,9 @@ def test_round_trip(tmp_path: Path) -> None:
         ),
         (
             changed(zero=2, blocks=[{"name": "layers.*", "repeats": 4, "reshard_after_forward": True}]),
-            "blocks.0.reshard_after_forward: is about level 3",
+            "blocks.0.reshard_after_forward: is about ZeRO-3",
         ),
-        (changed(zero=1, reshard_after_forward=False), "reshard_after_forward: false is about level 3"),
+        (changed(zero=1, reshard_after_forward=False), "reshard_after_forward: false is about ZeRO-3"),
         (
             changed(stages=[{"first": 0, "last": 3, "offload": True}]),
             "stages.0.offload: what ZeRO shards is offloaded, and the plan is at zero 0",

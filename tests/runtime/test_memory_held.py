@@ -1,4 +1,4 @@
-"""Bytes that a rank really holds, at every ZeRO level, against the formulas of the cost model."""
+"""Bytes that a rank really holds, at every ZeRO stage, against the formulas of the cost model."""
 
 from __future__ import annotations
 

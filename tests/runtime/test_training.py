@@ -1,4 +1,4 @@
-"""Training steps on several ranks equal those of one process: hand-made programs, every ZeRO level and schedule."""
+"""Training steps on several ranks equal those of one process: hand-made programs, every ZeRO stage and schedule."""
 
 from __future__ import annotations
 

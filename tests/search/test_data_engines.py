@@ -59,7 +59,7 @@ def found(cluster: Cluster, constraints: Constraints = DATA_ONLY) -> Plan:
 
 
 def test_optimiser_state_that_does_not_fit_is_sharded() -> None:
-    # Whole, 16 bytes a parameter of state and 2 of activations; at level 2, 4 + 12 / 8 and 2.
+    # Whole, 16 bytes a parameter of state and 2 of activations; at stage 2, 4 + 12 / 8 and 2.
     assert found(cluster(15)).zero
     assert found(cluster(6)).zero == 3
 

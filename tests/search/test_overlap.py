@@ -69,7 +69,7 @@ def test_overlap_lies_between_all_and_nothing(zero: int, chunks: int) -> None:
     assert max(work.values()) < predicted.overlapped_s < 1.2 * sum(work.values())
     blocks = len(predicted.costs.blocks)
     gathers = sum(span.stream == "gather" for span in predicted.spans)
-    # Level 3 gathers each block in each pass, levels 1 and 2 once a step.
+    # Stage 3 gathers each block in each pass, stages 1 and 2 once a step.
     assert gathers == blocks * {0: 0, 1: 1, 2: 1, 3: 2 * chunks}[zero]
     reductions = sum(span.stream == "reduce" for span in predicted.spans)
     assert reductions == blocks * (chunks if zero >= 2 else 1)

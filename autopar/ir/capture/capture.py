@@ -39,7 +39,7 @@ from autopar.ir.capture.functionalise import Functionaliser
 from autopar.ir.capture.library_switches import Plainly, switch, traceable_libraries
 from autopar.ir.capture.passing_checks import checks_pass
 from autopar.ir.capture.python_state.second_call import check_second_call
-from autopar.ir.capture.repeated_modules import Again, NotAlike, Repetition
+from autopar.ir.capture.repeated_modules import NotAlike, RepeatedCall, Repetition
 from autopar.ir.capture.rolling import roll_loops
 from autopar.ir.capture.simplify import simplify
 from autopar.ir.capture.value_checks import drop_value_checks
@@ -152,7 +152,7 @@ class _Trace:
     twin: FlatModel
     mode: FakeTensorMode
     program: torch.export.ExportedProgram
-    repeats: Mapping[int, Again]
+    repeats: Mapping[int, RepeatedCall]
     recording: Recording
 
 

@@ -35,7 +35,7 @@ from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.autograd.scans import SLOT, STEPS, scan_op, writes_outside
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.capture.functional_twins import functional_twin, has_writes, writes, written
-from autopar.ir.capture.repeated_modules import AGAIN, EDGE, Again
+from autopar.ir.capture.repeated_modules import EDGE, REPEATED_CALL, RepeatedCall
 from autopar.ir.capture.strided_views import strided_view
 from autopar.ir.capture.view_writes import piece, written_base
 from autopar.ir.errors import CaptureError
@@ -93,7 +93,7 @@ class Functionaliser:
     graph: fx.Graph
     mode: FakeTensorMode
     module: torch.nn.Module
-    repeats: Mapping[int, Again] = field(default_factory=dict)
+    repeats: Mapping[int, RepeatedCall] = field(default_factory=dict)
     recording: Recording = field(default_factory=Recording)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     views: dict[fx.Node, _View] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Functionaliser:
         elif node.target is EDGE:
             self.values[node] = self._read(node.args[0])
             self._note_view(node, node.args[0], aten.alias.default)
-        elif node.target is AGAIN:
+        elif node.target is REPEATED_CALL:
             self._repeat(node)
         elif node.target is FUNCTION:
             self._function(node)

@@ -64,8 +64,8 @@ def _edge(x: Tensor, call: int, position: int, leaving: bool) -> Tensor:
     return x.clone()
 
 
-@torch.library.custom_op("autopar::again", mutates_args=())
-def _again(given: Sequence[Tensor], call: int, position: int, like: Tensor) -> Tensor:
+@torch.library.custom_op("autopar::repeated_call", mutates_args=())
+def _repeated_call(given: Sequence[Tensor], call: int, position: int, like: Tensor) -> Tensor:
     return like.clone()
 
 
@@ -74,13 +74,13 @@ def _(x: Tensor, call: int, position: int, leaving: bool) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-@_again.register_fake
+@_repeated_call.register_fake
 def _(given: Sequence[Tensor], call: int, position: int, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 EDGE = torch.ops.autopar.edge.default
-AGAIN = torch.ops.autopar.again.default
+REPEATED_CALL = torch.ops.autopar.repeated_call.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RepeatedCall:
     """A call of the module at ``path`` that runs ``body``. twins: placeholder that the body reads -> its own."""
 
     path: str
@@ -176,7 +176,7 @@ class Repetition:
     def _repeat(self, number: int, path: str, call: Followed, leaves: list[Any]) -> Any:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.repeats[number] = (path, call.number)
-        results = iter([AGAIN(given, number, place, like) for place, like in enumerate(call.results)])
+        results = iter([REPEATED_CALL(given, number, place, like) for place, like in enumerate(call.results)])
         flat = [next(results) if isinstance(leaf, Tensor) else leaf for leaf in call.returned]
         return pytree.tree_unflatten(flat, call.out_spec)
 
@@ -206,7 +206,7 @@ class Repetition:
         followed = Followed(number=number, path=path, returned=tuple(edges), out_spec=out_spec)
         return followed, pytree.tree_unflatten(edges, out_spec)
 
-    def resolve(self, program: torch.export.ExportedProgram, root: str) -> dict[int, Again]:
+    def resolve(self, program: torch.export.ExportedProgram, root: str) -> dict[int, RepeatedCall]:
         """What to run for each call that was not followed, by number. root: path of the model in the program.
 
         Raises NotAlike unless all that it takes from a followed call is the same in every one of them.
@@ -219,7 +219,7 @@ class Repetition:
         placeholder = {targets[n.name]: n for n in program.graph.nodes if n.op == "placeholder" and n.name in targets}
         constants = {name.removeprefix(f"{root}."): value for name, value in program.constants.items()}
         bodies = self._bodies(program.graph, _Comparison(targets=targets, constants=constants))
-        found: dict[int, Again] = {}
+        found: dict[int, RepeatedCall] = {}
         for number, (path, call) in self.repeats.items():
             body = bodies[call]
             # Constants are those of the body.
@@ -228,8 +228,8 @@ class Repetition:
             own = {n: path + name.removeprefix(body.path) for n, name in inside.items()}
             if not placeholder.keys() >= set(own.values()):
                 raise NotAlike(f"{path} does not have what {body.path} has")
-            found[number] = Again(path=path, body=body, twins={n: placeholder[name] for n, name in own.items()})
-        present = {node.args[1] for node in program.graph.nodes if node.target is AGAIN}
+            found[number] = RepeatedCall(path=path, body=body, twins={n: placeholder[name] for n, name in own.items()})
+        present = {node.args[1] for node in program.graph.nodes if node.target is REPEATED_CALL}
         if present != set(found):
             raise NotAlike("calls of modules that are alike are in regions of their own, or have no effect")
         return found

@@ -18,7 +18,7 @@ from autopar.ir.errors import UnsupportedOp
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.collectives import apply
-from autopar.ir.primitives.group_communication import stack_ranks, sum_ranks
+from autopar.ir.primitives.group_communication import group_all_gather_stacked, group_all_reduce
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.torch_private import BATCH_NORM_OF_BATCH, BATCH_NORM_WITH_STATISTICS
 
@@ -32,7 +32,7 @@ def _statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     var, mean = torch.var_mean(wide, dims, correction=0)
     both = torch.stack([mean, var])
     for group in reversed(groups):
-        pieces = stack_ranks(both, group)
+        pieces = group_all_gather_stacked(both, group)
         spread, mean = torch.var_mean(pieces[:, 0], 0, correction=0)
         both = torch.stack([mean, pieces[:, 1].mean(0) + spread])
     return both[0], both[1]
@@ -64,7 +64,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_weight, grad_bias]).to(mean.dtype)
             for group in ctx.groups:
-                sums = sum_ranks(sums, group)
+                sums = group_all_reduce(sums, group)
             count = x.numel() // x.shape[1] * shard_count(ctx.groups)
             along_x, along_one = (sums / count).unbind()
             # grad_x = scale * inverse * (grad - along_one - normalised * along_x), as a * grad + b * x + c.

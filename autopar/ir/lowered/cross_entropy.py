@@ -19,7 +19,7 @@ from autopar.ir.lowered.shards import Groups, arguments, axes_with, factors_of, 
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.primitives.collectives import apply
-from autopar.ir.primitives.group_communication import stack_ranks
+from autopar.ir.primitives.group_communication import group_all_gather_stacked
 from autopar.ir.rule import Assignment, FactorRule
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -43,7 +43,7 @@ class _SplitClasses(torch.autograd.Function):
             parts.append(logits.sum(-1))
         numbers = torch.stack(parts)
         for group in reversed(groups):
-            ranks = stack_ranks(numbers, group)
+            ranks = group_all_gather_stacked(numbers, group)
             numbers = torch.cat([ranks[:, :1].logsumexp(0), ranks[:, 1:].sum(0)])
         log_sum, picked = numbers[0], numbers[1]
         loss = log_sum - picked

@@ -1,12 +1,12 @@
 """Experts divided among ranks: each rank computes those that it has.
 
     moe(x, index, weight, w_up, w_down)                                    w_up (E, u, h), w_down (E, h, i)
-    moe(.., expert_groups=('tp',), exchanged=(False,))                     w_up (E / tp, u, h): a summand over tp
-    moe(.., expert_groups=('ep',), exchanged=(True,))                      x (b / ep, ..): rows travel to their experts
+    moe(.., expert_groups=('tp',), dispatched=(False,))                    w_up (E / tp, u, h): a summand over tp
+    moe(.., expert_groups=('ep',), dispatched=(True,))                     x (b / ep, ..): rows travel to their experts
     moe(.., capacity_factor=1.25, token_groups=('dp', 'ep'))               rows beyond what an expert takes are dropped
 
 A row is a token on its way to one of its K experts. Where the ranks of an axis have the same tokens, each keeps the
-rows for its own experts, and the results are summands. Where they have different tokens the rows are exchanged: an
+rows for its own experts, and the results are summands. Where they have different tokens the tokens are dispatched: an
 all_gather of how many go to each expert, an all_to_all of exactly these rows, the experts, and an all_to_all back.
 Nothing is padded; a rank may receive nothing. Backward, the gradients take the same two ways in reverse.
 """
@@ -32,22 +32,27 @@ from autopar.ir.ops.expert_ffn import (
     run_experts,
 )
 from autopar.ir.primitives.collectives import apply
-from autopar.ir.primitives.group_communication import exchange_rows, group_rank, group_size, stack_ranks
+from autopar.ir.primitives.group_communication import (
+    group_all_gather_stacked,
+    group_all_to_all_rows,
+    group_rank,
+    group_size,
+)
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
 
 Counts = tuple[int, ...]
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Counts, received: Counts, group: str) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchange_rows(rows, sent, received, group)
+        return group_all_to_all_rows(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return group_all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def moe(
@@ -64,14 +69,14 @@ def moe(
     interleaved: bool = False,
     capacity_factor: float | None = None,
     expert_groups: Groups = (),
-    exchanged: tuple[bool, ...] = (),
+    dispatched: tuple[bool, ...] = (),
     inner_groups: Groups = (),
     token_groups: Groups = (),
 ) -> Tensor:
-    """``composite.moe`` on this rank's tokens and experts; a summand over groups that are not exchanged.
+    """``composite.moe`` on this rank's tokens and experts; a summand over groups that it does not dispatch over.
 
     x: (.., h), expert_index, expert_weight: (.., K): this rank's tokens; the indices are global. w_up and the
-    other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. exchanged: for each
+    other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. dispatched: for each
     of them, whether its ranks have different tokens. inner_groups: these cut the inner width, and divide a bias on
     the way out among them. token_groups: these cut the first token dimension; a capacity counts the tokens of all.
     """
@@ -88,14 +93,14 @@ def moe(
         interleaved=interleaved,
     )
     if not has_values(x):  # shapes only: as if every row stayed
-        expert_groups, exchanged = (), ()
+        expert_groups, dispatched = (), ()
     chosen, num_local = expert_index.reshape(-1), w_up.shape[0]
     record_load(chosen, num_local * shard_count(expert_groups))
     kept = torch.ones_like(chosen, dtype=torch.bool)
     if capacity_factor is not None and has_values(x):
         kept = _within_capacity(chosen, num_local * shard_count(expert_groups), capacity_factor, token_groups)
-    rows, address = _route(chosen, kept, num_local, expert_groups, exchanged)
-    travelled = tuple(group for group, moves in zip(expert_groups, exchanged, strict=True) if moves)
+    rows, address = _route(chosen, kept, num_local, expert_groups, dispatched)
+    travelled = tuple(group for group, moves in zip(expert_groups, dispatched, strict=True) if moves)
     num_addresses = num_local * shard_count(travelled)
     return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_addresses, travelled, experts))
 
@@ -104,23 +109,23 @@ def _within_capacity(expert: Tensor, num_experts: int, capacity_factor: float, g
     """(rows,) boolean: whether a row is among those that its expert takes of the tokens of all ``groups``."""
     counts = rows_of_experts(expert, num_experts)
     for group in reversed(groups):
-        counts = stack_ranks(counts, group)
+        counts = group_all_gather_stacked(counts, group)
     before = counts.view(-1, num_experts)[: shard_index(groups)].sum(0)
     capacity = capacity_of(len(expert) * shard_count(groups), num_experts, capacity_factor)
     return first_of_experts(expert, before, capacity)
 
 
 def _route(
-    expert: Tensor, kept: Tensor, num_local: int, groups: Groups, exchanged: tuple[bool, ...]
+    expert: Tensor, kept: Tensor, num_local: int, groups: Groups, dispatched: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor]:
     """Those of the rows ``kept`` that are in play, sorted by address, and their addresses.
 
-    An address is (places on the exchanged axes, number of the expert there) as one number. A row whose expert is
-    elsewhere on an axis that is not exchanged is another rank's to compute.
+    An address is (places on the axes of dispatch, number of the expert there) as one number. A row whose expert is
+    elsewhere on an axis without dispatch is another rank's to compute.
     """
     address = torch.zeros_like(expert)
     left = num_local * shard_count(groups)
-    for group, moves in zip(groups, exchanged, strict=True):
+    for group, moves in zip(groups, dispatched, strict=True):
         size = group_size(group)
         left //= size
         place = expert // left % size
@@ -142,16 +147,16 @@ def _through(rows: Tensor, address: Tensor, num_addresses: int, groups: Groups, 
     size, rank = group_size(group), group_rank(group)
     num_inner = num_addresses // size
     counts = rows_of_experts(address, num_addresses)
-    incoming = stack_ranks(counts, group).view(size, size, num_inner)[:, rank]
+    incoming = group_all_gather_stacked(counts, group).view(size, size, num_inner)[:, rank]
     totals = torch.stack([counts.view(size, num_inner).sum(1), incoming.sum(1)]).tolist()
     sent, received = map(tuple, totals)
-    arrived = apply(_Exchange, rows, sent, received, group)
+    arrived = apply(_AllToAllRows, rows, sent, received, group)
     arrived_address = torch.arange(num_inner, device=rows.device).repeat(size)
     arrived_address = arrived_address.repeat_interleave(incoming.flatten(), output_size=sum(received))
     arrived_address, order = arrived_address.sort(stable=True)
     out = _through(arrived.index_select(0, order), arrived_address, num_inner, tuple(inner), experts)
     out = torch.empty_like(out).index_copy(0, order, out)
-    return cast(Tensor, apply(_Exchange, out, received, sent, group))
+    return cast(Tensor, apply(_AllToAllRows, out, received, sent, group))
 
 
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
@@ -162,7 +167,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     groups = axes_with({EXPERTS}, assignment, mesh)
     moving = axes_with(set(rule.joint), assignment, mesh)
     kwargs["expert_groups"] = groups
-    kwargs["exchanged"] = tuple(group in moving for group in groups)
+    kwargs["dispatched"] = tuple(group in moving for group in groups)
     kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
     if kwargs["capacity_factor"] is not None:
         kwargs["token_groups"] = axes_with(set(rule.results[0][0]), assignment, mesh)

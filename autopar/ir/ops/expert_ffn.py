@@ -41,7 +41,7 @@ _loads: ContextVar[list[Tensor] | None] = ContextVar("autopar expert loads", def
 
 @contextmanager
 def recorded_loads() -> Iterator[list[Tensor]]:
-    """The list gets, of each mixture of experts that runs within, how many rows of this rank's tokens chose each."""
+    """The list gets, of each mixture of experts that runs within, how many of this rank's tokens chose each expert."""
     loads: list[Tensor] = []
     token = _loads.set(loads)
     try:

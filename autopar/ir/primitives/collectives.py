@@ -20,12 +20,12 @@ from torch import Tensor, fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.group_communication import (
-    concatenate_ranks,
-    exchange_pieces,
+    group_all_gather,
+    group_all_reduce,
+    group_all_to_all,
+    group_reduce_scatter,
     group_size,
     own_piece,
-    sum_and_scatter,
-    sum_ranks,
 )
 from autopar.ir.redistribution import Collective, Step
 
@@ -54,7 +54,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_ranks(grad, ctx.group), None
+        return group_all_reduce(grad, ctx.group), None
 
 
 class _Divide(torch.autograd.Function):
@@ -76,19 +76,19 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return concatenate_ranks(grad, ctx.dim, ctx.group), None, None
+        return group_all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, backward: str) -> Tensor:
         ctx.dim, ctx.group, ctx.conjugate = dim, group, backward
-        return concatenate_ranks(x, dim, group)
+        return group_all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.conjugate == "reduce_scatter":
-            return sum_and_scatter(grad, ctx.dim, ctx.group), None, None, None
+            return group_reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
         return own_piece(grad, ctx.dim, ctx.group), None, None, None
 
 
@@ -96,12 +96,12 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, backward: str) -> Tensor:
         ctx.group, ctx.conjugate = group, backward
-        return sum_ranks(x, group)
+        return group_all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.conjugate == "all_reduce":
-            return sum_ranks(grad, ctx.group), None, None
+            return group_all_reduce(grad, ctx.group), None, None
         return grad, None, None
 
 
@@ -109,23 +109,23 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return sum_and_scatter(x, dim, group)
+        return group_reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return concatenate_ranks(grad, ctx.dim, ctx.group), None, None
+        return group_all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
         ctx.dims, ctx.group = (gather_dim, shard_dim), group
-        return exchange_pieces(x, gather_dim, shard_dim, group)
+        return group_all_to_all(x, gather_dim, shard_dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         gather_dim, shard_dim = ctx.dims
-        return exchange_pieces(grad, shard_dim, gather_dim, ctx.group), None, None, None
+        return group_all_to_all(grad, shard_dim, gather_dim, ctx.group), None, None, None
 
 
 # The functions that graphs call.

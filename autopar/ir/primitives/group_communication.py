@@ -67,12 +67,13 @@ def _rank_in(group: str) -> int:
     return int(process_group(group).rank())
 
 
-def sum_ranks(x: Tensor, group: str, op: ReduceOp = "sum") -> Tensor:
+def group_all_reduce(x: Tensor, group: str, op: ReduceOp = "sum") -> Tensor:
+    """All-reduce: the element-wise sum (or ``op``) of the ranks' tensors, of the shape of ``x``."""
     return cast(Tensor, _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group)))
 
 
-def stack_ranks(x: Tensor, group: str) -> Tensor:
-    """(N, *x.shape): the ranks' tensors in order."""
+def group_all_gather_stacked(x: Tensor, group: str) -> Tensor:
+    """All-gather: (N, *x.shape), the ranks' tensors in rank order."""
     flat, size = x.contiguous().view(-1), group_size(group)
     if x.device.type == "cpu":
         gathered = torch.ops.autopar.exchange_copies(flat, size, group)
@@ -81,8 +82,9 @@ def stack_ranks(x: Tensor, group: str) -> Tensor:
     return cast(Tensor, gathered).view(-1, *x.shape)
 
 
-def concatenate_ranks(x: Tensor, dim: int, group: str) -> Tensor:
-    stacked = stack_ranks(x, group)
+def group_all_gather(x: Tensor, dim: int, group: str) -> Tensor:
+    """All-gather: the ranks' tensors concatenated along ``dim`` in rank order."""
+    stacked = group_all_gather_stacked(x, group)
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -92,12 +94,14 @@ def _pieces(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def own_piece(x: Tensor, dim: int, group: str) -> Tensor:
+    """This rank's piece of ``x``, a view of 1 / N of it along ``dim``."""
     size = group_size(group)
     length = x.shape[dim] // size
     return x.narrow(dim, group_rank(group) * length, length)
 
 
-def sum_and_scatter(x: Tensor, dim: int, group: str) -> Tensor:
+def group_reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
+    """Reduce-scatter: this rank's piece along ``dim`` of the sum of the ranks' tensors."""
     size = group_size(group)
     pieces = _pieces(x, dim, size).contiguous()
     if x.device.type == "cpu":
@@ -108,15 +112,18 @@ def sum_and_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     ).squeeze(0)
 
 
-def exchange_pieces(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
+def group_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
+    """All-to-all: pieces of ``x`` along ``shard_dim`` for each rank; those received are concatenated along
+    ``gather_dim``."""
     received = _exchange(_pieces(x, shard_dim, group_size(group)).contiguous(), group)
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
-    """The rows that the ranks have for this one, in rank order. sent, received: numbers of rows for and from each."""
-    exchanged = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group)
-    return cast(Tensor, _ops.wait_tensor(exchanged))
+def group_all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """All-to-all of rows, in rank order: (sum of received, ..). sent, received: numbers of rows for and from each
+    rank."""
+    received_rows = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group)
+    return cast(Tensor, _ops.wait_tensor(received_rows))
 
 
 # Collectives of their own on CPUs, so that each is counted and traced as what it stands for.

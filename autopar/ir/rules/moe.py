@@ -3,10 +3,10 @@
     d0 d1 h, d0 d1 _k, d0 d1 _k, experts u h, experts h u, .. -> d0 d1 h      gated: u is blocked
     d0 d1 h, d0 d1 _k, d0 d1 _k, experts (f 2) h, experts h f, .. -> d0 d1 h  gate and value interleaved
 
-Tokens are independent of each other, so every token dimension is a factor. Experts are summed: a rank adds what its
-own contribute to its tokens. Tokens and experts on one axis ("d0&experts") is the exchange: tokens travel to their
-experts and back. An expert's inner width ``f`` is summed; with a gate the two halves of ``w_up``'s rows would have
-to be cut alike, which contiguous pieces are not.
+Tokens are independent of each other, so every token dimension is a factor. Experts are summed: a rank adds what its own
+contribute to its tokens. Tokens and experts on one axis ("d0&experts") is dispatch and combine: tokens travel to their
+experts and back. An expert's inner width ``f`` is summed; with a gate the two halves of ``w_up``'s rows would have to
+be cut alike, which contiguous pieces are not.
 
 A capacity makes tokens depend on those before them: only the outermost token dimension is a factor then, and it is
 lowered, to count over its pieces.
@@ -58,8 +58,8 @@ def moe(call: Call) -> FactorRule | None:
     if limited:
         # Which rows an expert takes depends on their order, which only the outermost dimension keeps.
         factors.blocked |= {name for dim in lead[1:] for name in dim}
-    exchanges = [f"{name}&{EXPERTS}" for dim in lead[: 1 if limited else None] for name in dim] if e else []
-    lowered = dict.fromkeys((EXPERTS, *exchanges), "moe")
+    dispatches = [f"{name}&{EXPERTS}" for dim in lead[: 1 if limited else None] for name in dim] if e else []
+    lowered = dict.fromkeys((EXPERTS, *dispatches), "moe")
     if b_down is not None:
         lowered["f"] = "moe"
     if limited:
@@ -70,7 +70,7 @@ def moe(call: Call) -> FactorRule | None:
         [(*lead, h)],
         summed=("f", EXPERTS),
         lowered=lowered,
-        joint=exchanges,
+        joint=dispatches,
         flops=2 * rows * x.shape[-1] * (up.shape[1] + inner),
     )
 
@@ -78,7 +78,7 @@ def moe(call: Call) -> FactorRule | None:
 def expert_factors(node: fx.Node, rule: FactorRule, parameters: Container[str]) -> frozenset[str]:
     """Factors of an op that are experts.
 
-    Those of a mixture, or the first one of a stack of matrices that are each multiplied with rows of their own:
+    Those of a mixture of experts, or the first of a stack of matrices that are each multiplied with rows of their own:
     ``experts t k, experts k n -> experts t n``.
     """
     if EXPERTS in rule.sizes:

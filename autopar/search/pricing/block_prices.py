@@ -18,7 +18,7 @@ from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.placed.assign import spread
 from autopar.ir.placed.layouts import Layouts, Need
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
-from autopar.ir.redistribution import reduces_or_exchanges
+from autopar.ir.redistribution import reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
 from autopar.search.problem.workload import Tensor, Transfer, Workload
@@ -359,7 +359,7 @@ def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     """Redistributions of a transfer."""
     source = layouts.made(transfer.tensor.node, transfer.tensor.result)
     made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
-    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_exchanges(source, *need))
+    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
     return Moves(sum(made.values(), ZERO), redone)
 
 

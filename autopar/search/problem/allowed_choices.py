@@ -77,7 +77,7 @@ class Choices:
         if key not in self.known:
             assert group.leader is not None
             factors = factors_of_choice(choice)
-            # Roles of the factors that share an axis with experts: of the tokens that are exchanged.
+            # Roles of the factors that share an axis with experts: of tokens that are dispatched.
             others = {role_of(self.workload, group.leader, factor) for factor in factors} - {"ep"}
             self.known[key] = _Choice(
                 role=role_of(self.workload, group.leader, choice),

@@ -221,7 +221,7 @@ class Constraints:
         if self.offload and self.zero == 0:
             raise InfeasiblePlan("offload moves what ZeRO shards, and zero is 0.\n  try: --zero 1, 2 or 3")
         if self.reshard_after_forward is False and self.zero not in (None, 3):
-            raise InfeasiblePlan(f"reshard_after_forward is about level 3, and zero is {self.zero}.\n  try: --zero 3")
+            raise InfeasiblePlan(f"reshard_after_forward is about ZeRO-3, and zero is {self.zero}.\n  try: --zero 3")
         if self.shard is None:
             return
         if self.zero == 0:

@@ -63,8 +63,8 @@ def value_first(up: Tensor) -> Tensor:
 def _captured(model: nn.Module, *inputs: Any) -> tuple[CapturedModel, fx.Node]:
     captured = normalise(capture(model, inputs))
     assert_same_training(captured, model, inputs)
-    (mixture,) = (node for node in captured.graph.nodes if node.target is composite.moe)
-    return captured, mixture
+    (moe,) = (node for node in captured.graph.nodes if node.target is composite.moe)
+    return captured, moe
 
 
 @pytest.mark.parametrize(

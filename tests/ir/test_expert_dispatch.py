@@ -1,4 +1,4 @@
-"""The exchange of tokens and experts sends exactly the rows that routing asks for, whatever the routing."""
+"""Token dispatch and combine send exactly the rows that routing asks for, whatever the routing."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _routing(seed: int) -> Routing:
 Found = tuple[Tensor, list[Tensor], list[Issued]]
 
 
-def _exchange(cases: list[Routing]) -> list[Found]:
+def _dispatch(cases: list[Routing]) -> list[Found]:
     """Per routing: this rank's result, gradients of x, the weights and both matrices, and collectives."""
     group, rank = axis_groups(Mesh.of(ep=2))["ep"], dist.get_rank()
     found = []
     for case in cases:
         local = [x.detach().chunk(2)[rank].requires_grad_(x.is_floating_point()) for x in case.tensors()]
         with CollectiveCounter() as counter:
-            out = moe(*local, **OPTIONS, expert_groups=(group,), exchanged=(True,))
+            out = moe(*local, **OPTIONS, expert_groups=(group,), dispatched=(True,))
             out.square().sum().backward()  # type: ignore[no-untyped-call]
         found.append((out.detach(), [x.grad for x in local if x.grad is not None], counter.issued))
     return found
@@ -79,9 +79,9 @@ def _check(case: Routing, ranks: list[Found]) -> None:
     for rank, (_, _, issued) in enumerate(ranks):
         away = int((home.chunk(2)[rank] != rank).sum())
         arriving = int((home.chunk(2)[1 - rank] == rank).sum())
-        exchanges = [one for one in issued if one.kind == "all_to_all"]
-        assert [one.phase for one in exchanges] == ["forward", "forward", "backward", "backward"]
-        assert [one.sent_bytes // WIDTH for one in exchanges] == [away, arriving, away, arriving]
+        all_to_alls = [one for one in issued if one.kind == "all_to_all"]
+        assert [one.phase for one in all_to_alls] == ["forward", "forward", "backward", "backward"]
+        assert [one.sent_bytes // WIDTH for one in all_to_alls] == [away, arriving, away, arriving]
         sizes = [one for one in issued if one.kind != "all_to_all"]
         assert [(one.kind, one.payload_bytes) for one in sizes] == [("all_gather", 2 * EXPERTS * 8)]
 
@@ -89,6 +89,6 @@ def _check(case: Routing, ranks: list[Found]) -> None:
 def test_rows_sent_equal_the_routing() -> None:
     cases = [_routing(seed) for seed in range(60)]
     cases.append(Routing(tokens=8, weights=(0.0, 0.0, 0.0, 0.0, 1.0, 0.0), seed=1))  # one expert gets everything
-    ranks = run_ranks(_exchange, 2, cases)
+    ranks = run_ranks(_dispatch, 2, cases)
     for number, case in enumerate(cases):
         _check(case, [rank[number] for rank in ranks])
