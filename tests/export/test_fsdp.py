@@ -167,14 +167,14 @@ def test_blocks_of_several_layers_and_other_models() -> None:
         other.blocks_of(built())
 
 
-def test_bfloat16_and_levels_of_blocks(tmp_path: Path) -> None:
+def test_bfloat16_and_zero_stages_of_blocks(tmp_path: Path) -> None:
     plan = decoder_plan(dp=2, zero=3, precision="bf16", layers=LAYERS)
     blocks = [plan.blocks[0].model_copy(update={"zero": 0}), *plan.blocks[1:]]
     exported = export(plan.model_copy(update={"blocks": blocks}), "fsdp")
     assert "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" in exported.text
     assert any(note.startswith("embedding: at ZeRO-1 instead of 0") for note in exported.notes)
     code = as_module(exported.text)
-    assert [block.level for block in code.BLOCKS] == [1, 3, 3]
+    assert [block.zero for block in code.BLOCKS] == [1, 3, 3]
 
 
 @pytest.mark.parametrize(
