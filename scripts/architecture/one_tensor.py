@@ -34,7 +34,7 @@ from examples.llama3_8b import config
 from scripts.architecture.svg import Picture
 
 LAYERS, LENGTH, WEIGHT = 2, 8192, "model.layers.0.mlp.down_proj.weight"
-WIDTH, LEFT, TEXT, LINE, LETTERS = 1100.0, 24.0, 256.0, 18.0, 116
+WIDTH, LEFT, TEXT, LINE, LETTERS = 860.0, 24.0, 36.0, 18.0, 113
 SHOWN = (INSERT, LowerRedistributions.name, NarrowCompute.name)
 
 
@@ -100,9 +100,7 @@ def draw() -> Picture:
         width=WIDTH,
     )
     picture.text(LEFT, 34, picture.title, "bold", size=17)
-    picture.text(
-        LEFT, 54, f"{WEIGHT} of Llama 3 8B on two H100 with tensor and sequence parallelism, as printed", "soft"
-    )
+    picture.text(LEFT, 54, f"{WEIGHT} of Llama 3 8B on two H100, tensor and sequence parallel, as printed", "soft")
     sizes = " ".join(f"{name}={size}" for name, size in rule.sizes.items())
     y = 74.0
     for name, says, lines in (
@@ -144,24 +142,21 @@ def draw() -> Picture:
                 ),
             ],
         ),
-        *(
-            ("" if number else "program", f"after {step}", [text])
-            for number, (step, text) in enumerate(found.programs.items())
-        ),
+        *(("program", f"after {step}", [text]) for step, text in found.programs.items()),
     ):
         lines = [
             part for line in lines for part in wrap(line, LETTERS, subsequent_indent="    ", drop_whitespace=False)
         ]
-        height = max(2, len(lines)) * LINE + 12
-        picture.text(LEFT, y + 20, name, "bold", size=14)
-        picture.text(LEFT, y + 37 if name else y + height / 2 + 4, says, "soft", size=11.5)
-        picture.box(TEXT - 12, y, WIDTH - TEXT - 12, height)
+        named = picture.text(LEFT, y + 18, name, "bold", size=14)
+        picture.text(named.right + 10, y + 18, says, "soft", size=12)
+        height = len(lines) * LINE + 14
+        picture.box(LEFT, y + 26, WIDTH - 2 * LEFT, height)
         for number, line in enumerate(lines):
-            picture.text(TEXT, y + 19 + LINE * number + (LINE / 2 if len(lines) == 1 else 0), line, "code", size=11.5)
-        y += height + 12
+            picture.text(TEXT, y + 45 + LINE * number, line, "code", size=11.5)
+        y += height + 36
         if name == "label":
             y = _shards(picture, y, found, label)
-    picture.height = y + 10
+    picture.height = y + 8
     return picture
 
 

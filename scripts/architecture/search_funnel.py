@@ -20,7 +20,7 @@ from scripts.architecture.llama import llama
 from scripts.architecture.svg import Picture
 
 GPUS, GPU = 64, "h100-sxm"
-WIDTH, LEFT, BAR, TALL, GAP = 980.0, 24.0, 620.0, 40.0, 34.0
+WIDTH, LEFT, BAR, TALL, GAP = 860.0, 24.0, 560.0, 40.0, 34.0
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ def drawn(found: Funnel) -> Picture:
     picture.text(
         LEFT, 54, f"{searched}: pipeline degree, stage mesh, microbatches, ZeRO; widths are logarithmic", "soft"
     )
-    y, most, middle = 76.0, log10(found.space) + 1, LEFT + 150 + BAR / 2
+    y, most, middle = 76.0, log10(found.space) + 1, LEFT + 140 + BAR / 2
     for number, (name, count, says) in enumerate(rows):
         if number:
             left = rows[number - 1][1] - count
@@ -140,7 +140,7 @@ def drawn(found: Funnel) -> Picture:
         tone = "part-0" if number < len(rows) - 1 else "part-2"
         picture.box(middle - width / 2, y, width, TALL, tone=tone)
         picture.text(LEFT, y + 26, name, "bold", size=14)
-        picture.text(LEFT + 150 + BAR + 24, y + 26, f"{count:,}", "bold", size=16)
+        picture.text(LEFT + 140 + BAR + 24, y + 26, f"{count:,}", "bold", size=16)
         y += TALL + GAP
     picture.text(middle, y - 12, chosen, "bold", size=12, anchor="middle")
     problems = (

@@ -16,7 +16,7 @@ from scripts.architecture.svg import Picture
 GPUS, GPU, RANK = 64, "h100-sxm", 0
 PINNED = Constraints(pp=4, tp=4, dp=4, num_microbatches=16, zero=1, precision="bf16", sequence_parallel=True)
 GIB = 2**30
-WIDTH, LEFT, RIGHT, TOP, TALL = 1040.0, 70.0, 24.0, 118.0, 320.0
+WIDTH, LEFT, RIGHT, TOP, TALL = 900.0, 56.0, 24.0, 118.0, 320.0
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "transient", "workspace")
 
 
@@ -104,8 +104,8 @@ def _legend(picture: Picture, parts: MemoryParts) -> None:
     x = LEFT
     for number, name in enumerate(CATEGORIES):
         picture.box(x, 70, 12, 12, tone=f"part-{number}")
-        says = picture.text(x + 18, 80, f"{name} {getattr(parts, name) / GIB:.1f}", size=12)
-        x = says.right + 22
+        says = picture.text(x + 17, 80, f"{name} {getattr(parts, name) / GIB:.1f}", size=12)
+        x = says.right + 14
 
 
 def _pass(action: Action) -> str:

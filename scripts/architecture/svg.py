@@ -122,7 +122,8 @@ class Picture:
         inner = f'width="{_n(self.width - 1)}" height="{_n(self.height - 1)}"'
         return "\n".join(
             (
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img" aria-labelledby="t d">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(self.width)}" height="{_n(self.height)}" '
+                f'viewBox="0 0 {size}" role="img" aria-labelledby="t d">',
                 f'<title id="t">{escape(self.title)}</title>',
                 f'<desc id="d">{escape(self.description)}</desc>',
                 f"<style>{_colours()}{_STYLE}</style>",

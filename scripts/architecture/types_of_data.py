@@ -32,7 +32,7 @@ from autopar.search.result import SearchResult
 from scripts.architecture.svg import Picture
 
 ROOT = Path(__file__).parents[2]
-WIDTH, LEFT, BOX, TALL, GAP, FILES = 980.0, 250.0, 330.0, 46.0, 44.0, 630.0
+WIDTH, LEFT, BOX, TALL, GAP, FILES = 860.0, 222.0, 290.0, 46.0, 40.0, 566.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ EDGES = (
     Edge(CAPTURE, normalise, "captured", CapturedModel, f"the same in normal form, after {len(normal_form())} passes"),
     Edge(ANALYSE, Analysis.of, "captured", Analysis, "blocks, roles of dimensions, gradient flow"),
     Edge(
-        SEARCH, search_captured, "workload", Plan, "mesh, stages, and a factor for every op and axis",
+        SEARCH, search_captured, "workload", Plan, "mesh, stages, factors of every op",
         takes=Workload, beside=("cluster", "constraints"), readers=((predict_plan, "plan"), (Plan.save, "self")),
     ),
     Edge(
-        PLACE, place, "plan", PlacedModel, "layouts, storage, and how each op has its operands",
+        PLACE, place, "plan", PlacedModel, "layouts, storage, redistributions",
         beside=("analysis",), readers=((redistribution_records, "placed"),),
     ),
-    Edge(PARTITION, insert_redistributions, "placed", PlacedProgram, "one program of one rank, shapes still global"),
+    Edge(PARTITION, insert_redistributions, "placed", PlacedProgram, "one rank's program, shapes still global"),
     Edge(PARTITION, run_program_passes, "program", PlacedProgram, "local shapes, and collectives"),
     Edge(
         PARTITION, split_stages, "program", StageProgram, "one program for each stage, block by block",
@@ -136,7 +136,7 @@ def draw() -> Picture:
         picture.text(FILES, base, _file(edge.function), "code soft", size=11)
         if edge.beside:
             kinds = [_kind(edge.function, argument) for argument in edge.beside]
-            label = picture.text(LEFT - 12, base, ", ".join(kinds), "code", size=12, anchor="end")
+            label = picture.text(LEFT - 12, base, ", ".join(kinds), "code", size=11, anchor="end")
             picture.line((label.right + 6, base - 4), (middle - 3, base - 4), kind="dashed", arrow=True)
         y += TALL + GAP
         _type(picture, y, edge.gives, edge.says)
@@ -165,12 +165,12 @@ def _reader(picture: Picture, y: float, top: float, reader: Callable[..., Any]) 
     base = y + TALL / 2 + 4
     picture.line(
         (LEFT + BOX, top + TALL / 2),
-        (LEFT + BOX + 22, base - 4),
-        (LEFT + BOX + 40, base - 4),
+        (LEFT + BOX + 16, base - 4),
+        (LEFT + BOX + 28, base - 4),
         kind="dashed",
         arrow=True,
     )
-    picture.text(LEFT + BOX + 46, base, f"{reader.__qualname__} → {made}", "code", size=11)
+    picture.text(LEFT + BOX + 34, base, f"{reader.__qualname__} → {made}", "code", size=11)
 
 
 def _kind(function: Callable[..., Any], argument: str) -> str:
