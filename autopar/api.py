@@ -183,8 +183,8 @@ def _loads(given: Any) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(int(count) for count in load) for load in layers)
     except (TypeError, ValueError) as error:
         raise InvalidInput(
-            f"expert_load: {type(given).__name__} does not say how many rows experts got: {error}\n"
-            "  expected: what expert_load() of a module returns, or for each layer the rows of its experts"
+            f"expert_load: {type(given).__name__} does not say how many tokens experts got: {error}\n"
+            "  expected: the result of expert_load() of a module, or for each layer the tokens of its experts"
         ) from error
 
 
@@ -202,7 +202,7 @@ class _Request:
     """Parameters and buffers that are not those of the model, by its names."""
 
     def check(self, world_size: int) -> None:
-        """What is wrong with the request alone. The same on every rank; nothing is sent."""
+        """Raise on a request that is wrong by itself. The same on every rank; nothing is sent."""
         if isinstance(self.mesh, DeviceMesh):
             ranks = self.mesh.size()
         else:

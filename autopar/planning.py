@@ -24,7 +24,7 @@ from autopar.units import plural, seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the search found, in what, and the seconds that capture and normalisation took before it.
+    """The result of a search, its model, and the seconds of capture and normalisation before it.
 
     constraints, pin_degrees: as given. capture_batch: captures the model for another global batch, if it can be.
     """
@@ -42,7 +42,7 @@ class Planned:
         return self.result.plan
 
     def divided(self) -> list[DividedFlops]:
-        """What each axis for tensors or experts divides of its work."""
+        """Share of its work that each axis for tensors or experts divides."""
         return divided_by_axes(self.captured, self.plan, workload=self.result.workload)
 
 

@@ -17,7 +17,7 @@ from autopar.ir.rules import MissingRuleWarning
 
 @contextmanager
 def reserved_output() -> Iterator[TextIO]:
-    """What else writes to standard output meanwhile, in Python or in C, writes to standard error; yields the real one.
+    """Redirect other writes to standard output, in Python or in C, to standard error; yields the real one.
 
     A model's file may print, and so may the libraries that it imports. Their warnings are left out; what this package
     has to say of the model stays.

@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Seconds of a step and bytes at its fullest. peak: None where the device does not count them."""
+    """Seconds of a step and bytes at its peak. peak: None where the device does not count them."""
 
     predicted_s: float
     measured_s: float

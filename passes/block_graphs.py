@@ -49,7 +49,8 @@ class BlockGraphs:
         return tuple(programs)
 
     def totals(self, stage: int) -> tuple[BlockProgram, ...]:
-        """What ``stage`` has to run on every microbatch before the first, the sums that others are made of first."""
+        """The sums over the batch that ``stage`` has to run on every microbatch before the first, dependencies
+        first."""
         rounds: list[list[fx.Node]] = []
         roots = self._roots(stage)
         wanted = _sums(roots, self._prelude(roots))

@@ -1,4 +1,4 @@
-"""What a pass is: a rewrite, with what it requires of a program, what it provides, and what it must not come after."""
+"""The contract of a pass: a rewrite, with the properties of a program that it requires, provides and excludes."""
 
 from __future__ import annotations
 

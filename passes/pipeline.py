@@ -19,7 +19,7 @@ from autopar.passes.verify.well_formed import Memo, verify
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What a pass did: op counts before and after, by op name, where they differ."""
+    """The effect of a pass: op counts before and after, by op name, where they differ."""
 
     name: str
     seconds: float

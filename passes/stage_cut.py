@@ -1,4 +1,4 @@
-"""Which stage of a pipeline computes, reads and sends what.
+"""The ops, inputs and outputs of each pipeline stage.
 
 The prelude (positions, masks, label shifts: whatever depends on no parameter) is cheap and is repeated on every stage
 that needs it; everything else is computed once and sent on.

@@ -59,7 +59,7 @@ class WaitingWarning(UserWarning):
 
 
 class Accord:
-    """Of the ranks of a job. All of them make one together."""
+    """Agreement of the ranks of a job. All ranks make one together."""
 
     def __init__(self, subjects: tuple[str, ...], patience: timedelta = _PATIENCE) -> None:
         """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits."""

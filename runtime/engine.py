@@ -69,13 +69,13 @@ class Engine:
         self.device = this_device()
         if compile_blocks and plan.num_stages > 1 and plan.pipelining.splits_backward:
             raise PlanMismatch(
-                f"the plan's schedule {plan.schedule} runs a backward in two parts, and a compiled block has but one.\n"
+                f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n"
                 "  try: compile=False, or a plan with schedule 1f1b or interleaved"
             )
         if compile_blocks and any(stage.remat.get("alternate") for stage in plan.stages):
             raise PlanMismatch(
                 "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
-                "block run again.\n"
+                "block are recomputed.\n"
                 "  try: compile=False, or a plan with remat selective or full"
             )
         self.mesh = JobMesh.build(plan, self.device.type)
@@ -115,7 +115,7 @@ class Engine:
         self.background = Background()
         self.scaler: LossScaler | None = None
         self.losses: list[torch.Tensor] = []
-        """This rank's summands of the last step's loss, one for each microbatch; none before the last stage."""
+        """This rank's partial sums of the last step's loss, one for each microbatch; none before the last stage."""
         # Made now, by all ranks together.
         self.pipeline = self._variants.steps(self._variants.get("loss", True)) if program.num_stages > 1 else None
 

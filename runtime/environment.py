@@ -1,4 +1,4 @@
-"""What the processes of a job tell NCCL, gloo and torch.distributed: which network, how long to wait, how much to say.
+"""Settings of NCCL, gloo and torch.distributed for the processes of a job: network, timeouts, logging.
 
     interface="eth0"      NCCL_SOCKET_IFNAME==eth0  GLOO_SOCKET_IFNAME=eth0
     infiniband="mlx5_0"   NCCL_IB_HCA=mlx5_0;  "off": NCCL_IB_DISABLE=1
@@ -40,7 +40,8 @@ class Environment:
         return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What to set, given what is set. An option outweighs a variable; a level of debugging that is set stays."""
+        """Variables to set, given those that are set. An option outweighs a variable; a level of debugging that is set
+        stays."""
         found: dict[str, str] = {}
         if self.interface is not None:
             # With "=" NCCL takes the name as it is, not as the beginning of names.

@@ -48,7 +48,7 @@ class ForwardPipeline:
         self._actions: dict[int, list[Any]] = {}
 
     def run(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-        """What the last stage returns for each microbatch; nothing if it is on another rank.
+        """Results of the last stage for each microbatch; nothing if it is on another rank.
 
         microbatches: the step inputs of each. The variant is selected already.
         """

@@ -11,7 +11,7 @@ from autopar.ir.program import ParameterLayout
 
 
 class FrozenParameters:
-    """Of one rank."""
+    """Frozen parameters of one rank."""
 
     def __init__(
         self, parameters: Callable[[], Mapping[str, torch.Tensor]], layouts: Mapping[str, ParameterLayout]

@@ -25,7 +25,7 @@ from autopar.runtime.torch_private import scale_all, unscale_all
 
 
 class Scaled(Protocol):
-    """What a scaler scales the loss of: a ``ParallelModule``."""
+    """The module whose loss a scaler scales: a ``ParallelModule``."""
 
     def attach_scaler(self, scaler: LossScaler) -> None:
         """Have ``scaler`` scale the loss of every step."""

@@ -171,7 +171,7 @@ class ParallelModule(nn.Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the equal runs of rows this rank gets."""
+        """Number of this rank's piece of rows of a global batch."""
         mesh, rank = self.engine.mesh, 0
         for axis, coordinate in zip(mesh.stage_mesh.axes, mesh.coordinates, strict=True):
             if axis.name in self.plan.inputs:

@@ -1,4 +1,4 @@
-"""What the optimisers of a module's parameters are set to, noted at each of their steps."""
+"""Hyperparameters of the optimisers of a module's parameters, recorded at each of their steps."""
 
 from __future__ import annotations
 

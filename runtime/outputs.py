@@ -81,7 +81,7 @@ class Outputs:
         return found
 
     def as_returned(self, results: Sequence[torch.Tensor]) -> Any:
-        """What the model returns."""
+        """The outputs in the structure that the model returns."""
         leaves = [
             results[value] if is_result else value for value, is_result in zip(self.flat, self.is_result, strict=True)
         ]

@@ -36,7 +36,7 @@ class Randomness:
         self._place = (self.calls, self._evaluations)
 
     def state(self) -> dict[str, int]:
-        """What ``restore`` needs to go on from here."""
+        """State for ``restore`` to continue from here."""
         return {"seed": self._seed, "calls": self.calls}
 
     def restore(self, state: dict[str, int]) -> None:

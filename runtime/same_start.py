@@ -1,4 +1,4 @@
-"""What has to be the same on every rank before a model is divided: versions, the captured model, initial weights."""
+"""Equality of all ranks before a model is divided: versions, the captured model, initial weights."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def join_pieces(parameters: Iterable[Parameter], full: Mapping[str, torch.Tensor
 
 
 def piece_of(whole: torch.Tensor, parameter: Parameter, name: str) -> torch.Tensor:
-    """What ``parameter`` is of the tensor ``name`` of a whole state dict."""
+    """The piece of tensor ``name`` of a full state dict that ``parameter`` holds."""
     assert parameter.part is not None, "a piece"
     if tuple(whole.shape) != parameter.part.shape:
         raise InvalidInput(

@@ -65,7 +65,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
-    """What ``nn.Module.load_state_dict`` returns, whose type has no public name."""
+    """The result of ``nn.Module.load_state_dict``, whose type has no public name."""
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
@@ -138,7 +138,7 @@ def finish_gathering(module: FSDPModule) -> None:
 
 
 def prepare_sharding(root: FSDPModule) -> None:
-    """What the first forward of ``root`` does once: streams, and the modules below it."""
+    """The set-up that the first forward of ``root`` does once: streams, and the modules below it."""
     cast(Any, root._get_fsdp_state())._lazy_init()
 
 
@@ -150,13 +150,13 @@ def adopt_parameters(module: FSDPModule) -> None:
 
 
 def reduce_gradients(module: FSDPModule) -> None:
-    """What the backward of ``module`` ends with: reduce-scatter gradients and reshard, as it is set to."""
+    """End of the backward of ``module``: reduce-scatter gradients and reshard, as it is set to."""
     for group in reversed(_groups(module)):
         group.post_backward()
 
 
 def end_backward(root: FSDPModule) -> None:
-    """What a whole backward ends with: wait for the gradients."""
+    """End of a whole backward: wait for the gradients."""
     cast(Any, root._get_fsdp_state())._root_post_backward_final_callback()
 
 

@@ -44,7 +44,7 @@ class Stage(PipelineStage):
     """
 
     def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
-        """What is known of the tensors that one microbatch receives, for each of ``count``."""
+        """Metadata of the tensors that one microbatch receives, for each of ``count``."""
         raise NotImplementedError
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:

@@ -141,7 +141,7 @@ class Variants:
         )
 
     def forwards(self, variant: Variant) -> ForwardPipeline:
-        """What runs a variant through the stages of a pipeline, without gradients."""
+        """The pipeline that runs forwards of a variant, without gradients."""
         if variant.forwards is None:
             # Importing it imports torch.export, which takes seconds.
             from autopar.runtime.forward_pipeline import ForwardPipeline
@@ -156,7 +156,7 @@ class Variants:
         return variant.forwards
 
     def steps(self, variant: Variant) -> Pipeline:
-        """What runs training steps of a variant in the order of the plan's schedule."""
+        """The pipeline that runs training steps of a variant in the order of the plan's schedule."""
         if variant.steps is None:
             from autopar.runtime.pipeline import Pipeline
 

@@ -140,7 +140,7 @@ class ZeroEngine:
             module.set_reshard_after_backward(False, recurse=False)
 
     def after_weights(self, last: bool) -> None:
-        """What FSDP does at the end of a backward, which it cannot see here: its hooks are on the way to the inputs."""
+        """End of a split backward, which FSDP cannot see: its hooks are on the way to the inputs."""
         self._last = None
         self.before_backward(last)
         for module, _ in self.modules:

@@ -23,7 +23,7 @@ from autopar.search.api import predict_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRank:
-    """A rank that was run. predicted: bytes at its fullest, as the cost model has it."""
+    """A rank that was run. predicted: its peak bytes by the cost model."""
 
     trace: RankTrace
     pipeline_rank: int
@@ -38,7 +38,7 @@ class CheckedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a check found. problems: in words; empty if there is nothing wrong. budget_bytes: of a device.
+    """The result of a check. problems: in words; empty if there is nothing wrong. budget_bytes: of a device.
 
     ranks: those that were run. proved: all ranks of the plan, by the programs that they run.
     """

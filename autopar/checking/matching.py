@@ -57,7 +57,7 @@ class _Node:
 
 
 def mismatch(traces: Sequence[RankTrace], plan: Plan) -> str | None:
-    """What does not fit, and where every rank stands; None if all of it fits."""
+    """The communications that do not match, and where every rank stands; None if all match."""
     places = Places.of(plan)
     nodes = [_Node(trace, places(trace.rank)) for trace in traces]
     wrong: str | None = None

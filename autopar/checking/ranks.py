@@ -152,7 +152,7 @@ def run_rank(
 
 
 def shortened(plan: Plan, programs: Sequence[StageProgram]) -> tuple[Plan, tuple[StageProgram, ...]]:
-    """The same with as many microbatches of the same size as show all that happens in a step."""
+    """The plan with as many microbatches of the same size as show all that happens in a step."""
     count = plan.batch.num_microbatches
     ranks = plan.num_pipeline_ranks
     # After a rank's share of forwards, 1F1B repeats itself.

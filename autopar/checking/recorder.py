@@ -1,4 +1,4 @@
-"""What a program sends, receives and holds, seen op by op."""
+"""Records of a program's communications and memory, op by op."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def command() -> None:
-    """The same as a process of its own, which ends at once if it only planned."""
+    """``main`` as a process of its own, which ends at once if it only planned."""
     try:
         main()
     except SystemExit as stop:

@@ -138,7 +138,7 @@ ExpertLoad = Annotated[
     Path | None,
     typer.Option(
         "--expert-load",
-        help="JSON of a run's rows by layer and expert, as expert_load() counts them; even if not given",
+        help="JSON of a run's tokens by layer and expert, as expert_load() counts them; even if not given",
         rich_help_panel=_PIN,
     ),
 ]

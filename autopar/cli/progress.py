@@ -1,4 +1,4 @@
-"""What a command is doing, on standard error."""
+"""Progress of a command, on standard error."""
 
 from __future__ import annotations
 

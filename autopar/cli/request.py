@@ -185,15 +185,15 @@ class Request:
 
 
 def read_loads(path: Path) -> Loads:
-    """Rows that the experts of each layer got. Raises InfeasiblePlan."""
+    """Tokens that the experts of each layer got. Raises InfeasiblePlan."""
     try:
         found = pydantic.TypeAdapter(dict[str, tuple[int, ...]]).validate_json(path.read_bytes())
     except OSError as error:
         raise InfeasiblePlan(f"cannot read expert load {path}: {error.strerror}") from error
     except pydantic.ValidationError as error:
         raise InfeasiblePlan(
-            f"{path} does not say how many rows experts got\n"
-            '  expected {"path of the layer": [rows of expert 0, rows of expert 1, ...], ...}'
+            f"{path} does not say how many tokens experts got\n"
+            '  expected {"path of the layer": [tokens of expert 0, tokens of expert 1, ...], ...}'
         ) from error
     return tuple(found.values())
 

@@ -17,7 +17,7 @@ KEYS = (
 
 
 def summary(planned: Planned) -> dict[str, Any]:
-    """What the cost model says of a found plan, and how it was found."""
+    """A found plan as one JSON-ready mapping: its prediction, and how it was found."""
     plan = planned.plan
     prediction = plan.prediction
     assert prediction is not None, "the search predicts what it returns"
@@ -46,5 +46,5 @@ def summary(planned: Planned) -> dict[str, Any]:
 
 
 def infeasible_summary(reason: str) -> dict[str, Any]:
-    """The same object where nothing fits, with the ``reason``."""
+    """The mapping of ``summary`` where nothing fits, with the ``reason``."""
     return {**dict.fromkeys(KEYS), "feasible": False, "reason": reason}

@@ -61,7 +61,7 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Of the names and lengths of its files: whether a run goes on, and every machine reads, with the same ones."""
+        """Digest of the names and lengths of its files, equal when a run is resumed and on every machine."""
         listed = "\n".join(f"{piece.name} {piece.dtype} {piece.num_tokens}" for piece in self.pieces)
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 

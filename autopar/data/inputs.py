@@ -29,7 +29,8 @@ _INTEGERS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What fills the inputs of a model. seq_len: tokens of a row. tokens: name of the input of token ids, if known."""
+    """Fills the inputs of a model with tokens. seq_len: tokens of a row. tokens: name of the input of token ids, if
+    known."""
 
     seq_len: int
     fill: Callable[[Tensor], Any]

@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permuted(places: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Which of ``range(size)`` are at ``places`` (within it) of the order that ``key`` names."""
+    """The elements of ``range(size)`` at ``places`` of the permutation that ``key`` names."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     found = places.astype(np.uint64)
     outside = np.ones(len(found), dtype=bool)

@@ -1,4 +1,4 @@
-"""What an export is asked for, and what it gives."""
+"""Options and result of an export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textwrap import wrap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a plan does not say, for targets that need it.
+    """Settings that a plan does not have, for targets that need them.
 
     plan_path: where the plan lies, as a launched job finds it. model: MODEL of the command line, instead of the one
     that the plan names. steps: training steps of a launched job. image: container image of a launched job.

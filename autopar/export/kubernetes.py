@@ -1,4 +1,4 @@
-"""What jobs on Kubernetes have in common: the plan as a config map, pods with devices, shared memory, YAML."""
+"""Common parts of jobs on Kubernetes: the plan as a config map, pods with devices, shared memory, YAML."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_map(name: str, files: dict[str, str]) -> Json:
 
 
 def resources(plan: Plan, nodes: Nodes) -> Json:
-    """Of a container with all ranks of a node."""
+    """Resources of a container with all ranks of a node."""
     if not nodes.gpus:
         return {"requests": {"cpu": str(nodes.ranks_each)}}
     device = "amd.com/gpu" if plan.cluster.gpu.startswith(_AMD) else "nvidia.com/gpu"

@@ -76,7 +76,8 @@ class Rematerialised:
 
 
 def rematerialised(plan: Plan) -> tuple[Rematerialised, ...]:
-    """Of every stage. The levels come in this order, from the stage's first block on; other blocks do not count."""
+    """Layers of every stage by rematerialisation level. The levels come in this order, from the stage's first block on;
+    other blocks do not count."""
     instances = [layers_in(block) if is_layer(block) else 0 for block in plan.blocks for _ in range(block.repeats)]
     found = []
     for stage in plan.stages:

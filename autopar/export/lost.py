@@ -1,4 +1,4 @@
-"""What other systems cannot say of a plan, in sentences that several targets share.
+"""Properties of a plan that other systems cannot express, in sentences that several targets share.
 
 Each function gives no sentence where nothing is lost.
 """

@@ -1,4 +1,4 @@
-"""What each mesh axis of a plan does, in the words of other systems: data, tensor, context, expert parallelism.
+"""The role of each mesh axis of a plan, in the words of other systems: data, tensor, context, expert parallelism.
 
 A plan says which factor of which op is on which axis. What that amounts to is read off the ops that do the work:
 

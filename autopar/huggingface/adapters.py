@@ -36,7 +36,7 @@ class AdapterFormat:
 
     @classmethod
     def of(cls, model: nn.Module) -> AdapterFormat:
-        """Of a model: its copy on the meta device."""
+        """The format of a model's adapters, from its copy on the meta device."""
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(

@@ -55,7 +55,7 @@ def model_tensors(model: Any, files: Mapping[str, LazyTensor], source: str) -> d
 
 
 def file_tensors(model: Any, tensors: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
-    """What a checkpoint of ``model`` holds, by name in its files, out of its state dict.
+    """The tensors of a checkpoint of ``model``, by name in its files, from its state dict.
 
     model: a PreTrainedModel on the meta device, alike to that whose tensors these are. Raises CheckpointError.
     """

@@ -26,7 +26,7 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def value_of(argument: Any) -> Any:
-    """What an argument is worth at compile time: the fake value of a node, anything else itself."""
+    """Value of an argument at compile time: the fake value of a node, anything else itself."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 

@@ -1,4 +1,4 @@
-"""What an expert does between its two products: an expression over its gate and its value.
+"""The gate of an expert, between its two products: an expression over gate and value.
 
     mul(silu(gate), value)
     mul(add(clamp(value, -7.0, 7.0), 1), mul(clamp(gate, None, 7.0), sigmoid(mul(clamp(gate, None, 7.0), 1.702))))

@@ -21,7 +21,7 @@ from autopar.ir.torch_private import LazyGraphModule, pytree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Which piece of a parameter of the model a captured parameter is: ``start`` to ``stop`` along ``dim``.
+    """The piece of a model's parameter that a captured parameter is: ``start`` to ``stop`` along ``dim``.
 
     names, shape: of the whole.
     """
@@ -226,7 +226,7 @@ def call_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def copy_captured(captured: CapturedModel) -> CapturedModel:
-    """The same model with a graph of its own."""
+    """A copy of the captured model with a graph of its own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:

@@ -1,4 +1,4 @@
-"""What depends on what in a graph of ops, asked of networkx.
+"""Dependencies between ops of a graph, by networkx.
 
     x ─────┐
            linear ── relu ── loss        an edge runs from a node to every node that reads it

@@ -26,7 +26,7 @@ class _Model(BaseModel):
 
 
 class ModelRef(_Model):
-    """Which model the plan was made for.
+    """The model that the plan was made for.
 
     source, seq: MODEL and --seq of the command line that made the plan, for commands that need the model again.
     """
@@ -38,7 +38,7 @@ class ModelRef(_Model):
 
 
 class ClusterRef(_Model):
-    """Which cluster the plan was made for."""
+    """The cluster that the plan was made for."""
 
     gpu: str
     num_gpus: PositiveInt
@@ -83,7 +83,7 @@ class StagePlan(_Model):
 
 
 class Prediction(_Model):
-    """What the cost model says of the plan. Seconds and bytes; memory of the fullest rank.
+    """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank.
 
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place

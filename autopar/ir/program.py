@@ -1,4 +1,4 @@
-"""What partitioning hands to the runtime: the local program of one pipeline stage.
+"""The local program of one pipeline stage, which partitioning hands to the runtime.
 
 All graphs have local shapes and are the same on every rank of the stage; collectives name mesh axes in
 their ``group`` keyword, which the runtime replaces by process groups.

@@ -29,7 +29,7 @@ from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 
 
 class Collective(Enum):
-    """What one direction of a step does along its mesh axis."""
+    """The collective of one direction of a step along its mesh axis."""
 
     NONE = "none"
     SPLIT = "split"

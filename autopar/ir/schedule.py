@@ -122,7 +122,7 @@ class Pipelining:
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def orders(self) -> tuple[Order, ...]:
-        """What every rank does, in order. Raises InvalidPlan if there is no such schedule."""
+        """The actions of every rank, in order. Raises InvalidPlan if there is no such schedule."""
         return _orders(self)
 
     def live(self) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def spans(length: int, folds: int, index: int = 0, count: int = 1) -> tuple[Span
 
 @lru_cache(maxsize=1024)
 def natural_order(held: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Which parts of a piece that holds ``held``, counted from its start, follow each other by position."""
+    """Parts of a piece that holds ``held``, counted from its start, in the order of their positions."""
     starts = accumulate(map(len, held), initial=0)
     parts = sorted(zip(held, (Span(start, start + len(span)) for start, span in zip(starts, held, strict=False))))
     return tuple(part for _, part in parts)
@@ -89,7 +89,8 @@ def joined(held: tuple[Span, ...]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which keys a query sees, by position: kind and window as in ``composite.attention``, its mask operand apart."""
+    """The keys that a query sees, by position: kind and window as in ``composite.attention``, its mask operand
+    apart."""
 
     kind: AttentionKind
     window: int | None = None
@@ -205,7 +206,7 @@ def hops(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def owner(place: tuple[int, ...], sizes: tuple[int, ...], taken: Sequence[int]) -> tuple[int, ...]:
-    """Whose piece the rank at ``place`` holds after the hops ``taken``."""
+    """The owner of the piece that the rank at ``place`` holds after the hops ``taken``."""
     return _turned(place, sizes, [taken.count(group) for group in range(len(sizes))])
 
 
@@ -258,7 +259,7 @@ class RingShape:
 
     @property
     def order_of_all_keys(self) -> tuple[Span, ...]:
-        """The same of all pieces, one after the other as they are stored."""
+        """``order_of_keys`` of all pieces, one after the other as they are stored."""
         starts = ((holder, self.stored_keys(holder).start) for holder in product(*map(range, self.ring_sizes)))
         return tuple(
             Span(start + part.start, start + part.stop)
@@ -299,7 +300,7 @@ def hops_needed(shape: RingShape) -> tuple[int, ...]:
 
 
 class BlockWork(NamedTuple):
-    """What a rank computes over all steps of a ring: blocks, and what of its queries and of a piece of keys they cover.
+    """Work of a rank over all steps of a ring: blocks, and what of its queries and of a piece of keys they cover.
 
     rows and columns: 1.0 is all queries of the rank, or one piece of keys, once.
     """
@@ -311,7 +312,7 @@ class BlockWork(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def block_work(shape: RingShape) -> BlockWork:
-    """Of the last rank but one, which has most blocks in folded order and nearly so in natural order.
+    """Work of the last rank but one, which has most blocks in zigzag layout and nearly so in natural order.
 
     Of a long ring some steps stand for all but the first.
     """

@@ -61,7 +61,8 @@ Argument = torch._C.Argument
 
 
 def schema_of(op: OpOverload) -> FunctionSchema:
-    """What an op takes and returns, and which operands it writes or returns views of. Public: the text of it alone."""
+    """Schema of an op: arguments, results, and the operands that it writes or returns views of. Public: the text of it
+    alone."""
     return op._schema
 
 
@@ -402,7 +403,7 @@ def hooks_on_all_modules() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def distributions_check_values() -> bool:
-    """What ``Distribution.set_default_validate_args`` has set last."""
+    """The value that ``Distribution.set_default_validate_args`` has set last."""
     return bool(Distribution._validate_args)
 
 

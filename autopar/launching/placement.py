@@ -1,4 +1,4 @@
-"""Which ranks of a plan stand on which machine of a cluster whose machines are what they are.
+"""Placement of the ranks of a plan on the machines of a cluster.
 
 The ranks that share a node in the plan are started together, on one machine; they talk most. Machines with room for
 several such groups take several.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a rank's function gave: a value, an error of ours, the traceback of another, or why the rank is no more.
+    """The outcome of a rank's function: a value, an error of autopar, the traceback of another error, or why the rank
+    died.
 
     ended_s: when, by the clock of its machine.
     """

@@ -36,7 +36,7 @@ class Clock:
         return tuple(map(median, zip(*self.rounds(*runs, number=rounds), strict=True)))
 
     def rounds(self, *runs: Callable[[], object], number: int) -> list[tuple[float, ...]]:
-        """The same of each round."""
+        """Seconds of each round."""
         for run in runs:
             self._repeat(run, 1)  # which allocates
         return [tuple(self._repeat(run, 1) for run in runs) for _ in range(number)]

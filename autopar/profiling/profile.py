@@ -30,7 +30,7 @@ _PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, and the cluster file fitted to it."""
+    """Measurements, and the cluster file fitted to them."""
 
     samples: Samples
     description: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What was measured, before anything is fitted to it."""
+"""Measurements, before anything is fitted to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Product:
 
     @property
     def num_bytes(self) -> float:
-        """Of both operands and the result."""
+        """Bytes of both operands and the result."""
         elements = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
         return float(ITEMSIZE[self.precision] * elements)
 

@@ -1,4 +1,4 @@
-"""What each mesh axis does, and which ranks it joins: the picture of the cluster."""
+"""The role of each mesh axis and the ranks that it joins: the picture of the cluster."""
 
 from __future__ import annotations
 

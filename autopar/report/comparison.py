@@ -1,4 +1,4 @@
-"""What separates two plans, as one JSON-ready mapping, and on a terminal.
+"""The differences of two plans, as one JSON-ready mapping, and on a terminal.
 
 Plans may name their mesh axes as they like, so placements are compared by what each factor is divided by:
 ``dp: b, tp: b`` on a mesh of 2 × 4 is ``b 8``, the same as ``data: b`` on one of 8.

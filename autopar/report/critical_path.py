@@ -22,7 +22,7 @@ _MOST = 0.98
 
 
 def critical_path_data(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """What the step waits for, as one JSON-ready mapping.
+    """The critical path of a step, as one JSON-ready mapping.
 
     ``items``: ops, collectives, sends and the rest, the longest first, with seconds of the step and their share; they
     add up to ``step_time_s``, that of the step simulated with streams. ``predicted_step_time_s``: by the closed form
@@ -43,7 +43,7 @@ def critical_path_data(captured: CapturedModel, cluster: Cluster, plan: Plan) ->
 
 
 def print_critical_path(found: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Prints what a step waits for, the longest first, and what of it is waiting at the pipeline."""
+    """Prints the items of the critical path, the longest first, and the time that it waits at the pipeline."""
     console = console or Console(highlight=False)
     step, predicted = found["step_time_s"], found["predicted_step_time_s"]
     known = "" if predicted is None else f"; the prediction, in closed form, is {seconds(predicted)}"

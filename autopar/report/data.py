@@ -1,4 +1,4 @@
-"""What a report shows, as JSON-ready mappings made from a plan and, where its model is at hand, a study of it.
+"""The data of a report, as JSON-ready mappings made from a plan and, where its model is at hand, a study of it.
 
 The page reads this and nothing else.
 """

@@ -1,4 +1,4 @@
-"""What a plan communicates, and why an op is placed as it is, on a terminal."""
+"""The communications of a plan, and the reasons for an op's placement, on a terminal."""
 
 from __future__ import annotations
 

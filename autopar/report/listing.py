@@ -20,7 +20,7 @@ def plain_listing(block: BlockPlan) -> list[Row]:
 
 
 def listings(study: Study) -> list[list[Row]]:
-    """Of every distinct block, in the plan's order."""
+    """Listings of every distinct block, in the plan's order."""
     workload, plan = study.workload, study.plan
     found: list[list[Row]] = []
     moved = list(communications(study.pricing, study.assignment))

@@ -1,4 +1,4 @@
-"""One predicted step, stream by stream, packed for the page: what each rank of the pipeline does when."""
+"""One predicted step, stream by stream, packed for the page: the spans of each rank of the pipeline."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def hidden_s(study: Study) -> dict[str, float]:
 
 
 def memory_over_step(study: Study) -> list[dict[str, Any]]:
-    """Of every rank of the pipeline: when each pass ends, and the bytes it holds then, by kind."""
+    """Memory profile of every rank of the pipeline: when each pass ends, and the bytes held then, by kind."""
     predicted, found = study.predicted, []
     ends = pass_ends(predicted.spans)
     names = list(MemoryParts().as_bytes())

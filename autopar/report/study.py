@@ -1,4 +1,4 @@
-"""A plan together with its model and its cluster: what a report needs that the plan file does not keep."""
+"""A plan together with its model and its cluster: facts for a report that the plan file does not have."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def one_line(plan: Plan) -> str:
 
 
 def line_of(num_places: int, mesh: Mapping[str, int], zero: int, num_microbatches: int, schedule: str) -> str:
-    """The same of its parts. num_places: ranks of the pipeline."""
+    """``one_line`` from its parts. num_places: ranks of the pipeline."""
     sizes = {"pp": num_places, **mesh}
     parts = [" ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank", f"ZeRO-{zero}"]
     parts.append(plural(num_microbatches, "microbatch", "microbatches"))
@@ -32,7 +32,7 @@ def microbatch_size(plan: Plan) -> int:
 
 
 def counted(plan: Plan) -> str:
-    """What a predicted step is counted in: ``tokens``, or ``samples`` of a model that reads none."""
+    """Unit of a predicted step's throughput: ``tokens``, or ``samples`` of a model that reads none."""
     found = plan.prediction
     if found is None:
         return "tokens"

@@ -74,7 +74,7 @@ class DividedFlops:
 
 
 def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: Workload | None = None) -> DividedFlops:
-    """What ``axis`` of ``plan`` divides of the work of ``captured``.
+    """FLOPs of ``captured`` that ``axis`` of ``plan`` divides.
 
     On an axis for experts (``ep``) that is the work of the experts; on any other, of all products. An op counts as
     divided if a factor of it is on the axis. On an axis for experts these are its experts; on one for tensors

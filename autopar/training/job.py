@@ -1,4 +1,4 @@
-"""What ``autopar train`` is asked to do, as every rank gets it."""
+"""The job of ``autopar train``, as every rank gets it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TrainingJob:
 
     @classmethod
     def from_json(cls, text: str) -> TrainingJob:
-        """What is left out is at its default."""
+        """The job of a JSON object; fields left out have their defaults."""
         fields = json.loads(text)
         return cls(**fields | {"environment": Environment(**fields.get("environment", {}))})
 

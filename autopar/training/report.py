@@ -1,4 +1,4 @@
-"""What ``autopar train`` says: a line a step, or one JSON object at the end."""
+"""The output of ``autopar train``: a line a step, or one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def median_s(self) -> float:
-        """Of the steps without the first one, which also allocates and connects."""
+        """Median seconds of the steps without the first, which also allocates and connects."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
     @property

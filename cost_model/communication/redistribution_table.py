@@ -78,7 +78,7 @@ class Times:
         )
 
     def followed_by(self, other: Times) -> Times:
-        """Those of ``other`` after these."""
+        """These redistributions, then those of ``other``."""
         return Times(
             forward_fixed=np.concatenate([self.forward_fixed, other.forward_fixed]),
             forward_per_byte=np.concatenate([self.forward_per_byte, other.forward_per_byte]),
@@ -109,11 +109,11 @@ class Redistributions:
         return len(self.steps)
 
     def since(self, number: int) -> Redistributions:
-        """Those from ``number`` on."""
+        """Redistributions from ``number`` on."""
         return Redistributions(steps=self.steps[number:], sources=self.sources[number:])
 
     def followed_by(self, other: Redistributions) -> Redistributions:
-        """Those of ``other`` after these."""
+        """These redistributions, then those of ``other``."""
         most = max(self.steps.shape[1], other.steps.shape[1])
         steps = (
             np.pad(own.steps, ((0, 0), (0, most - own.steps.shape[1]), (0, 0)), constant_values=-1)
@@ -160,7 +160,7 @@ def _reordered(dim: Ints, lead: Floats) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkPrices:
-    """What steps cost on one mesh.
+    """Costs of redistribution steps on one mesh.
 
     fixed, per_byte: of each collective along each axis, by the bytes of its payload. launch_s: of a local copy, copy_s
     for each byte that it reads or writes.

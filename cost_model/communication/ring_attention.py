@@ -1,4 +1,4 @@
-"""What attention in blocks adds to the work of its scores: a ring's communication, and the merging of blocks.
+"""Costs of attention in blocks beside its scores: a ring's communication, and the merging of blocks.
 
 On N ranks one step computes an N-th of the local work while the next piece of keys and values comes in:
 

@@ -1,4 +1,4 @@
-"""What an op computes: the kind of op that it is, and its floating point operations, forward and backward.
+"""The kind of an op, and its floating point operations, forward and backward.
 
 An op is a *contraction* if a factor is in two of its floating point operands and in no result, as ``k`` in
 ``m k, n k -> m n``. Its backward is one such product for each operand that needs a gradient.
@@ -75,7 +75,7 @@ def training_flops(node: fx.Node, rule: FactorRule, needs_grad: AbstractSet[fx.N
 
 
 def forward_flops(rule: FactorRule, contracted: Sequence[int]) -> float:
-    """Of forward."""
+    """Floating point operations of forward."""
     return rule.flops if rule.flops or not contracted else 2.0 * prod(rule.sizes.values())
 
 

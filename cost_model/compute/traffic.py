@@ -88,7 +88,7 @@ def transcendental_elements(node: fx.Node, rule: FactorRule, batch_factor: str |
 def extra_passes(
     node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
 ) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
-    """What the kernels inside a composite op move, forward and backward."""
+    """Passes over memory of the kernels inside a composite op, forward and backward."""
     if op_name(node) == "moe":
         return _expert_passes(node, precision, batch_factor)
     if is_scan(node):

@@ -1,4 +1,4 @@
-"""What entries of several devices share: pages, habits of libraries, hosts and kinds of links."""
+"""Common parts of several devices' entries: pages, habits of libraries, hosts and kinds of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an entry of the catalogue holds: figures with their sources, and the device and links made of them."""
+"""Entries of the catalogue: figures with their sources, and the device and links made of them."""
 
 from __future__ import annotations
 

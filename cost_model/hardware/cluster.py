@@ -119,7 +119,7 @@ class Cluster:
         return _seen(max(nodes, key=lambda count: _badness(count, self._pod_nodes)), self._pod_nodes, mesh.size)
 
     def share_between_pods(self, group: Group) -> float:
-        """Of the bandwidth of its NICs, what a ring of a group has where it goes from pod to pod."""
+        """Share of the bandwidth of its NICs that a ring of a group has between pods."""
         if self.pods is None or group.num_pods == 1:
             return 1.0
         return min(1.0, group.nodes_per_pod / self.pods.oversubscription)
@@ -129,11 +129,11 @@ class Cluster:
         return self.num_nodes if self.pods is None else self.pods.num_nodes
 
     def with_memory(self, memory_bytes: int) -> Cluster:
-        """The same cluster with another device memory, nothing of it reserved."""
+        """The cluster with another device memory, nothing of it reserved."""
         return replace(self, device=replace(self.device, memory_bytes=memory_bytes, reserved_bytes=0))
 
     def with_network(self, speed: float) -> Cluster:
-        """The same cluster whose links, inside nodes and between them, carry ``speed`` times as much."""
+        """The cluster with links that, inside nodes and between them, carry ``speed`` times as much."""
         return replace(self, intra_node=self.intra_node.slower(1 / speed), inter_node=self.inter_node.slower(1 / speed))
 
 

@@ -135,7 +135,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects the devices of a node, or the nodes.
+    """A link between the devices of a node, or between nodes.
 
     bandwidth: bytes/s of one device in one direction, by the datasheet. efficiency: fraction of it that a ring
     of devices achieves. base_latency_s: cost of starting a collective. hop_latency_s: of each step of a ring.

@@ -1,4 +1,4 @@
-"""What fraction of its best rate a matrix product of some shape reaches.
+"""Fraction of its best rate that a matrix product of some shape reaches.
 
 The result is cut into tiles. Each unit of the device (a streaming multiprocessor, a core) computes one at a time, in
 steps along the depth of the product, which the library may cut into ``s`` pieces to have more tiles:

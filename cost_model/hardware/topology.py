@@ -91,7 +91,7 @@ def path(graph: nx.Graph[Vertex], sender: int, receiver: int) -> Sequence[Vertex
 
 
 def ring_paths(graph: nx.Graph[Vertex], ranks: Sequence[int]) -> Iterator[Path]:
-    """What a ring of a group sends where, for each byte that a rank sends to its neighbour."""
+    """Paths of a ring of a group, each with its share of the bytes that a rank sends to its neighbour."""
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(graph.nodes[rank]["node"], []).append(rank)
@@ -138,12 +138,12 @@ def groups_of(mesh: Mesh, axes: Sequence[int], num_stages: int) -> list[list[int
 
 
 def axis_link(cluster: Cluster, mesh: Mesh, axes: Sequence[int], num_stages: int) -> Busiest:
-    """What rings over some mesh axes wait for, in all stages at once. 0.1 s an axis of 16,384 devices."""
+    """The busiest link of rings over some mesh axes, in all stages at once. 0.1 s an axis of 16,384 devices."""
     graph = topology(cluster)
     return busiest_link(graph, (one for ranks in groups_of(mesh, axes, num_stages) for one in ring_paths(graph, ranks)))
 
 
 def send_link(cluster: Cluster, mesh: Mesh, sender: int, receiver: int) -> Busiest:
-    """What the sends of all ranks of one stage to those of another wait for."""
+    """The busiest link of the sends of all ranks of one stage to those of another."""
     graph, first, other = topology(cluster), sender * mesh.size, receiver * mesh.size
     return busiest_link(graph, ((path(graph, first + rank, other + rank), 1.0) for rank in range(mesh.size)))

@@ -57,7 +57,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivations:
-    """What one block may keep. Built once per distinct block; evaluated per assignment.
+    """Activations that one block may save. Built once per distinct block; evaluated per assignment.
 
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
     kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they

@@ -1,4 +1,4 @@
-"""What the backward of a block holds at its fullest moment.
+"""Peak memory of the backward of a block.
 
 Ops run last first. One makes gradients of its operands while its own is still there; then what it was the first to
 save is released.
@@ -123,7 +123,7 @@ class BlockBackward:
     extra: tuple[Saved, ...]
 
     def peak(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1) -> BackwardPeak:
-        """What the backward holds at its fullest moments, op by op, as autograd allocates and releases."""
+        """Peak bytes of the backward, op by op, as autograd allocates and releases."""
 
         def local(tensor: Saved) -> float:
             return tensor.local_bytes(assignments[tensor.node], mesh, num_microbatches)
@@ -201,7 +201,7 @@ class BlockBackward:
         return BackwardPeak(**most, end=now)
 
     def working(self) -> Iterator[tuple[Saved, ...]]:
-        """What ops surely hold in their backward beside all that is saved: those before anything is released."""
+        """Tensors that ops surely hold in their backward beside all saved ones: those before anything is released."""
         savers = {tensor.node for tensor in (*self.saved, *self.extra)}
         for op in self.ops:
             made = [used for (used, _), passed in zip(op.outgoing, op.passes, strict=True) if not passed]

@@ -22,7 +22,7 @@ Storage = tuple[fx.Node, int]
 
 
 def storage_of(node: fx.Node) -> Storage:
-    """Whose memory a tensor lives in, looking through views and ``getitem``."""
+    """The tensor whose memory a tensor uses, looking through views and ``getitem``."""
     while True:
         producer, position = source(node)
         if producer.op != "call_function" or not is_view(producer):
@@ -66,11 +66,11 @@ class Saved:
         )
 
     def cuts(self, assignment: Assignment) -> tuple[bool, ...]:
-        """Which mesh axes cut the tensor."""
+        """Mesh axes that shard the tensor."""
         return tuple(not self.factors.isdisjoint(factors_of_choice(choice)) for choice in assignment)
 
     def local_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> float:
-        """What one rank holds of it for one microbatch."""
+        """Bytes of it on one rank for one microbatch."""
         local = self.num_bytes / (num_microbatches if self.carries_batch else 1)
         for cut, axis in zip(self.cuts(assignment), mesh.axes, strict=True):
             if cut:

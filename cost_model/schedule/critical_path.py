@@ -1,4 +1,4 @@
-"""What a simulated step waits for: the longest path through its tasks.
+"""The critical path of a simulated step: the longest path through its tasks.
 
     rank 0   forward ──────────── wait ────────────── backward
                     ╲                                ╱

@@ -202,7 +202,7 @@ def pipeline_time(shape: Pipelining, stage_s: Sequence[float]) -> float:
 
 
 def time_weights(shape: Pipelining) -> tuple[float, float]:
-    """What the sum and the maximum of the stages' seconds count in ``pipeline_time``."""
+    """Weights of the sum and the maximum of the stages' seconds in ``pipeline_time``."""
     if shape.schedule == "naive":
         return float(shape.num_microbatches), 0.0
     beta = bubble_passes(shape.schedule)

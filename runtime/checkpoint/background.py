@@ -41,7 +41,7 @@ def write_failed(path: str, error: BaseException) -> CheckpointError:
 
 @dataclass(slots=True)
 class Background:
-    """What writes need beyond one call: their process group, and the write that may still be going on."""
+    """State of writes beyond one call: their process group, and the write that may be running."""
 
     saving: Saving | None = None
     _group: dist.ProcessGroup | None = None

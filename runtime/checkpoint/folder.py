@@ -90,7 +90,7 @@ def latest(path: Path) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What ``state.pt`` holds. Raises CheckpointError."""
+    """The contents of ``state.pt``. Raises CheckpointError."""
     try:
         state: dict[str, Any] = torch.load(folder / _STATE, weights_only=True)
     except Exception as error:
@@ -112,7 +112,7 @@ def state_bytes(state: dict[str, Any]) -> bytes:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What tensors the checkpoint holds and where. Raises CheckpointError if it is broken."""
+    """The tensors of the checkpoint and their places. Raises CheckpointError if it is broken."""
     try:
         with open(folder / ".metadata", "rb") as file:
             found = _Unpickler(file).load()

@@ -188,6 +188,6 @@ class _Writer:
 
 
 def kept_names(tied: Iterable[tuple[str, ...]], given_up: Iterable[str]) -> set[str]:
-    """Of each group of names of one tensor, the one to write: the first that is not among ``given_up``, if any."""
+    """The name to write for each group of names of one tensor: the first that is not among ``given_up``, if any."""
     others = set(given_up)
     return {next((name for name in names if name not in others), names[0]) for names in tied}

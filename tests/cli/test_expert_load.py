@@ -24,7 +24,7 @@ def test_what_a_module_counted_is_a_constraint() -> None:
     found = constraints_of({"expert_load": counted})
     assert found.expert_load == ((3, 1), (2, 2))
     assert constraints_of({"expert_load": [[3, 1]]}).expert_load == ((3, 1),)
-    with pytest.raises(InvalidInput, match="expert_load: int does not say how many rows experts got"):
+    with pytest.raises(InvalidInput, match="expert_load: int does not say how many tokens experts got"):
         constraints_of({"expert_load": 7})
     with pytest.raises(InfeasiblePlan, match="negative counts"):
         constraints_of({"expert_load": [[3, -1]]}).check(1, 1)
@@ -44,7 +44,7 @@ def test_a_file_of_counts(tmp_path: Path) -> None:
     assert read_loads(path) == ((3, 1), (2, 2))
     for text in ("[3, 1]", '{"layer": ["many"]}', "{"):
         path.write_text(text)
-        with pytest.raises(InfeasiblePlan, match=r"does not say how many rows experts got\n  expected \{"):
+        with pytest.raises(InfeasiblePlan, match=r"does not say how many tokens experts got\n  expected \{"):
             read_loads(path)
     with pytest.raises(InfeasiblePlan, match="cannot read expert load"):
         read_loads(tmp_path / "none.json")

@@ -78,7 +78,7 @@ def test_the_step_is_drawn_as_it_is_predicted() -> None:
     assert len(sent) == 2 * study.plan.batch.num_microbatches
 
 
-def test_memory_over_the_step_is_fullest_where_the_plan_says() -> None:
+def test_memory_over_the_step_peaks_where_the_plan_says() -> None:
     study = pipelined()
     for rank, one in enumerate(step_data(study.plan, study)["memory"]):
         assert len(one["passes"]) == 2 * study.plan.batch.num_microbatches

@@ -94,7 +94,7 @@ def _measured(schedule: Schedule) -> tuple[list[str], dict[int, int]]:
 
 def _measure_all() -> dict[str, Any]:
     captured, plan = captured_tied(), plan_of("zb-v")
-    with pytest.raises(PlanMismatch, match="zb-v runs a backward in two parts, and a compiled block has but one"):
+    with pytest.raises(PlanMismatch, match="zb-v splits the backward, which a compiled block cannot"):
         Engine(model(), captured, plan, data_parallel_programs(captured, plan), compile_blocks=True)
     return {schedule: _measured(schedule) for schedule in CASES}
 

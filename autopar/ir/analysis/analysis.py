@@ -1,4 +1,4 @@
-"""What can be said of a captured model alone, before any mesh or plan is chosen."""
+"""The analysis of a captured model alone, before any mesh or plan is chosen."""
 
 from __future__ import annotations
 

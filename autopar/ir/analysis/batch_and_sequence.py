@@ -1,4 +1,4 @@
-"""Which dimensions of which tensors are the batch, and which the sequence.
+"""Batch and sequence dimensions of all tensors.
 
 The batch enters as a dimension of the step inputs and is carried through the ops by their rules: a factor
 that runs over the batch dimension of an operand runs over that of the results.

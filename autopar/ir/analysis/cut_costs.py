@@ -1,4 +1,4 @@
-"""What crosses a cut of a stream: how many tensors and bytes are needed after it and made before it."""
+"""Costs of a cut of a stream: tensors and bytes that are made before it and needed after it."""
 
 from __future__ import annotations
 

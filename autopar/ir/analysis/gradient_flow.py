@@ -1,4 +1,4 @@
-"""Which tensors a training step computes a gradient of.
+"""The tensors whose gradients a training step computes.
 
     x ── linear ── detach ── linear ── loss          of the second linear's weight, and of what it reads: none
          weight             weight
@@ -30,7 +30,7 @@ def gradient_flow(captured: CapturedModel, *, every_output: bool = False) -> fro
 
 
 def computed(captured: CapturedModel) -> frozenset[fx.Node]:
-    """What a training step computes: all that its loss and its new values of buffers are made of."""
+    """The ops that a training step computes: those that its loss and its new values of buffers depend on."""
     updates = captured.output_args()[captured.has_loss + captured.num_outputs :]
     ends = (*_ends(captured), *(node for node in updates if isinstance(node, fx.Node)))
     return frozenset(dependencies(op_graph(call_nodes(captured.graph)), ends))

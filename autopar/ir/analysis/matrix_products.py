@@ -25,5 +25,5 @@ def is_product(target: object) -> bool:
 
 
 def every_second(products: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """Those of the products of a block that rematerialisation at level alternate does not keep."""
+    """The products of a block that rematerialisation at level alternate does not save."""
     return products[1::2]

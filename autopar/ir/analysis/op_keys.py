@@ -27,7 +27,7 @@ def starred_paths(instances: Sequence[Sequence[fx.Node]]) -> list[tuple[str, ...
 def kind_name(
     paths: Sequence[tuple[str, ...]], nodes: Sequence[fx.Node], main: int, shared: set[str]
 ) -> tuple[str, ...]:
-    """What a kind of block is called.
+    """Name of a kind of block.
 
     A repeated one after the module whose index varies. Another after the module that holds all of it and
     nothing else (``shared``: modules with ops in several blocks), or else after its op with the largest

@@ -1,4 +1,4 @@
-"""What block folding sees of a captured graph: a sequence of tokens and who reads whom.
+"""A captured graph as block repetition is found in it: a sequence of tokens, and which op reads which.
 
 Call nodes fall into three groups:
 

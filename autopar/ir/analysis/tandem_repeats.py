@@ -44,7 +44,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What repeats are looked for in.
+    """The stream in which repeats are searched.
 
     tokens, reads, position, heavy: as in ``Stream``; values from ``len(tokens)`` on are sources.
     cut_cost: ranks cutting before a position, given the period; smaller is better, None forbids it.

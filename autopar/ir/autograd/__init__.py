@@ -1,1 +1,1 @@
-"""What a model says with autograd itself: functions with a backward of their own, hooks, gradients inside forward."""
+"""A model's own use of autograd: functions with a backward of their own, hooks, gradients inside forward."""

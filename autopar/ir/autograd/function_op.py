@@ -95,7 +95,7 @@ class FunctionOp:
 
     @property
     def key(self) -> Hashable:
-        """What ops that are the same have in common."""
+        """Equal for ops that compute the same."""
         objects = tuple((place, plain(value)) for place, value in self.objects.items())
         return (self.function, str(self.spec), objects, self.num_results, self.written, self.draws, self.flops)
 

@@ -1,4 +1,4 @@
-"""What a forward asks of autograd while it is traced: recorded, made plain, or refused with its line.
+"""Calls of autograd in a forward while it is traced: recorded, made plain, or refused with its line.
 
     Function.apply                      one op (``recording``)
     tensor.register_hook                one op in the tensor's place

@@ -39,9 +39,9 @@ _gradients = torch.autograd.grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a run told. template: (is a tensor, otherwise what) of every flat result. written: result -> the argument
-    that it is, written in place. without_gradient: results that are constants to autograd. unreached: arguments to
-    which backward gives None.
+    """Findings of a trial run. template: (is a tensor, otherwise what) of every flat result. written: result -> the
+    argument that it is, written in place. without_gradient: results that are constants to autograd. unreached:
+    arguments to which backward gives None.
     """
 
     op: FunctionOp

@@ -1,4 +1,4 @@
-"""What a failed capture says: the line of the model that stopped it, and what to change there."""
+"""The error of a failed capture: the line of the model that stopped it, and a remedy."""
 
 from __future__ import annotations
 

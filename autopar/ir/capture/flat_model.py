@@ -19,7 +19,7 @@ from autopar.ir.torch_private import pytree
 
 @dataclass(slots=True)
 class Output:
-    """What the model returned while it was traced: leaves that are tensors are marked by None.
+    """The result of the model while it was traced: leaves that are tensors are marked by None.
 
     updates: buffers that were replaced by other tensors, in the order in which these are returned last. changed: other
     attributes, globals and containers that are not what they were.

@@ -1,4 +1,4 @@
-"""Which modules of a model are alike: the same code on parameters of the same shapes.
+"""Equality of modules: the same code on parameters of the same shapes.
 
 Two siblings are alike if their whole trees are equal: classes, shapes and dtypes of parameters and buffers, and plain
 attributes. Only integers that count them (``self.layer_idx``) may differ. Anything that cannot be compared makes them
@@ -123,7 +123,7 @@ def is_plain(value: object) -> bool:
 
 
 def state_of(module: nn.Module) -> Hashable:
-    """What the attributes of a module tree hold, which tensors its buffers are, and what the objects there hold.
+    """State of a module tree: values of its attributes and of objects there, and the identity of its buffers.
 
     The same before and after a call that changes nothing but tensors.
     """

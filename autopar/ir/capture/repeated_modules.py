@@ -100,7 +100,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """What a followed call of the module at ``path`` runs. entries, results: its edges by position."""
+    """The ops of a followed call of the module at ``path``. entries, results: its edges by position."""
 
     path: str
     nodes: tuple[fx.Node, ...]
@@ -200,14 +200,14 @@ class Repetition:
             raise NotAlike(f"{path} returns a tensor of its own, to which others may write")
         if not results or results & {storage_of(leaf) for leaf, _ in given}:
             if any(True for _ in module.buffers()):
-                raise NotAlike(f"{path} may write to its buffers, and would be run again")
+                raise NotAlike(f"{path} may write to its buffers, and would be run twice")
             return None, None
         edges = _edges_of(returned, number, leaving=True)
         followed = Followed(number=number, path=path, returned=tuple(edges), out_spec=out_spec)
         return followed, pytree.tree_unflatten(edges, out_spec)
 
     def resolve(self, program: torch.export.ExportedProgram, root: str) -> dict[int, RepeatedCall]:
-        """What to run for each call that was not followed, by number. root: path of the model in the program.
+        """The body to run for each call that was not followed, by number. root: path of the model in the program.
 
         Raises NotAlike unless all that it takes from a followed call is the same in every one of them.
         """

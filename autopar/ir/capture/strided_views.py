@@ -39,7 +39,7 @@ class _Walk:
 
 
 def strided_view(node: fx.Node, x: fx.Node, add: Add) -> fx.Node:
-    """What ``node``, a call of as_strided in a trace, is of ``x``. Raises CaptureError if no views give that."""
+    """``node``, a call of as_strided in a trace, as views of ``x``. Raises CaptureError if no views give that."""
     traced = node.args[0]
     assert isinstance(traced, fx.Node), "a view of a tensor"
     value = traced.meta["val"]

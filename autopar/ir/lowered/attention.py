@@ -148,7 +148,7 @@ def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def sight_of(node: fx.Node) -> Sight:
-    """What the queries of an attention see by position."""
+    """Positions that the queries of an attention see."""
     options = attention_arguments(node)[1]
     return Sight(options["kind"], options["window"])
 

@@ -56,7 +56,7 @@ class Scores:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """What sums over keys are kept in."""
+    """Dtype of sums over keys."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -222,7 +222,7 @@ def _tile(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, rows: Span,
 
 
 def part_of(mask: Tensor, rows: Span, columns: Span) -> Tensor:
-    """What a mask, broadcast or not, says of a tile."""
+    """The part of a mask, broadcast or not, for a tile."""
     part = mask[..., rows.start : rows.stop, :] if mask.shape[-2] > 1 else mask
     return part[..., columns.start : columns.stop] if mask.shape[-1] > 1 else part
 

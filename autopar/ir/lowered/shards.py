@@ -1,4 +1,4 @@
-"""What every lowering needs: the place of a rank among the shards, and the axes and arguments of its call."""
+"""Helpers of every lowering: the place of a rank among the shards, and the axes and arguments of its call."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Dim = tuple[fx.Node, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Body:
-    """What one step runs: placeholders are its operands, the output is a flat tuple of tensors.
+    """The graph of one step: placeholders are its operands, the output is a flat tuple of tensors.
 
     lines: dimensions that are divided together, numbered; those that have no number are never divided. sizes: what
     ranks have to divide, by number of the line. flops: of one step. nonlinear: the backward of some op is not linear.
@@ -83,7 +83,7 @@ class Body:
 
     @property
     def key(self) -> Hashable:
-        """What bodies that are the same have in common."""
+        """Equal for bodies that compute the same."""
         number = {node: place for place, node in enumerate(self.graph.nodes)}
         described = []
         for node in self.graph.nodes:

@@ -63,7 +63,7 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "autopar
 
 
 def kind_of_collective(func: Any) -> str | None:
-    """What an op of the dispatcher is called as a collective; None if it sends nothing."""
+    """Kind of collective of a dispatcher op; None if it sends nothing."""
     namespace = getattr(func, "namespace", None)
     if namespace not in _NAMESPACES:
         return None

@@ -153,7 +153,7 @@ def numel(shape: Sequence[int]) -> float:
 
 
 def sums(call: Call, *sets: Iterable[int]) -> list[list[int]]:
-    """Those ``linear`` sets whose values can be kept as partial sums: no booleans, no cast to integers."""
+    """The ``linear`` sets whose values can be kept as partial sums: no booleans, no cast to integers."""
     operands = call.operands
     result_kinds = [_kind(r.dtype) for r in call.results]
     kept = []

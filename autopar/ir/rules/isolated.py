@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 
 
 def isolated(function: Callable[[], T], *, limit_s: float) -> T | None:
-    """What ``function`` returns in a copy of this process; None if it fails there, dies or takes over ``limit_s``.
+    """The result of ``function`` in a copy of this process; None if it fails there, dies or takes over ``limit_s``.
 
     ``limit_s``: seconds. What ``function`` returns has to be picklable. What it changes and prints is lost.
     """

@@ -156,7 +156,7 @@ def _may_run(call: Call) -> bool:
 
 
 def shrunk(call: Call) -> Call:
-    """The same call with every large size replaced by a small one, equal ones by equal ones, in arguments too."""
+    """The call with every large size replaced by a small one, equal ones by equal ones, in arguments too."""
     if sum(map(numel, call.shapes)) <= _MAX_ELEMENTS:
         return call
     large = sorted({size for shape in call.shapes for size in shape if size > _SMALL})

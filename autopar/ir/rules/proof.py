@@ -52,7 +52,7 @@ def check(
     run_local: Run | None = None,
     constants: Collection[int] = (),
 ) -> str | None:
-    """What is wrong with ``choice`` of ``rule`` on ``num_parts`` ranks, None if nothing.
+    """The error of ``choice`` of ``rule`` on ``num_parts`` ranks, None if it is right.
 
     values: whole operands. scale: of the gradients of the results. run_local: what a rank runs, if it is a lowering
         and not the op itself.

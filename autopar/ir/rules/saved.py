@@ -1,4 +1,4 @@
-"""What autograd keeps of an op between forward and backward.
+"""The tensors that autograd saves of an op between forward and backward.
 
     linear      input and weight             softmax, relu, tanh   the result
     gelu, silu  the input                    add, view, cat, sum   nothing
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 
 
 def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
-    """What the backward of ``node`` needs.
+    """The tensors that the backward of ``node`` needs.
 
     differentiable: whether a gradient flows through an operand or the op; without it through every floating point one.
     An op of which nothing is known keeps everything.

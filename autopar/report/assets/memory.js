@@ -1,4 +1,4 @@
-// Memory of the ranks of each place in the pipeline: at its fullest, and over a step.
+// Memory of the ranks of each place in the pipeline: at its peak, and over a step.
 "use strict";
 
 autopar.drawMemory = function (step) {

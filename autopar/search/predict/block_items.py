@@ -33,7 +33,7 @@ class Item(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of one microbatch of a block on one rank, by part of a pass."""
+    """Seconds of one microbatch of a block on one rank, by part of a pass."""
 
     forward: float = 0.0
     inputs: float = 0.0

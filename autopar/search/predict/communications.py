@@ -92,7 +92,7 @@ def of_transfer(
 
 
 def inside_op(pricing: Pricing, node: fx.Node, choices: Assignment) -> Iterator[Communication]:
-    """Those of the lowering of an op, together."""
+    """Communications of the lowering of an op, together."""
     workload, own = pricing.workload, pricing.lowering(node, choices)
     if own.total_s:
         lowered = workload.rule(node).lowered

@@ -131,7 +131,7 @@ class Codes:
     def allows(
         self, group: OpCluster, picks: Ints, mesh: Mesh, num_microbatches: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which options of a cluster divide every factor of every member."""
+        """Mask of the options of a cluster that divide every factor of every member."""
         sizes = np.array(mesh.sizes, dtype=np.int64)
         kept = np.ones(len(picks), dtype=bool)
         for limit in self.limits(group):

@@ -146,7 +146,7 @@ class Moves:
         return steps_row(steps, source)
 
     def since(self, number: int) -> Redistributions:
-        """Those from ``number`` on."""
+        """Redistributions from ``number`` on."""
         done = 0 if self._made is None else len(self._made)
         if self._made is None or done < len(self._rows):
             more = Redistributions.of(self._rows[done:], self.num_axes)

@@ -126,7 +126,7 @@ class Constraints:
         if not 0 < self.memory_fraction <= 1:
             raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
         if any(count < 0 for workload in self.expert_load for count in workload):
-            raise InfeasiblePlan("expert_load has negative counts; expected rows of each expert")
+            raise InfeasiblePlan("expert_load has negative counts; expected tokens of each expert")
         if self.expert_capacity is not None and self.expert_capacity <= 0:
             raise InfeasiblePlan(f"expert_capacity is {self.expert_capacity}; expected a number above 0")
         if self.num_microbatches is not None and self.microbatch_size is not None:

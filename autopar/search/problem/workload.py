@@ -192,7 +192,7 @@ class Workload:
 
     @cached_property
     def clusters_of_transfers(self) -> tuple[tuple[int, ...], ...]:
-        """Those that the redistributions of each of ``transfers`` depend on."""
+        """Op clusters that the redistributions of each of ``transfers`` depend on."""
         every = tuple(range(len(self.clusters.clusters)))
         found = []
         for transfer in self.transfers:
@@ -241,7 +241,7 @@ class Workload:
 
     @cached_property
     def arrivals(self) -> Mapping[int, Arrivals]:
-        """Of every block and of the PRELUDE; the same object where it is the same."""
+        """Arrivals of every block and of the PRELUDE; one object for equal blocks."""
         into: dict[int, list[int]] = {}
         reach: dict[tuple[fx.Node, int, int], tuple[Tensor, int]] = {}
         for number, transfer in enumerate(self.transfers):
@@ -351,7 +351,7 @@ class Workload:
 
     @cached_property
     def unread_bytes(self) -> float:
-        """Of the parameters that no op reads."""
+        """Bytes of the parameters that no op reads."""
         read = {name for group in self.parameters for name in group.names}
         unread = (parameter for name, parameter in self.captured.parameters.items() if name not in read)
         return float(sum(parameter.numel * parameter.dtype.itemsize for parameter in unread))

@@ -20,7 +20,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Which ranges (columns) may fit into ``budget`` with how many microbatches alive (rows), whatever that takes.
+    """Ranges (columns) that may fit into ``budget`` with given numbers of microbatches alive (rows), at any time cost.
 
     live: of each stage. rows: of each number of them.
     """
@@ -42,7 +42,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Of every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
+    """For every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
     inf where nothing fits or it is too long, and the levels for that."""
 
     ranges: Ranges

@@ -79,7 +79,7 @@ class Held:
         self.entries = self.read()
 
     def read(self) -> Entries:
-        """What the container holds now."""
+        """Entries of the container now."""
         return {key: value for key, value in _read(self.container).items() if self._only(key, value)}
 
     def changes(self) -> Iterator[Change]:
@@ -113,7 +113,7 @@ class Held:
 
 
 def attributes_of(value: Any) -> Entries | None:
-    """Those of an object, by name, in its ``__dict__`` and its slots; None if it has neither."""
+    """Attributes of an object, by name, in its ``__dict__`` and its slots; None if it has neither."""
     if isinstance(value, (type, types.ModuleType)):
         return None
     own = getattr(value, "__dict__", None)

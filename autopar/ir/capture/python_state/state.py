@@ -1,4 +1,5 @@
-"""What a forward can change besides tensors: attributes, containers, globals, closures and Python's random numbers.
+"""Python state that a forward can change besides tensors: attributes, containers, globals, closures and Python's random
+numbers.
 
 A snapshot holds a shallow copy of every container that forward may reach. Comparing the copies says what changed, and
 putting them back undoes it.
@@ -107,7 +108,7 @@ class Snapshot:
         return found
 
     def changes(self) -> list[Change]:
-        """What is no longer as it was; the random numbers of Python and numpy last."""
+        """Entries that differ from the snapshot; the random numbers of Python and numpy last."""
         found = [change for held in self.held for change in held.changes()]
         found += [change for own in self._generators for change in own.changes()]
         return found
@@ -145,7 +146,7 @@ class Snapshot:
                 own.set(own.state)
 
     def tensors(self) -> list[Tensor]:
-        """Those that the containers held."""
+        """Tensors that the containers held."""
         found = (value for held in self.held for value in held.entries.values())
         return [value for value in found if isinstance(value, Tensor)]
 

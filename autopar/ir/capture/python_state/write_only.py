@@ -1,4 +1,4 @@
-"""What stands in for a number or a collection that forward only writes: reading it ends the call.
+"""Stand-ins for a number or a collection that forward only writes: reading one ends the call.
 
 self.calls += 1                  goes on
 if self.calls % 10 == 0: ..      raises IsRead
