@@ -160,8 +160,8 @@ def _of_collective(node: fx.Node, program: StageProgram) -> Iterator[tuple[str, 
         yield "collective of another kind", _options(**ends)
     if node.target is split:
         yield "another rank's piece", _rolled
-    users = [user for user in node.users if user.op == "call_function" and user.target not in COLLECTIVES]
-    if len(node.users) == 1 and users and len(users[0].all_input_nodes) == 1:
+    users = list(node.users)
+    if len(users) == 1 and users[0].op == "call_function" and users[0].target not in COLLECTIVES:
         yield "collective moved down", _moved_down
     producer = node.all_input_nodes[0]
     simple = producer.op == "call_function" and len(producer.all_input_nodes) == 1
@@ -368,8 +368,8 @@ def _result(place: int, name: str) -> Change:
 
 
 def _of_schedule(programs: Programs, shape: Pipelining) -> Iterator[Mutant]:
-    """Two actions of one rank swapped."""
-    for rank, order in enumerate(shape.orders()):
+    """Two actions of one rank swapped. Without a pipeline there is no order to follow."""
+    for rank, order in enumerate(shape.orders() if shape.num_ranks > 1 else ()):
         for one, two in combinations(range(len(order)), 2):
             swapped = list(order)
             swapped[one], swapped[two] = order[two], order[one]
