@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 # More threads than that make four processes on a small machine fight over its cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all lint types format parity parity-full architectures choices browser pictures torchtitan docs bench \
-        dist clean
+.PHONY: help demo test test-all lint types format parity parity-full proof mutants architectures choices browser pictures \
+        torchtitan docs bench dist clean
 .DEFAULT_GOAL := help
 
 help:            ## print this list
@@ -51,6 +51,12 @@ parity: $(VENV)/.dev  ## models × plans: largest relative error against one pro
 
 parity-full: $(VENV)/.dev  ## every model under every plan, on up to 8 ranks; two hours; goes on where it was stopped
 	$(BIN)/python benchmarks/parity.py --full --resume out/parity-full.jsonl
+
+proof: $(VENV)/.dev  ## every program of parity-full, in train and eval mode, is proved and not run; an hour
+	$(BIN)/python benchmarks/proof.py
+
+mutants: $(VENV)/.dev  ## programs with one thing changed: the proof refuses those that change a loss or a gradient; an hour
+	$(BIN)/python benchmarks/mutants.py --count 1152
 
 architectures: $(VENV)/.dev  ## a hundred more architectures × four plans on four ranks; goes on where it was stopped
 	$(BIN)/python benchmarks/architectures.py --record out/architectures.jsonl
