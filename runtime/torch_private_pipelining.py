@@ -1,7 +1,7 @@
 """Private names of torch.distributed.pipelining, under plain names: a schedule that is given its passes.
 
 The public schedules order their passes themselves. ``tests/runtime/test_torch_private.py`` has a case for each name.
-Tried with torch 2.13.0 and 2.14.1.
+Tried with torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stages_of_torch
 from torch.distributed.pipelining.microbatch import _Replicate
@@ -37,11 +38,12 @@ def with_communication(
     return dict(_add_send_recv({rank: list(own) for rank, own in passes.items()}, rank_of, num_stages))
 
 
-class Stage(PipelineStage):
-    """A stage that says what it will receive for each microbatch; the base class keeps memory for all of them.
+# torch 2.11 sets up what is received together with what is sent.
+_SETS_UP_TOGETHER = not hasattr(PipelineStage, "_setup_forward_recv_info")
 
-    torch 2.11 does not ask: there it keeps that memory.
-    """
+
+class Stage(PipelineStage):
+    """A stage that says what it will receive for each microbatch; the base class keeps memory for all of them."""
 
     def for_each_microbatch(self, infos: tuple[Any, ...], count: int) -> dict[int, tuple[Any, ...]]:
         """Metadata of the tensors that one microbatch receives, for each of ``count``."""
@@ -53,8 +55,34 @@ class Stage(PipelineStage):
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(1)
+        self._receive_gradients(num_microbatches)
+
+    def _receive_gradients(self, num_microbatches: int) -> None:
         self.chunks = num_microbatches
         self.grad_recv_info = self.for_each_microbatch(self.grad_recv_info[0], num_microbatches)
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        if not _SETS_UP_TOGETHER:
+            return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        made = super()._prepare_forward_infra(1, *args, **kwargs)
+        self.args_recv_info = self.for_each_microbatch(self.args_recv_info[0], num_microbatches)
+        return made
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        if not _SETS_UP_TOGETHER:
+            return super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        super()._prepare_backward_infra(1, *args, **kwargs)
+        self._receive_gradients(num_microbatches)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages to the neighbours; those that are on this rank itself cannot be reached by one in 2.11."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def clear_runtime_states(self) -> None:
+        """What a step leaves behind goes. The tensors received are gone already, which torch 2.11 would look into."""
+        received, self.args_recv_info = self.args_recv_info, {}
+        super().clear_runtime_states()
+        self.args_recv_info = received
 
 
 class Schedule(_PipelineScheduleRuntime):

@@ -402,6 +402,19 @@ def hooks_on_all_modules() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield from ((kind.strip("_"), hook) for hook in value.values())
 
 
+@contextmanager
+def same_hooks_on_all_modules() -> Iterator[None]:
+    """Hooks on all modules that are set within it end with it: a ``torch.export`` that fails leaves its own in 2.11."""
+    kinds = [value for kind, value in vars(modules).items() if kind.startswith("_global_") and isinstance(value, dict)]
+    before = [dict(value) for value in kinds]
+    try:
+        yield
+    finally:
+        for value, known in zip(kinds, before, strict=True):
+            for key in value.keys() - known.keys():
+                del value[key]
+
+
 def distributions_check_values() -> bool:
     """The value that ``Distribution.set_default_validate_args`` has set last."""
     return bool(Distribution._validate_args)

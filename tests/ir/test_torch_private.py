@@ -694,7 +694,7 @@ def _parameter_hooks() -> None:
     assert list(private.hooks_after_gradient(parameter)) == [after]
 
 
-@case("backward_hooks", "hooks_on_all_modules", "BackwardHookFunction")
+@case("backward_hooks", "hooks_on_all_modules", "same_hooks_on_all_modules", "BackwardHookFunction")
 def _module_hooks() -> None:
     module = nn.Linear(2, 2)
 
@@ -708,6 +708,10 @@ def _module_hooks() -> None:
     assert not list(private.hooks_on_all_modules())
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
+        assert list(private.hooks_on_all_modules()) == [("global_forward_hooks", hook)]
+        with private.same_hooks_on_all_modules():
+            nn.modules.module.register_module_forward_pre_hook(hook)
+            assert len(list(private.hooks_on_all_modules())) == 2
         assert list(private.hooks_on_all_modules()) == [("global_forward_hooks", hook)]
     finally:
         handle.remove()

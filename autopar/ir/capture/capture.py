@@ -48,7 +48,14 @@ from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module
 from autopar.ir.ops.ctc import ctc_loss_is_one_op
 from autopar.ir.rules import repeat_warnings
 from autopar.ir.source import WRAPPED, origin_of
-from autopar.ir.torch_private import FakeTensorMode, as_in_export, keep_lines_of, lazy_graph_modules, storage_of
+from autopar.ir.torch_private import (
+    FakeTensorMode,
+    as_in_export,
+    keep_lines_of,
+    lazy_graph_modules,
+    same_hooks_on_all_modules,
+    storage_of,
+)
 
 aten = torch.ops.aten
 
@@ -171,6 +178,7 @@ def _trace(
     fakes = tuple(fake_like(leaf, mode) for leaf in call.tensors)
     with (
         lazy_graph_modules(),
+        same_hooks_on_all_modules(),
         _quietly(),
         traceable_libraries(),
         checks_pass(),
