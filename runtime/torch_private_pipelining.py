@@ -71,8 +71,9 @@ class Stage(PipelineStage):
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         if not _SETS_UP_TOGETHER:
             return super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-        super()._prepare_backward_infra(1, *args, **kwargs)
+        made = super()._prepare_backward_infra(1, *args, **kwargs)
         self._receive_gradients(num_microbatches)
+        return made
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """First messages to the neighbours; those that are on this rank itself cannot be reached by one in 2.11."""

@@ -15,6 +15,8 @@ from autopar.search.api import predict_plan
 from benchmarks.models import CASES, build
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 shards a module over one mesh")
+
 CASE = CASES["mixtral"]
 # Experts on two ranks, twice; the rest over all four.
 PLAN = {"ep": 2, "dp": 2, "zero": 3, "shard": 4}
