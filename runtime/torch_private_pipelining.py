@@ -79,6 +79,11 @@ class Stage(PipelineStage):
         """First messages to the neighbours; those that are on this rank itself cannot be reached by one in 2.11."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
+    def want_gradients(self, infos: tuple[Any, ...]) -> None:
+        """Say of memory for tensors of a forward that a gradient goes back: torch 2.11 asks the memory itself."""
+        for info in infos if _SETS_UP_TOGETHER else ():
+            info.buffer.requires_grad_(True)
+
     def clear_runtime_states(self) -> None:
         """What a step leaves behind goes. The tensors received are gone already, which torch 2.11 would look into."""
         received, self.args_recv_info = self.args_recv_info, {}
