@@ -68,7 +68,6 @@ _MAYBE_ALIAS = {
     aten.reshape_as.default,
     aten.type_as.default,
 }
-_RECURRENT = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 
 
 @dataclass(slots=True)
@@ -181,10 +180,7 @@ class Functionaliser:
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.values[node] = args[0][args[1]]  # of an inlined region
         else:
-            recurrent = args[0] if node.target is operator.getitem else node
-            # On CPUs torch 2.11 notes other shapes of their states than they have.
-            value = None if getattr(recurrent.target, "overloadpacket", None) in _RECURRENT else node.meta.get("val")
-            self.values[node] = self._call(node, node.target, args, kwargs, value)
+            self.values[node] = self._call(node, node.target, args, kwargs, noted_value(node))
 
     def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any, value: Any = None) -> Any:
         if target is aten.as_strided.default:
