@@ -35,6 +35,7 @@ from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.autograd.scans import SLOT, STEPS, scan_op, writes_outside
 from autopar.ir.building import add_call, fake_call
 from autopar.ir.capture.functional_twins import functional_twin, has_writes, writes, written
+from autopar.ir.capture.noted_value import noted_value
 from autopar.ir.capture.repeated_modules import EDGE, REPEATED_CALL, RepeatedCall
 from autopar.ir.capture.strided_views import strided_view
 from autopar.ir.capture.view_writes import piece, written_base
