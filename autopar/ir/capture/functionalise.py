@@ -434,9 +434,7 @@ class Functionaliser:
 
 def _share(x: Any, y: Any) -> bool:
     """Whether two fake tensors have one storage."""
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return False
-    return storage_of(x) == storage_of(y)
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and storage_of(x) == storage_of(y)
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:
