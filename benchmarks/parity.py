@@ -115,7 +115,7 @@ class Cell:
 
 # Plans of experts: for models that have some.
 EXPERT_PLANS = frozenset(plan for plan in PLANS if "ep2" in plan or "experts" in plan)
-MIXTURES = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepseek_v3"})
+MOE_MODELS = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepseek_v3"})
 # Every model under these, and these models under every plan: ``make parity``. --full: all under all.
 CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")
 CORE_MODELS = ("llama", "t5", "mixtral")
@@ -123,7 +123,7 @@ CORE_MODELS = ("llama", "t5", "mixtral")
 
 def cells_of(models: Sequence[str], plans: Sequence[str]) -> list[tuple[str, str]]:
     """All pairs that have a meaning."""
-    return [(m, p) for m in models for p in plans if m in MIXTURES or p not in EXPERT_PLANS]
+    return [(m, p) for m in models for p in plans if m in MOE_MODELS or p not in EXPERT_PLANS]
 
 
 def core_cells() -> list[tuple[str, str]]:

@@ -1,16 +1,16 @@
-"""Rematerialisation: what a block's function keeps for backward, and what runs again.
+"""Rematerialisation: the tensors that a block's function saves for backward, and the ops that are recomputed.
 
-    none        everything that autograd saves
-    selective   results of contractions, of reductions and all-to-alls between ranks, and the block's inputs; the rest
-                runs again, what was gathered from other ranks too
-    alternate   the same without every second matrix product, which runs again
-    full        the block's inputs
+    none        saves everything that autograd saves
+    selective   saves results of contractions, of reductions and all-to-alls between ranks, and the block's inputs; all
+                other ops are recomputed, gathers from other ranks too
+    alternate   the same without every second matrix product, which is recomputed
+    full        saves the block's inputs
 
-Where only a reduction or an all-to-all reads the result of a matrix product, what comes out of the collective is kept
-instead. In the second run nobody reads the product, so it does not run:
+Where only a reduction or an all-to-all reads the result of a matrix product, the result of the collective is saved
+instead. In recomputation nobody reads the product, so it does not run:
 
-    first run    s = linear(x, w)          y = all_reduce(s)     y is kept, s is not
-    second run   s: memory of its shape    y: the kept one       autograd sees both ops
+    forward         s = linear(x, w)          y = all_reduce(s)     y is saved, s is not
+    recomputation   s: memory of its shape    y: the saved one      autograd sees both ops
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
 _KEPT_NAMESPACES = ("_c10d_functional", "autopar")
 
-# Within a call whose results are not kept: whether they are unread, or computed again.
-_Mark = Literal["unread", "again"]
-_not_kept: ContextVar[_Mark | None] = ContextVar("autopar results that are not kept", default=None)
+# Within a call whose results are not saved: whether they are unread, or recomputed.
+_Mark = Literal["unread", "recomputed"]
+_not_kept: ContextVar[_Mark | None] = ContextVar("autopar results that are not saved", default=None)
 
 
 def rematerialised(
@@ -61,21 +61,21 @@ def rematerialised(
 
 
 def mark(graph: fx.Graph, remat: Remat) -> None:
-    """Wrap, in place, the calls in ``graph`` whose results ``remat`` does not keep though dear."""
+    """Wrap, in place, the costly calls in ``graph`` whose results ``remat`` does not save."""
     sums = {all_reduce, reduce_scatter, all_to_all}
     products = [node for node in graph.nodes if is_product(node.args[0] if node.target is split_bias else node.target)]
     unread = {node for node in products if node.users and all(user.target in sums for user in node.users)}
-    again = set(every_second(products)) if remat == "alternate" else set()
+    recomputed = set(every_second(products)) if remat == "alternate" else set()
     for node in graph.nodes:
         if node.target is all_gather or node in unread:
             node.target = _marked(node.target, "unread")
-        elif node in again:
-            node.target = _marked(node.target, "again")
+        elif node in recomputed:
+            node.target = _marked(node.target, "recomputed")
 
 
 @cache
 def _marked(target: Callable[..., Any], how: _Mark) -> Callable[..., Any]:
-    """``target``, with its results not kept."""
+    """``target``, with its results not saved."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         token = _not_kept.set(how)
@@ -90,12 +90,12 @@ def _marked(target: Callable[..., Any], how: _Mark) -> Callable[..., Any]:
 
 
 class _Unread(TorchDispatchMode):
-    """Runs products whose results are not kept, and gives memory of their shape when they are to run again."""
+    """Runs products whose results are not saved, and gives memory of their shape in recomputation."""
 
-    def __init__(self, layouts: list[Tensor], *, again: bool) -> None:
-        """layouts: the results on no device, written in the first run, read in the second."""
+    def __init__(self, layouts: list[Tensor], *, recomputing: bool) -> None:
+        """layouts: the results on no device, written in forward, read in recomputation."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._layouts, self._again, self._next = layouts, again, 0
+        self._layouts, self._recomputing, self._next = layouts, recomputing, 0
 
     def __enter__(self) -> _Unread:
         self._next = 0
@@ -107,7 +107,7 @@ class _Unread(TorchDispatchMode):
     ) -> Any:
         if not (_not_kept.get() == "unread" and _is_contraction(func)):
             return func(*args, **(kwargs or {}))
-        if not self._again:
+        if not self._recomputing:
             result: Tensor = func(*args, **(kwargs or {}))
             self._layouts.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta"))
             return result
@@ -122,7 +122,7 @@ def _contexts(kept: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManag
     results: list[Results] = []
 
     def compute(work: Work) -> Results:
-        token = _not_kept.set("again")  # what is inside is not kept beside what comes out
+        token = _not_kept.set("recomputed")  # tensors inside are not saved beside the results
         try:
             found = work()
         finally:
@@ -136,8 +136,8 @@ def _contexts(kept: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManag
     first, second = kept()
     # torch's mode counts calls, so it has to see each of them before ours.
     return (
-        _all(keeping(compute), _Unread(layouts, again=False), first),
-        _all(keeping(give), _Unread(layouts, again=True), second),
+        _all(keeping(compute), _Unread(layouts, recomputing=False), first),
+        _all(keeping(give), _Unread(layouts, recomputing=True), second),
     )
 
 

@@ -53,11 +53,11 @@ def _cases(planned: Planned) -> list[_Case]:
     for share in MEMORIES:
         words = f"{percent(abs(share - 1))} {'more' if share > 1 else 'less'} memory"
         cases.append((words, cluster.with_memory(int(share * cluster.device.usable_bytes)), None))
-    again = planned.capture_batch
-    if again is not None:
+    recapture = planned.capture_batch
+    if recapture is not None:
         for factor in BATCHES:
             if (size := batch * factor).is_integer():
-                cases.append((f"a batch of {size:,.0f}", cluster, partial(again, int(size))))
+                cases.append((f"a batch of {size:,.0f}", cluster, partial(recapture, int(size))))
     return cases
 
 

@@ -10,7 +10,7 @@ from .diffusion import DIFFUSION
 from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
 from .graphs import GRAPHS
-from .mixtures import MIXTURES
+from .mixtures import MOE_MODELS
 from .multimodal import MULTIMODAL
 from .networks import NETWORKS
 from .recommendation import RECOMMENDATION
@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[Case, ...]] = {
     "decoders": DECODERS,
     "encoders": ENCODERS,
     "encoder-decoders": ENCODER_DECODERS,
-    "mixtures": MIXTURES,
+    "mixtures": MOE_MODELS,
     "recurrent": RECURRENT,
     "vision": VISION,
     "audio": AUDIO,

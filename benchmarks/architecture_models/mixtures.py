@@ -18,7 +18,7 @@ def _masked(step: int) -> dict[str, Any]:
     return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-MIXTURES = (
+MOE_MODELS = (
     # Sinks in attention; gate and up interleaved and clamped; biases of experts.
     hugging_face("gpt_oss", "GptOssForCausalLM", **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
                  sliding_window=8),

@@ -40,10 +40,10 @@ def profile(captured: CapturedModel, num_gpus: int = GPUS, gpu: str = GPU, pinne
     cluster = make_cluster(gpu, num_gpus)
     found = estimate_captured(captured, cluster, pinned)
     predicted, plan = found.predicted, found.plan
-    moments, events = predicted.memory_profile(RANK), predicted.timeline.events[RANK]
-    assert [action for action, _ in moments] == [event.action for event in events]
+    profile, events = predicted.memory_profile(RANK), predicted.timeline.events[RANK]
+    assert [action for action, _ in profile] == [event.action for event in events]
     return Profile(
-        passes=tuple((e.action, e.start_s, e.end_s, parts) for e, (_, parts) in zip(events, moments)),
+        passes=tuple((e.action, e.start_s, e.end_s, parts) for e, (_, parts) in zip(events, profile)),
         step_time_s=predicted.step_time_s,
         may_hold=cluster.device.usable_bytes * pinned.memory_fraction,
         of=f"{captured.name} on {num_gpus} {cluster.device.name}: {plan.num_stages} stages on {plan.stage_mesh}, "

@@ -45,9 +45,9 @@ def test_what_each_level_pays_per_microbatch() -> None:
 
 
 def test_keeping_parameters_until_backward_saves_a_gather() -> None:
-    given_back, kept = sync_time(FABRIC, N, 0, zero=3), sync_time(FABRIC, N, 0, zero=3, reshard=False)
-    assert kept.forward_s == given_back.forward_s
-    assert kept.backward_s == pytest.approx(given_back.backward_s - given_back.forward_s)
+    resharded, held = sync_time(FABRIC, N, 0, zero=3), sync_time(FABRIC, N, 0, zero=3, reshard=False)
+    assert held.forward_s == resharded.forward_s
+    assert held.backward_s == pytest.approx(resharded.backward_s - resharded.forward_s)
 
 
 def test_offload_copies_a_shard_with_each_gather_and_each_scatter() -> None:

@@ -17,8 +17,8 @@ def _train(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     parallel = autopar.parallelize(case.model(), 2, example_inputs=case.batch(0), ep=2)
     loss = parallel.step(*parallel.shard_batch(case.batch(1)))
-    mixtures = [axes for block in parallel.plan.blocks for op, axes in block.ops.items() if op.endswith("moe")]
-    return {"loss": loss, "gradients": parallel.full_gradients(), "mixtures": mixtures}
+    experts_axes = [axes for block in parallel.plan.blocks for op, axes in block.ops.items() if op.endswith("moe")]
+    return {"loss": loss, "gradients": parallel.full_gradients(), "moe": experts_axes}
 
 
 @pytest.mark.parametrize("name", ["experts_with_clamped_gates", "experts_with_weights_by_row"])
@@ -32,4 +32,4 @@ def test_tokens_are_dispatched_to_experts(name: str) -> None:
     for result in run_ranks(_train, 2, name):
         torch.testing.assert_close(result["loss"], loss.detach())
         torch.testing.assert_close(result["gradients"], gradients, rtol=1e-4, atol=1e-6)
-        assert result["mixtures"] and all("experts" in axes["ep"] for axes in result["mixtures"])
+        assert result["moe"] and all("experts" in axes["ep"] for axes in result["moe"])

@@ -90,14 +90,14 @@ def test_what_fits_no_other_way_is_offloaded() -> None:
 
 
 def test_pins_of_level_three() -> None:
-    kept = found(cluster(80), replace(DATA_ONLY, dp=8, zero=3, num_microbatches=2, reshard_after_forward=False))
-    given_back = found(cluster(80), replace(DATA_ONLY, dp=8, zero=3, num_microbatches=2, prefetch=1))
+    held = found(cluster(80), replace(DATA_ONLY, dp=8, zero=3, num_microbatches=2, reshard_after_forward=False))
+    resharded = found(cluster(80), replace(DATA_ONLY, dp=8, zero=3, num_microbatches=2, prefetch=1))
     ahead = found(cluster(80), replace(DATA_ONLY, dp=8, zero=3, num_microbatches=2, prefetch=3))
-    assert not kept.reshard_after_forward and given_back.reshard_after_forward and ahead.prefetch == 3
-    assert kept.prediction and given_back.prediction and ahead.prediction
-    assert kept.prediction.step_time_s < given_back.prediction.step_time_s
-    assert ahead.prediction.step_time_s <= given_back.prediction.step_time_s
-    peaks = [p.prediction.peak_memory_bytes for p in (given_back, ahead, kept) if p.prediction]
+    assert not held.reshard_after_forward and resharded.reshard_after_forward and ahead.prefetch == 3
+    assert held.prediction and resharded.prediction and ahead.prediction
+    assert held.prediction.step_time_s < resharded.prediction.step_time_s
+    assert ahead.prediction.step_time_s <= resharded.prediction.step_time_s
+    peaks = [p.prediction.peak_memory_bytes for p in (resharded, ahead, held) if p.prediction]
     assert peaks[0] < peaks[1] < peaks[2]
 
 

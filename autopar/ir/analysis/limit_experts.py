@@ -20,12 +20,12 @@ def limit_experts(captured: CapturedModel, capacity_factor: float | None) -> Cap
     if capacity_factor is None:
         return captured
     limited = copy_captured(captured)
-    mixtures = [node for node in call_nodes(limited.graph) if node.target is composite.moe]
-    if not mixtures:
+    moe_nodes = [node for node in call_nodes(limited.graph) if node.target is composite.moe]
+    if not moe_nodes:
         raise PlanMismatch(
             f"expert_capacity is {capacity_factor}, but {captured.name} has no experts.\n  try: leave it out"
         )
-    for node in mixtures:
+    for node in moe_nodes:
         node.kwargs = {**node.kwargs, "capacity_factor": capacity_factor}
     limited.graph_module.recompile()
     return limited

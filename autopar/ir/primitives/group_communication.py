@@ -76,7 +76,7 @@ def group_all_gather_stacked(x: Tensor, group: str) -> Tensor:
     """All-gather: (N, *x.shape), the ranks' tensors in rank order."""
     flat, size = x.contiguous().view(-1), group_size(group)
     if x.device.type == "cpu":
-        gathered = torch.ops.autopar.exchange_copies(flat, size, group)
+        gathered = torch.ops.autopar.all_gather_as_all_to_all(flat, size, group)
     else:
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, size, group))
     return cast(Tensor, gathered).view(-1, *x.shape)
@@ -105,7 +105,7 @@ def group_reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     size = group_size(group)
     pieces = _pieces(x, dim, size).contiguous()
     if x.device.type == "cpu":
-        return cast(Tensor, torch.ops.autopar.exchange_and_sum(pieces, group))
+        return cast(Tensor, torch.ops.autopar.reduce_scatter_as_all_to_all(pieces, group))
     return cast(
         Tensor,
         _ops.wait_tensor(_ops.reduce_scatter_tensor(pieces, "sum", size, group)),
@@ -115,7 +115,7 @@ def group_reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
 def group_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
     """All-to-all: pieces of ``x`` along ``shard_dim`` for each rank; those received are concatenated along
     ``gather_dim``."""
-    received = _exchange(_pieces(x, shard_dim, group_size(group)).contiguous(), group)
+    received = _all_to_all(_pieces(x, shard_dim, group_size(group)).contiguous(), group)
     return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
@@ -129,8 +129,8 @@ def group_all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int
 # Collectives of their own on CPUs, so that each is counted and traced as what it stands for.
 
 
-@torch.library.custom_op("autopar::exchange_copies", mutates_args=())
-def _exchange_copies(input_tensor: Tensor, size: int, group_name: str) -> Tensor:
+@torch.library.custom_op("autopar::all_gather_as_all_to_all", mutates_args=())
+def _all_gather_as_all_to_all(input_tensor: Tensor, size: int, group_name: str) -> Tensor:
     """All-gather of (n,) to (size * n,) as an all-to-all of copies.
 
     gloo runs the functional all-gather as "ALLGATHER_COALESCED". The two threads of a group note the name of the last
@@ -138,36 +138,36 @@ def _exchange_copies(input_tensor: Tensor, size: int, group_name: str) -> Tensor
     twice, which ends the process (torch 2.13; docs/decisions/0015). The all-to-all has a short name and takes 0.65 to
     1.06 times as long (2 and 4 ranks, 256 B to 4 MiB).
     """
-    return _exchange(input_tensor.expand(size, -1).contiguous(), group_name).view(-1)
+    return _all_to_all(input_tensor.expand(size, -1).contiguous(), group_name).view(-1)
 
 
-@_exchange_copies.register_fake
+@_all_gather_as_all_to_all.register_fake
 def _(input_tensor: Tensor, size: int, group_name: str) -> Tensor:
     return input_tensor.new_empty(size * input_tensor.shape[0])
 
 
-@torch.library.custom_op("autopar::exchange_and_sum", mutates_args=())
-def _exchange_and_sum(input_tensor: Tensor, group_name: str) -> Tensor:
+@torch.library.custom_op("autopar::reduce_scatter_as_all_to_all", mutates_args=())
+def _reduce_scatter_as_all_to_all(input_tensor: Tensor, group_name: str) -> Tensor:
     """Reduce-scatter of (N, *piece) to (*piece,) as an all-to-all and a local sum.
 
     gloo's own reduce_scatter moves twice the bytes: it took 1.7 times as long at 2 ranks and 2.1 times at 4
     (1 MiB and 4 MiB pieces, torch 2.13).
     """
-    received = _exchange(input_tensor, group_name)
+    received = _all_to_all(input_tensor, group_name)
     if received.shape[0] == 2:
         return received[0] + received[1]
     return received.sum(0, dtype=received.dtype)
 
 
-@_exchange_and_sum.register_fake
+@_reduce_scatter_as_all_to_all.register_fake
 def _(input_tensor: Tensor, group_name: str) -> Tensor:
     return input_tensor.new_empty(input_tensor.shape[1:])
 
 
-def _exchange(pieces: Tensor, group: str) -> Tensor:
+def _all_to_all(pieces: Tensor, group: str) -> Tensor:
     """(N, *piece), one for each rank, to (N, *piece), one from each rank."""
     if pieces.is_complex():  # pairs of numbers, which are all that gloo and NCCL know
-        return torch.view_as_complex(_exchange(torch.view_as_real(pieces), group))
+        return torch.view_as_complex(_all_to_all(torch.view_as_real(pieces), group))
     counts = [1] * pieces.shape[0]
     return cast(
         Tensor,

@@ -124,7 +124,7 @@ def moe_case(expected: str, tokens: tuple[int, ...], up: int, *biases: Tensor | 
     return case(expected, composite.moe, r(*tokens, 6), *routing, r(3, up, 6), r(3, 6, 8), *biases, **options)
 
 
-MIXTURES = [
+MOE = [
     moe_case("d0 d1 f experts!", (2, 4), 8, activation="gelu", gated=False),
     moe_case("d0 d1 experts!", (2, 4), 16, activation="silu", gated=True),
     moe_case("d0 d1 f experts!", (2, 4), 16, activation="silu", gated=True, interleaved=True),
@@ -151,4 +151,4 @@ FOURIER = [
     case("d0 +", aten.fft_fftshift.default, r(6, 4), [1]),
 ]
 
-PRODUCTS = [*MATMUL, *ATTENTION, *CONV, *RECURRENT, *MIXTURES, *FOURIER]
+PRODUCTS = [*MATMUL, *ATTENTION, *CONV, *RECURRENT, *MOE, *FOURIER]
