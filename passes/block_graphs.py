@@ -41,7 +41,7 @@ class BlockGraphs:
         if prelude:
             programs.append(self._extract("prelude", -1, prelude, shared, "none", set(prelude)))
         for number, index in enumerate(own):
-            block = self.cut.folding.blocks[index]
+            block = self.cut.repetition.blocks[index]
             nodes = self.cut.by_block.get(index, [])
             if nodes:
                 remat = _remat(plan, number)

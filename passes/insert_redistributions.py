@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.analysis.zigzag import Fold, fold_sequence, unfold_sequence
+from autopar.ir.analysis.zigzag import ZigzagDim, from_zigzag, to_zigzag
 from autopar.ir.graph import is_getitem, source, tensor_operands
 from autopar.ir.placed.operands import Operands, Results
 from autopar.ir.placed.placed_model import PlacedModel
@@ -66,7 +66,7 @@ def insert_redistributions(placed: PlacedModel, results: Results) -> PlacedProgr
     kept = flat[:1] if results == "loss" else flat[start : start + captured.num_outputs]
     outputs: list[fx.Node] = []
     layouts: list[tuple[Layout, Placement]] = []
-    last = max(placed.analysis.folding.block_of.values(), default=PRELUDE)
+    last = max(placed.analysis.repetition.block_of.values(), default=PRELUDE)
     for value in kept:
         if not isinstance(value, fx.Node):
             continue
@@ -162,14 +162,14 @@ class _Sweep:
     def have(self, use: Use) -> fx.Node:
         """The node that a user reads."""
         node = self.made[use.tensor] if use.read is None else self.read(use.read)
-        node = self.reorder(node, use.into, fold_sequence, PRELUDE)
+        node = self.reorder(node, use.into, to_zigzag, PRELUDE)
         for move in use.moves:
             node = self.moved(node, move)
         if use.total:
             node = self.once((node, whole_batch), lambda: self.like(node, whole_batch, (node,), over_time=Replicate()))
         if use.share:
             node = self.once((node, "share"), lambda: self.shared_out(node))
-        return self.reorder(node, use.back, unfold_sequence, use.block)
+        return self.reorder(node, use.back, from_zigzag, use.block)
 
     def read(self, read: Read) -> fx.Node:
         def make() -> fx.Node:
@@ -201,19 +201,24 @@ class _Sweep:
         return self.like(node, torch.ops.aten.div.Scalar, (node, count))
 
     def reorder(
-        self, node: fx.Node, folds: tuple[Fold, ...], function: Callable[..., torch.Tensor], block: int
+        self, node: fx.Node, dims: tuple[ZigzagDim, ...], function: Callable[..., torch.Tensor], block: int
     ) -> fx.Node:
         """``node`` with its sequence in another order. It is whole there on every rank."""
-        for fold in folds:
-            node = self.reordered(node, fold, function, block)
+        for own in dims:
+            node = self.reordered(node, own, function, block)
         return node
 
-    def reordered(self, node: fx.Node, fold: Fold, function: Callable[..., torch.Tensor], block: int) -> fx.Node:
+    def reordered(self, node: fx.Node, own: ZigzagDim, function: Callable[..., torch.Tensor], block: int) -> fx.Node:
         """``node`` with one sequence of it in another order."""
         zigzag = self.placed.zigzag
         assert zigzag is not None
-        options = {"dim": fold.dim, "length": zigzag.length, "inner": fold.inner, "folds": self.placed.num_folds}
-        key = (node, fold, function, block)
+        options = {
+            "dim": own.dim,
+            "length": zigzag.length,
+            "inner": own.inner,
+            "zigzag_ranks": self.placed.zigzag_ranks,
+        }
+        key = (node, own, function, block)
         return self.once(key, lambda: self.like(node, function, (node,), options, block=block))
 
     def like(

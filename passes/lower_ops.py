@@ -35,6 +35,6 @@ class LowerOps(Pass[PlacedProgram]):
                 continue
             function, args, kwargs = LOWERINGS[name](node, rule, assignment, placed.mesh)
             if captured in attentions:
-                kwargs["folds"] = placed.num_folds
+                kwargs["zigzag_ranks"] = placed.zigzag_ranks
             node.target, node.args, node.kwargs = function, args, kwargs
         return program

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.ir.analysis.blocks import PRELUDE, Folding
+from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, call_nodes, has_gradient_dtype
 from autopar.ir.plan import Plan
@@ -36,9 +36,9 @@ class StageCut:
         return self.program.placed.plan
 
     @property
-    def folding(self) -> Folding:
+    def repetition(self) -> BlockRepetition:
         """Its blocks, and which of them repeat."""
-        return self.program.placed.analysis.folding
+        return self.program.placed.analysis.repetition
 
     @cached_property
     def names(self) -> Mapping[str, str]:
@@ -109,7 +109,7 @@ class StageCut:
         found = {name: 0 for name in self.captured.parameters if name not in read}
         for node in self.captured.graph.nodes:
             if node.name in found and node.op == "placeholder":
-                blocks = [self.folding.block_of[user] for user in node.users if user in self.folding.block_of]
+                blocks = [self.repetition.block_of[user] for user in node.users if user in self.repetition.block_of]
                 found[node.name] = self.stage_of_block(min(blocks)) if blocks else 0
         return found
 

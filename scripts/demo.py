@@ -58,8 +58,8 @@ def main() -> int:
     captured = normalise(capture(source.meta_model(), source.meta_inputs(), name=source.name))
     workload = Workload.of(captured, "fp32")
     capture_time_s = time.perf_counter() - start
-    console.print(f"{source.name}: {len(captured.graph.nodes)} nodes, {len(workload.folding.blocks)} blocks of "
-                  f"{len(workload.folding.kinds)} kinds, {capture_time_s:.1f} s")  # fmt: skip
+    console.print(f"{source.name}: {len(captured.graph.nodes)} nodes, {len(workload.repetition.blocks)} blocks of "
+                  f"{len(workload.repetition.kinds)} kinds, {capture_time_s:.1f} s")  # fmt: skip
     cluster = make_cluster("cpu", NUM_RANKS)
     for name, (constraints, words) in PLANS.items():
         console.rule(f"search: {words}")

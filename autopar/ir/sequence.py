@@ -1,12 +1,12 @@
 """A sequence in pieces: which positions a rank holds, what they see of each other, how pieces go round a ring.
 
-A sequence of n ranks is stored in natural order (``folds`` is 1) or *folded* (``folds`` is n, called zigzag): cut
-into 2 n chunks, the first next to the last, the second next to the last but one, and so on.
+A sequence of n ranks is stored in natural order (``zigzag_ranks`` is 1) or in zigzag layout (``zigzag_ranks`` is n):
+cut into 2 n chunks, the first next to the last, the second next to the last but one, and so on.
 
-    folds 1     0 1 | 2 3 | 4 5 | 6 7
-    folds 4     0 7 | 1 6 | 2 5 | 3 4
+    zigzag_ranks 1     0 1 | 2 3 | 4 5 | 6 7
+    zigzag_ranks 4     0 7 | 1 6 | 2 5 | 3 4
 
-Under a causal mask rank r of a natural sequence sees r + 1/2 pieces, of a folded one all ranks see alike much.
+Under a causal mask rank r of a natural sequence sees r + 1/2 pieces; in zigzag layout all ranks see equally many.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def stored(length: int, index: int, count: int) -> Span:
 
 
 @lru_cache(maxsize=4096)
-def spans(length: int, folds: int, index: int = 0, count: int = 1) -> tuple[Span, ...]:
+def spans(length: int, zigzag_ranks: int, index: int = 0, count: int = 1) -> tuple[Span, ...]:
     """Positions that piece ``index`` of ``count`` holds of a sequence of ``length``, in the order it holds them."""
     first, last = stored(length, index, count)
     held: list[Span] = []
-    pairs, passed = range(folds), 0
-    if length and length % (2 * folds) == 0:
+    pairs, passed = range(zigzag_ranks), 0
+    if length and length % (2 * zigzag_ranks) == 0:
         # Chunks are equal: those before and after the piece can be left out.
-        pair_length = length // folds
+        pair_length = length // zigzag_ranks
         pairs = range(first // pair_length, -(-last // pair_length))
         passed = pairs.start * pair_length
-    for order in (order for pair in pairs for order in (pair, 2 * folds - 1 - pair)):
-        chunk = Span(length * order // (2 * folds), length * (order + 1) // (2 * folds))
+    for order in (order for pair in pairs for order in (pair, 2 * zigzag_ranks - 1 - pair)):
+        chunk = Span(length * order // (2 * zigzag_ranks), length * (order + 1) // (2 * zigzag_ranks))
         low, high = max(first - passed, 0), min(last - passed, len(chunk))
         passed += len(chunk)
         if low >= high:
@@ -232,7 +232,7 @@ class RingShape:
 
     sight: Sight
     lengths: tuple[int, int]
-    folds: int
+    zigzag_ranks: int
     sizes: tuple[int, ...]
     ring: tuple[bool, ...]
 
@@ -247,7 +247,7 @@ class RingShape:
 
     def queries(self, place: tuple[int, ...]) -> tuple[Span, ...]:
         """Positions of the queries of the rank at ``place``."""
-        return spans(self.lengths[0], self.folds, number_of(place, self.sizes), prod(self.sizes))
+        return spans(self.lengths[0], self.zigzag_ranks, number_of(place, self.sizes), prod(self.sizes))
 
     def keys(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
         """Positions of the keys of the rank at ``holder`` of the ring, put in natural order."""
@@ -268,12 +268,12 @@ class RingShape:
         )
 
     def _keys_as_stored(self, holder: tuple[int, ...]) -> tuple[Span, ...]:
-        return spans(self.lengths[1], self.folds, number_of(holder, self.ring_sizes), prod(self.ring_sizes))
+        return spans(self.lengths[1], self.zigzag_ranks, number_of(holder, self.ring_sizes), prod(self.ring_sizes))
 
     @property
     def reorders(self) -> bool:
         """Whether a piece of keys is not stored in natural order."""
-        return self.folds > prod(self.ring_sizes)
+        return self.zigzag_ranks > prod(self.ring_sizes)
 
     def stored_keys(self, holder: tuple[int, ...]) -> Span:
         """Where the keys of the rank at ``holder`` of the ring lie among all keys."""
@@ -331,15 +331,17 @@ def block_work(shape: RingShape) -> BlockWork:
 def _work_of(shape: RingShape, number: int, holder: tuple[int, ...]) -> BlockWork:
     """Of the queries of one rank with one piece of keys."""
     of_queries, of_keys = (number, prod(shape.sizes)), (number_of(holder, shape.ring_sizes), prod(shape.ring_sizes))
-    return _work_of_pieces(shape.sight, shape.lengths, shape.folds, of_queries, of_keys)
+    return _work_of_pieces(shape.sight, shape.lengths, shape.zigzag_ranks, of_queries, of_keys)
 
 
 @lru_cache(maxsize=4096)
 def _work_of_pieces(
-    sight: Sight, lengths: tuple[int, int], folds: int, of_queries: tuple[int, int], of_keys: tuple[int, int]
+    sight: Sight, lengths: tuple[int, int], zigzag_ranks: int, of_queries: tuple[int, int], of_keys: tuple[int, int]
 ) -> BlockWork:
     """Pieces by number and count. Ranks that share the queries alike in whatever axes have the same work."""
-    queries, keys = (spans(length, folds, *piece) for length, piece in zip(lengths, (of_queries, of_keys), strict=True))
+    queries, keys = (
+        spans(length, zigzag_ranks, *piece) for length, piece in zip(lengths, (of_queries, of_keys), strict=True)
+    )
     found = blocks(sight, queries, joined(keys))
     # Of fewer positions than pieces some have none.
     held, seen = (max(1, sum(map(len, piece))) for piece in (queries, keys))
@@ -350,17 +352,18 @@ def _work_of_pieces(
     )
 
 
-def folds_for(lengths: tuple[int, int], count: int, *, balanced: bool) -> int:
-    """How the sequence of an attention is stored that ``count`` ranks share: folded, if asked for and it divides."""
+def zigzag_ranks_for(lengths: tuple[int, int], count: int, *, balanced: bool) -> int:
+    """``zigzag_ranks`` of an attention's sequence that ``count`` ranks share: ``count`` if asked for and it divides,
+    else 1."""
     return count if balanced and lengths[0] == lengths[1] and lengths[0] % (2 * count) == 0 else 1
 
 
 @lru_cache(maxsize=4096)
-def imbalance(sight: Sight, lengths: tuple[int, int], folds: int, count: int) -> float:
+def imbalance(sight: Sight, lengths: tuple[int, int], zigzag_ranks: int, count: int) -> float:
     """Work of the rank that has most of it over the mean, when ``count`` ranks share the queries."""
     keys = Span(0, lengths[1])
     work = [
-        sum(sight.num_pairs(queries, keys) for queries in spans(lengths[0], folds, index, count))
+        sum(sight.num_pairs(queries, keys) for queries in spans(lengths[0], zigzag_ranks, index, count))
         for index in range(count)
     ]
     return max(work) * count / sum(work) if sum(work) else 1.0

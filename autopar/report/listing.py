@@ -24,11 +24,11 @@ def listings(study: Study) -> list[list[Row]]:
     workload, plan = study.workload, study.plan
     found: list[list[Row]] = []
     moved = list(communications(study.pricing, study.assignment))
-    for block, index in zip(plan.blocks, first_instances(workload.folding), strict=True):
-        place = {node: number for number, node in enumerate(workload.folding.blocks[index].nodes)}
+    for block, index in zip(plan.blocks, first_instances(workload.repetition), strict=True):
+        place = {node: number for number, node in enumerate(workload.repetition.blocks[index].nodes)}
         rows: list[tuple[float, Row]] = []
         for node, number in place.items():
-            key = workload.folding.key[node]
+            key = workload.repetition.key[node]
             if key in block.ops:
                 rows.append((number, _op(key, block.ops[key], block.ops)))
         for one in moved:

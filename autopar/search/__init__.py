@@ -1,0 +1,1 @@
+"""The search: from a workload and a cluster to the fastest plan that fits."""

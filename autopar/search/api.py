@@ -10,7 +10,7 @@ from math import gcd, inf
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
-from autopar.ir.placed.assign import leaders_of
+from autopar.ir.placed.assign import assignment_of
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
@@ -158,7 +158,7 @@ def priced_plan(
     solver = Solver(
         workload=workload, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag"
     )
-    assignment = leaders_of(workload.analysis, plan)
+    assignment = assignment_of(workload.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,
         mesh=plan.stage_mesh,
@@ -231,7 +231,7 @@ def _check_expert_load(workload: Workload, constraints: Constraints) -> None:
 
 
 def _balanced(workload: Workload, constraints: Constraints) -> bool:
-    """Whether sequences that ranks share are folded. They are where they can be, unless asked otherwise."""
+    """Whether sequences that ranks share are in zigzag layout: where they can be, unless asked otherwise."""
     if constraints.sequence_layout == "contiguous":
         return False
     obstacle = workload.analysis.zigzag.obstacle

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.scans import is_scan
 from autopar.ir.graph import CapturedModel
-from autopar.ir.placed.assign import leaders_of, spread
+from autopar.ir.placed.assign import assignment_of, spread
 from autopar.ir.plan import Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules import known_rule
@@ -88,7 +88,7 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     role = role_of_axis(axis)
     divided = total = 0.0
     whole: list[WholeOp] = []
-    for node, assignment in spread(workload.analysis, leaders_of(workload.analysis, plan)).items():
+    for node, assignment in spread(workload.analysis, assignment_of(workload.analysis, plan)).items():
         if not _multiplies(workload, node) or (role == "ep" and node not in workload.expert_factors):
             continue
         flops, wanted = _PASSES * workload.rule(node).flops * workload.repeats[node], _wanted(workload, node, role)

@@ -126,7 +126,7 @@ def explain_op(
         block=block,
         op=op,
         placement=placement,
-        followers=tuple(workload.folding.key.get(member, member.name) for member in group.members[1:]),
+        followers=tuple(workload.repetition.key.get(member, member.name) for member in group.members[1:]),
         factors=tuple(choice for choice in group.choices if choice is not None),
         excluded=_excluded(plan, pricing, group, constraints),
         time=time,

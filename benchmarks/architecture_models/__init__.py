@@ -9,8 +9,8 @@ from .decoders import DECODERS
 from .diffusion import DIFFUSION
 from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
+from .experts import MOE_MODELS
 from .graphs import GRAPHS
-from .mixtures import MOE_MODELS
 from .multimodal import MULTIMODAL
 from .networks import NETWORKS
 from .recommendation import RECOMMENDATION

@@ -54,7 +54,7 @@ def lowering_time(
 ) -> OpTime:
     """Seconds of the collectives inside ``node`` for one microbatch.
 
-    precision: of compute. balanced: sequences are folded where that shares out the work of causal attention.
+    precision: of compute. balanced: sequences are in zigzag layout where that balances causal attention.
     compute: what collectives inside may hide behind. loads: rows that experts got, by layer; even ones if not known.
     """
     if in_blocks(node, rule, assignment, fabric.mesh, balanced=balanced):

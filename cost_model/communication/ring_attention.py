@@ -9,7 +9,7 @@ o is the share of a transfer's time that compute beside it hides, all of it wher
 Gradients travel in float32. Hops along an outer axis are fewer than along the inner one
 (``autopar.ir.sequence.hops``). All ranks wait for the slowest: the step is the one of the rank with most work.
 
-Queries that are cut in folded order see their keys in blocks too where the keys are whole: one step, and no hop, after
+Queries that are cut in zigzag layout see their keys in blocks too where the keys are whole: one step, and no hop, after
 the keys are put in natural order.
 """
 
@@ -29,7 +29,7 @@ from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.lowered.table import lowering_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
-from autopar.ir.sequence import RingShape, block_work, folds_for, hops_needed
+from autopar.ir.sequence import RingShape, block_work, hops_needed, zigzag_ranks_for
 
 _FLOAT32 = 4
 
@@ -43,11 +43,11 @@ _LAUNCHES_ON_CPU = (40.0, 47.0, 8.0), (60.0, 82.0, 9.0)
 
 
 def in_blocks(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh, *, balanced: bool) -> bool:
-    """Whether an attention is computed in blocks. balanced: causal sequences are folded where they can be."""
+    """Whether an attention is computed in blocks. balanced: causal sequences are in zigzag layout where they can be."""
     name = lowering_of(rule, assignment)
     if name != "attention" or not balanced or sight_of(node).kind not in ("causal", "sliding"):
         return name == "ring"
-    return folds_for(lengths_of(rule), prod(_query_sizes(assignment, mesh)), balanced=True) > 1
+    return zigzag_ranks_for(lengths_of(rule), prod(_query_sizes(assignment, mesh)), balanced=True) > 1
 
 
 def _query_sizes(assignment: Assignment, mesh: Mesh) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def ring_time(
     shape = RingShape(
         sight_of(node),
         lengths,
-        folds_for(lengths, prod(sizes), balanced=balanced),
+        zigzag_ranks_for(lengths, prod(sizes), balanced=balanced),
         sizes,
         tuple(axis in ring for axis in cuts_queries),
     )

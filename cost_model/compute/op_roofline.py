@@ -54,7 +54,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
-from autopar.ir.sequence import Sight, folds_for, imbalance
+from autopar.ir.sequence import Sight, imbalance, zigzag_ranks_for
 
 # Fused attention computes the scores again in its backward: one more product, of the forward's two.
 _RECOMPUTED_SCORES = 0.5
@@ -83,7 +83,7 @@ class OpCost:
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
-    sequence is folded so that all ranks see alike much. loads: rows that experts got, by layer.
+    sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
     """
 
     name: str
@@ -260,8 +260,8 @@ class OpCost:
         count = degrees.get(QUERIES, 1)
         if self.sight is None or count == 1:
             return 1.0
-        folds = folds_for(self.lengths, count, balanced=self.balanced)
-        return imbalance(self.sight, self.lengths, folds, count)
+        zigzag_ranks = zigzag_ranks_for(self.lengths, count, balanced=self.balanced)
+        return imbalance(self.sight, self.lengths, zigzag_ranks, count)
 
     def _moved(
         self, tensors: tuple[MovedTensor, ...], degrees: dict[str, int], num_microbatches: int, most: float

@@ -217,6 +217,7 @@ class ConstantEvaluator:
 
 
 def is_pointwise(node: fx.Node) -> bool:
+    """Whether an op computes each element of its result from the elements at the same place of its operands."""
     target = node.target
     return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _POINTWISE_WITHOUT_TAG)
 

@@ -5,7 +5,7 @@ whole_batch(count)          the sum over the microbatches of a step
 div.Scalar(loss, 4.0)       of a mean over one of four microbatches: a summand of that over all
 _to_copy(x, dtype=bf16)     x, in the dtype of compute
 clone(x)                    x, whose memory is its own
-fold_sequence(x, ..)        x in zigzag order
+to_zigzag(x, ..)            x in zigzag order
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.analysis.zigzag import fold_sequence, unfold_sequence
+from autopar.ir.analysis.zigzag import from_zigzag, to_zigzag
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Partial, Replicate
 from autopar.ir.primitives.whole_batch import whole_batch
@@ -188,10 +188,10 @@ class CallTyper:
             if is_copy or given.term.carries_gradient
         ]
 
-    def fold(self, node: fx.Node, given: Type, *, back: bool) -> Type:
+    def reorder(self, node: fx.Node, given: Type, *, back: bool) -> Type:
         """A sequence put in zigzag order, or back."""
         options = node.kwargs
-        sequence = (int(options["length"]), int(options["folds"]))  # type: ignore[arg-type]
+        sequence = (int(options["length"]), int(options["zigzag_ranks"]))  # type: ignore[arg-type]
         if self.inference.sequence not in (None, sequence):
             raise Mistyped(f"a sequence of (length, ranks) {sequence}; others are of {self.inference.sequence}")
         order = Zigzag(int(options["dim"]), int(options["inner"]))  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ class _OfOperands:
 
 
 _SPECIAL: dict[Any, Callable[[CallTyper, fx.Node, Type], Type]] = {
-    fold_sequence: lambda typer, node, given: typer.fold(node, given, back=False),
-    unfold_sequence: lambda typer, node, given: typer.fold(node, given, back=True),
+    to_zigzag: lambda typer, node, given: typer.reorder(node, given, back=False),
+    from_zigzag: lambda typer, node, given: typer.reorder(node, given, back=True),
     whole_batch: lambda typer, node, given: typer.total(given),
 }

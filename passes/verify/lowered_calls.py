@@ -137,7 +137,7 @@ def _ring(sharded: Sharded) -> LocalCall | None:
     queries, keys = (rule.operands[position][-2] for position in (0, 1))
     own = {
         "lengths": tuple(prod(rule.sizes[factor] for factor in dim) for dim in (queries, keys)),
-        "folds": sharded.chunks,
+        "zigzag_ranks": sharded.chunks,
         "query_groups": sharded.axes(queries),
         "key_groups": sharded.axes(keys),
     }

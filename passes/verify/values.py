@@ -49,7 +49,8 @@ class Value:
 class Way(Protocol):
     """How an op hands gradients back: from where that of its results is a summand to the same of its operands."""
 
-    def backward(self, summands: Summands, mesh: Mesh) -> Sequence[Summands]: ...
+    def backward(self, summands: Summands, mesh: Mesh) -> Sequence[Summands]:
+        """For each operand, the axes on which its gradient is a summand, from those of the result's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,4 +80,5 @@ class Same:
     divided: Summands = frozenset()
 
     def backward(self, summands: Summands, mesh: Mesh) -> tuple[Summands, ...]:
+        """The axes of the result's gradient, and the divided ones."""
         return (summands | self.divided,)

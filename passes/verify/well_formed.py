@@ -36,6 +36,7 @@ class Memo:
         return known is not None and len(known) == len(now) and all(a is b for a, b in zip(known, now, strict=True))
 
     def add(self, node: fx.Node) -> None:
+        """Record that ``node`` was right as it is."""
         self.seen[node] = _state_of(node)
 
 
@@ -91,6 +92,7 @@ def _verify_outputs(captured: CapturedModel, after: str) -> None:
 
 
 def signature_of(argument: Any) -> Any:
+    """Shapes and dtypes of the tensors in an argument of an op, and its other values, as one hashable value."""
     if isinstance(argument, fx.Node):
         return _operand(argument.meta["val"])
     if isinstance(argument, (list, tuple)):
@@ -109,6 +111,7 @@ def _operand(value: Any) -> Any:
 
 
 def summary_of(value: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes of the tensors of a result."""
     return tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in pytree.tree_leaves(value)

@@ -53,7 +53,7 @@ def test_on_a_core_every_hop_and_block_is_issued_by_the_rank_that_computes() -> 
     assert slow.backward_s - fast.backward_s == pytest.approx(60 + 3 * 82 + 4 * 9)
 
 
-def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> None:
+def test_blocks_of_a_zigzag_sequence_are_merged_though_its_keys_are_whole() -> None:
     node = call(composite.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
     device, fabric = CLUSTER.device, Fabric(CLUSTER, Mesh.of(cp=4))
 
@@ -71,10 +71,10 @@ def test_blocks_of_a_folded_sequence_are_merged_though_its_keys_are_whole() -> N
     assert added(True).backward_s > device.memory_seconds(work.columns * 2 * numel * (2 * 4 + 2))
 
 
-@pytest.mark.parametrize("folds", [1, 32])
+@pytest.mark.parametrize("zigzag_ranks", [1, 32])
 @pytest.mark.parametrize("sight", [Sight("full"), Sight("causal"), Sight("sliding", LENGTH // 4)])
-def test_some_steps_of_a_long_ring_say_how_many_blocks_all_have(sight: Sight, folds: int) -> None:
-    shape = RingShape(sight, (LENGTH, LENGTH), folds, (32,), (True,))
+def test_some_steps_of_a_long_ring_say_how_many_blocks_all_have(sight: Sight, zigzag_ranks: int) -> None:
+    shape = RingShape(sight, (LENGTH, LENGTH), zigzag_ranks, (32,), (True,))
     place = 30
     every = [blocks(sight, shape.queries((place,)), shape.keys(((place - step) % 32,))) for step in range(32)]
     number = sum(map(len, every))
@@ -97,8 +97,8 @@ def test_the_rank_with_most_work_sets_the_time() -> None:
     node = call(composite.attention, *((1, 8, LENGTH, 64) for _ in range(3)), kind="causal", scale=1.0)
     device, mesh = CLUSTER.device, Mesh.of(cp=8)
     heads, contiguous, balanced = (
-        OpCost.of(node, rule_for(node), device, balanced=fold).time((choice,), mesh).total_s
-        for choice, fold in (("h", False), ("s&t", False), ("s&t", True))
+        OpCost.of(node, rule_for(node), device, balanced=balanced).time((choice,), mesh).total_s
+        for choice, balanced in (("h", False), ("s&t", False), ("s&t", True))
     )
     assert balanced == pytest.approx(heads, rel=1e-3)
     assert contiguous == pytest.approx(heads * 15 / 8, rel=1e-2)

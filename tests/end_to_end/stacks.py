@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.analysis.blocks import fold
+from autopar.ir.analysis.blocks import find_repetition
 from autopar.ir.capture.capture import capture
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, StagePlan
 from autopar.passes.normalise import normalise
@@ -72,7 +72,7 @@ def batch(step: int = 0) -> dict[str, Any]:
 def tensor_parallel_plan(model: Stack, ranks: int, *, sequence: bool) -> Plan:
     """The plan of Megatron-LM, written by hand: columns, then rows; with ``sequence``, the sequence in between."""
     captured = normalise(capture(model, batch()))
-    folding = fold(captured)
+    repetition = find_repetition(captured)
     columns, between = {"tp": "n"}, {"tp": "d1"} if sequence else {}
     split = {
         "up/linear": columns, "gelu": {"tp": "d2"}, "down/linear": {"tp": "k"},
@@ -82,7 +82,7 @@ def tensor_parallel_plan(model: Stack, ranks: int, *, sequence: bool) -> Plan:
     }  # fmt: skip
     blocks = [
         BlockPlan(name=kind.name, repeats=kind.repeats, ops={key: split[key] for key in kind.keys if key in split})
-        for kind in folding.kinds
+        for kind in repetition.kinds
     ]
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
@@ -90,5 +90,5 @@ def tensor_parallel_plan(model: Stack, ranks: int, *, sequence: bool) -> Plan:
         batch=Batch(global_size=ROWS),
         mesh={"tp": ranks},
         blocks=blocks,
-        stages=[StagePlan(first=0, last=len(folding.blocks) - 1)],
+        stages=[StagePlan(first=0, last=len(repetition.blocks) - 1)],
     )

@@ -1,4 +1,4 @@
-"""Context parallelism against one process: ring, gathered keys and heads, in natural and in folded order."""
+"""Context parallelism against one process: ring, gathered keys and heads, in natural order and in zigzag layout."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_second_forward_is_priced_without_the_ring() -> None:
     assert again[0] == pytest.approx(again[1], rel=0.25)
 
 
-def test_what_cannot_be_folded_is_refused() -> None:
+def test_a_sequence_that_cannot_be_in_zigzag_layout_is_refused() -> None:
     inputs = {key: value[:, :12] for key, value in _batch().items()}
     captured = normalise(capture(_model("llama"), inputs))
     plan = search_captured(captured, local_cluster(4, torch.device("cpu")), Constraints(cp=4, dp=1, tp=1)).plan

@@ -1,4 +1,4 @@
-"""Folding on hand-written graphs: what is a block, which blocks are equal, what crosses a cut."""
+"""Block repetition on hand-written graphs: what is a block, which blocks are equal, what crosses a cut."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from autopar.ir.analysis.blocks import Folding, fold
+from autopar.ir.analysis.blocks import BlockRepetition, find_repetition
 from autopar.ir.graph import CapturedModel, call_nodes
 from tests.ir.tracing import Tracer, aten
 
 D = 16
 
 
-def check(captured: CapturedModel, folding: Folding) -> None:
-    """What every folding promises."""
+def check(captured: CapturedModel, repetition: BlockRepetition) -> None:
+    """Properties of every block repetition."""
     calls = list(call_nodes(captured.graph))
-    inside = [node for block in folding.blocks for node in block.nodes]
+    inside = [node for block in repetition.blocks for node in block.nodes]
     assert len(inside) == len(set(inside))
-    assert {*inside, *folding.prelude} == set(calls)
-    assert set(folding.block_of) == set(inside)
-    assert [block.index for block in folding.blocks] == list(range(len(folding.blocks)))
-    done = set(folding.prelude) | {n for n in captured.graph.nodes if n.op == "placeholder"}
+    assert {*inside, *repetition.prelude} == set(calls)
+    assert set(repetition.block_of) == set(inside)
+    assert [block.index for block in repetition.blocks] == list(range(len(repetition.blocks)))
+    done = set(repetition.prelude) | {n for n in captured.graph.nodes if n.op == "placeholder"}
     for node in inside:
         assert set(node.all_input_nodes) <= done, f"{node} runs before what it reads"
         done.add(node)
         if node.target is operator.getitem:
-            assert folding.block_of[node] == folding.block_of[node.args[0]]  # type: ignore[index]
-    assert [k for k, kind in enumerate(folding.kinds) for _ in range(kind.repeats)] == [b.kind for b in folding.blocks]
-    assert len({kind.name for kind in folding.kinds}) == len(folding.kinds)
-    for block in folding.blocks:
-        kind = folding.kinds[block.kind]
-        first = next(b for b in folding.blocks if b.kind == block.kind)
+            assert repetition.block_of[node] == repetition.block_of[node.args[0]]  # type: ignore[index]
+    assert [k for k, kind in enumerate(repetition.kinds) for _ in range(kind.repeats)] == [
+        b.kind for b in repetition.blocks
+    ]
+    assert len({kind.name for kind in repetition.kinds}) == len(repetition.kinds)
+    for block in repetition.blocks:
+        kind = repetition.kinds[block.kind]
+        first = next(b for b in repetition.blocks if b.kind == block.kind)
         assert len(set(kind.keys)) == len(kind.keys) == len(block.nodes)
-        assert tuple(folding.key[n] for n in block.nodes) == kind.keys
-        assert tuple(folding.representative[n] for n in block.nodes) == first.nodes
+        assert tuple(repetition.key[n] for n in block.nodes) == kind.keys
+        assert tuple(repetition.representative[n] for n in block.nodes) == first.nodes
         assert [n.target for n in block.nodes] == [n.target for n in first.nodes]
-    for cut in range(len(folding.blocks) + 1):
+    for cut in range(len(repetition.blocks) + 1):
         needed = {
-            n for n in inside if folding.block_of[n] < cut and any(folding.block_of.get(u, -1) >= cut for u in n.users)
+            n
+            for n in inside
+            if repetition.block_of[n] < cut and any(repetition.block_of.get(u, -1) >= cut for u in n.users)
         }
-        assert set(folding.crossing(cut)) == needed
+        assert set(repetition.crossing(cut)) == needed
     loss = captured.loss_node()
     if loss is not None:
-        assert folding.block_of[loss] == len(folding.blocks) - 1
+        assert repetition.block_of[loss] == len(repetition.blocks) - 1
 
 
-def listing(folding: Folding) -> list[tuple[str, int, int]]:
-    return [(kind.name, kind.repeats, len(kind.keys)) for kind in folding.kinds]
+def listing(repetition: BlockRepetition) -> list[tuple[str, int, int]]:
+    return [(kind.name, kind.repeats, len(kind.keys)) for kind in repetition.kinds]
 
 
 def loss_of(t: Tracer, x: fx.Node) -> fx.Node:
@@ -85,22 +89,22 @@ def stack(depth: int) -> CapturedModel:
     return t.done(loss_of(t, t.linear("head", x, 64)))
 
 
-def test_layers_fold_into_one_kind() -> None:
+def test_layers_repeat_one_kind() -> None:
     captured = stack(4)
-    folding = fold(captured)
-    check(captured, folding)
-    assert listing(folding) == [("embed", 1, 1), ("layers.*", 4, 4), ("head", 1, 3)]
-    assert folding.kinds[1].keys == ("up/linear", "act/relu", "down/linear", "add")
-    assert [block.name for block in folding.blocks] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
-    assert [len(folding.crossing(cut)) for cut in range(7)] == [0, 1, 1, 1, 1, 1, 0]
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert listing(repetition) == [("embed", 1, 1), ("layers.*", 4, 4), ("head", 1, 3)]
+    assert repetition.kinds[1].keys == ("up/linear", "act/relu", "down/linear", "add")
+    assert [block.name for block in repetition.blocks] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
+    assert [len(repetition.crossing(cut)) for cut in range(7)] == [0, 1, 1, 1, 1, 1, 0]
 
 
 def test_parameters_are_represented_by_those_of_the_first_instance() -> None:
     captured = stack(3)
-    folding = fold(captured)
+    repetition = find_repetition(captured)
     by_name = {node.name: node for node in captured.graph.nodes}
-    assert folding.representative[by_name["layers_2_up_weight"]] is by_name["layers_0_up_weight"]
-    assert folding.representative[by_name["head_weight"]] is by_name["head_weight"]
+    assert repetition.representative[by_name["layers_2_up_weight"]] is by_name["layers_0_up_weight"]
+    assert repetition.representative[by_name["head_weight"]] is by_name["head_weight"]
 
 
 def test_a_chain_without_repeats_is_cut_before_every_heavy_op() -> None:
@@ -112,9 +116,9 @@ def test_a_chain_without_repeats_is_cut_before_every_heavy_op() -> None:
         t.path = str(2 * number + 1)
         x = t.call(aten.relu.default, x)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert listing(folding) == [("0", 1, 2), ("2", 1, 2), ("4", 1, 2), ("6", 1, 4)]
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert listing(repetition) == [("0", 1, 2), ("2", 1, 2), ("4", 1, 2), ("6", 1, 4)]
 
 
 def test_residual_branches_stay_whole() -> None:
@@ -124,9 +128,9 @@ def test_residual_branches_stay_whole() -> None:
         x = mlp_block(t, f"stage{layer}", x, width)
     t.path = "head"
     captured = t.done(loss_of(t, t.linear("head", x, 64)))
-    folding = fold(captured)
-    check(captured, folding)
-    assert listing(folding) == [("embed", 1, 5), ("stage1", 1, 4), ("stage2", 1, 4), ("head", 1, 3)]
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert listing(repetition) == [("embed", 1, 5), ("stage1", 1, 4), ("stage2", 1, 4), ("head", 1, 3)]
 
 
 def test_a_bias_that_the_first_layer_makes_for_all_is_made_before_them() -> None:
@@ -145,11 +149,11 @@ def test_a_bias_that_the_first_layer_makes_for_all_is_made_before_them() -> None
         h = t.call(aten.add.Tensor, h, bias)
         x = t.call(aten.add.Tensor, x, h)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert listing(folding)[:2] == [("embed", 1, 4), ("layers.*", 3, 3)]
-    assert bias in folding.crossing(1) and bias in folding.crossing(3)
-    assert {n.name for n in folding.prelude} == {"arange_default", "unsqueeze_default_1"}
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert listing(repetition)[:2] == [("embed", 1, 4), ("layers.*", 3, 3)]
+    assert bias in repetition.crossing(1) and bias in repetition.crossing(3)
+    assert {n.name for n in repetition.prelude} == {"arange_default", "unsqueeze_default_1"}
 
 
 def test_rope_tables_and_masks_are_prelude() -> None:
@@ -161,10 +165,10 @@ def test_rope_tables_and_masks_are_prelude() -> None:
             table = t.call(aten.cos.default, t.call(aten.arange.default, D, device="meta", dtype=torch.float32))
         x = t.call(aten.mul.Tensor, mlp_block(t, f"layers.{layer}", x), table)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert [n.target for n in folding.prelude] == [aten.arange.default, aten.cos.default]
-    assert ("layers.*", 2, 5) in listing(folding)
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert [n.target for n in repetition.prelude] == [aten.arange.default, aten.cos.default]
+    assert ("layers.*", 2, 5) in listing(repetition)
 
 
 def test_chance_and_updated_state_are_not_prelude() -> None:
@@ -177,10 +181,10 @@ def test_chance_and_updated_state_are_not_prelude() -> None:
     x = t.call(aten.mul.Tensor, t.linear("norm", x, D), noise)
     t.updated_by(count, counted)
     captured = t.done(loss_of(t, x), counted)
-    folding = fold(captured)
-    check(captured, folding)
-    assert {n.target for n in folding.prelude} == {aten.ones.default}
-    assert counted in folding.block_of
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert {n.target for n in repetition.prelude} == {aten.ones.default}
+    assert counted in repetition.block_of
 
 
 def test_alternating_layers_are_one_kind() -> None:
@@ -189,9 +193,9 @@ def test_alternating_layers_are_one_kind() -> None:
     for layer in range(6):
         x = mlp_block(t, f"layers.{layer}", x, 32 if layer % 2 else 48)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert ("layers.*", 3, 8) in listing(folding)
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert ("layers.*", 3, 8) in listing(repetition)
 
 
 def test_encoder_output_is_shared_by_all_decoder_layers() -> None:
@@ -207,12 +211,12 @@ def test_encoder_output_is_shared_by_all_decoder_layers() -> None:
         cross = t.linear(f"decoder.{layer}.cross", memory, D)
         y = t.call(aten.add.Tensor, t.linear(f"decoder.{layer}.own", y, D), cross)
     captured = t.done(loss_of(t, y))
-    folding = fold(captured)
-    check(captured, folding)
-    names = [kind.name for kind in folding.kinds]
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    names = [kind.name for kind in repetition.kinds]
     assert "encoder.*" in names and "decoder.*" in names
-    last = max(block.index for block in folding.blocks if block.name.startswith("decoder"))
-    assert set(folding.crossing(last)) >= {memory}
+    last = max(block.index for block in repetition.blocks if block.name.startswith("decoder"))
+    assert set(repetition.crossing(last)) >= {memory}
 
 
 def test_outputs_collected_from_all_layers_do_not_break_the_repeat() -> None:
@@ -227,9 +231,9 @@ def test_outputs_collected_from_all_layers_do_not_break_the_repeat() -> None:
     t.path = ""
     both = t.call(aten.add.Tensor, loss_of(t, x), t.call(aten.sum.default, t.call(aten.cat.default, logits)))
     captured = t.done(both)
-    folding = fold(captured)
-    check(captured, folding)
-    assert ("layers.*", 3, 5) in listing(folding)
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert ("layers.*", 3, 5) in listing(repetition)
 
 
 def test_tied_weights_do_not_matter_to_the_structure() -> None:
@@ -242,13 +246,13 @@ def test_tied_weights_do_not_matter_to_the_structure() -> None:
         x = mlp_block(t, f"layers.{layer}", x)
     t.path = "head"
     captured = t.done(loss_of(t, t.call(aten.linear.default, x, weight)))
-    folding = fold(captured)
-    check(captured, folding)
-    assert folding.representative[weight] is weight
-    assert listing(folding) == [("embed", 1, 1), ("layers.*", 2, 4), ("head", 1, 3)]
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert repetition.representative[weight] is weight
+    assert listing(repetition) == [("embed", 1, 1), ("layers.*", 2, 4), ("head", 1, 3)]
 
 
-def test_layers_that_share_their_weights_fold_but_keep_them() -> None:
+def test_layers_that_share_their_weights_repeat_but_keep_them() -> None:
     t = Tracer()
     x = embedding(t)
     weight = t.param("shared", D, D)
@@ -256,10 +260,10 @@ def test_layers_that_share_their_weights_fold_but_keep_them() -> None:
         t.path = f"layers.{layer}"
         x = t.call(aten.relu.default, t.call(aten.linear.default, x, weight))
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert ("layers.*", 3, 2) in listing(folding)
-    assert folding.representative[weight] is weight
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert ("layers.*", 3, 2) in listing(repetition)
+    assert repetition.representative[weight] is weight
 
 
 def test_a_module_that_is_called_again_gives_blocks_of_different_names() -> None:
@@ -270,9 +274,9 @@ def test_a_module_that_is_called_again_gives_blocks_of_different_names() -> None
     for _ in range(4):
         t.path = "cell"
         x = t.call(aten.relu.default, t.call(aten.linear.default, x, weight))
-    folding = fold(t.done(loss_of(t, x)))
-    names = [block.name for block in folding.blocks]
-    assert len(set(names)) == len(names) > len(folding.kinds)
+    repetition = find_repetition(t.done(loss_of(t, x)))
+    names = [block.name for block in repetition.blocks]
+    assert len(set(names)) == len(names) > len(repetition.kinds)
 
 
 def test_integers_do_not_cross_where_that_can_be_helped() -> None:
@@ -284,10 +288,10 @@ def test_integers_do_not_cross_where_that_can_be_helped() -> None:
         best = t.call(aten.argmax.default, t.linear(f"layers.{layer}.score", x, 64), -1)
         x = t.call(aten.embedding.default, t.param(f"layers.{layer}.values", 64, D), best)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
+    repetition = find_repetition(captured)
+    check(captured, repetition)
     assert all(
-        n.meta["val"].dtype.is_floating_point for cut in range(len(folding.blocks)) for n in folding.crossing(cut)
+        n.meta["val"].dtype.is_floating_point for cut in range(len(repetition.blocks)) for n in repetition.crossing(cut)
     )
 
 
@@ -300,9 +304,9 @@ def test_multi_output_ops_keep_their_results() -> None:
         first, second = t.call(operator.getitem, both, 0), t.call(operator.getitem, both, 1)
         x = t.call(aten.mul.Tensor, first, second)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert ("layers.*", 2, 5) in listing(folding)
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert ("layers.*", 2, 5) in listing(repetition)
 
 
 _STEP = st.sampled_from(["linear", "relu", "residual", "scale"])
@@ -319,7 +323,7 @@ def programs(draw: st.DrawFn) -> tuple[list[tuple[list[str], int]], int]:
 
 @given(programs())
 @settings(max_examples=40)
-def test_random_stacks_are_folded_at_least_as_far_as_they_were_written(
+def test_random_stacks_repeat_at_least_as_far_as_they_were_written(
     program: tuple[list[tuple[list[str], int]], int],
 ) -> None:
     kinds, head = program
@@ -346,16 +350,16 @@ def test_random_stacks_are_folded_at_least_as_far_as_they_were_written(
     if head:
         x = t.linear("head", x, 64)
     captured = t.done(loss_of(t, x))
-    folding = fold(captured)
-    check(captured, folding)
-    assert sum(len(kind.keys) for kind in folding.kinds) <= written + head + 2
+    repetition = find_repetition(captured)
+    check(captured, repetition)
+    assert sum(len(kind.keys) for kind in repetition.kinds) <= written + head + 2
 
 
 def test_time_grows_with_the_nodes_and_not_with_their_square() -> None:
     captured = stack(300)
     started = time.process_time()
-    folding = fold(captured)
+    repetition = find_repetition(captured)
     elapsed = time.process_time() - started
-    assert listing(folding) == [("embed", 1, 1), ("layers.*", 300, 4), ("head", 1, 3)]
+    assert listing(repetition) == [("embed", 1, 1), ("layers.*", 300, 4), ("head", 1, 3)]
     # Measured 0.1 s (5,000 nodes: 0.5 s); the margin is for a busy machine.
     assert elapsed < 2

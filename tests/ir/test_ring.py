@@ -38,7 +38,7 @@ class Case:
     sizes: tuple[int, int]
     window: int | None
     mask: str
-    folded: bool
+    zigzag: bool
     axes: tuple[int, ...]
     ring: tuple[bool, ...]
     dtype: torch.dtype = torch.float64
@@ -74,10 +74,10 @@ def cases(draw: st.DrawFn) -> Case:
             ]
         )
     )
-    folded = draw(st.booleans())
-    queries = 8 * draw(st.integers(1, 3)) if folded else draw(st.integers(1, 25))
+    zigzag = draw(st.booleans())
+    queries = 8 * draw(st.integers(1, 3)) if zigzag else draw(st.integers(1, 25))
     keys = queries if kind != "full" or draw(st.booleans()) else draw(st.integers(1, 25))
-    if folded and keys % 8:
+    if zigzag and keys % 8:
         keys = queries
     groups = draw(st.integers(1, 2))
     size = draw(st.integers(1, 5))
@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         sizes=(size, draw(st.sampled_from([size, 3]))),
         window=draw(st.integers(1, 9)) if kind == "sliding" else None,
         mask=draw(st.sampled_from(["none", "none", "bias", "documents"] if queries == keys else ["none"])),
-        folded=folded,
+        zigzag=zigzag,
         axes=axes,
         ring=ring,
     )
@@ -104,15 +104,15 @@ def _ring(case: Case, groups: tuple[str, ...]) -> tuple[list[Tensor | None], lis
     for size in reversed(case.axes):
         rank, own = divmod(rank, size)
         place.insert(0, own)
-    folds = RANKS if case.folded else 1
+    zigzag_ranks = RANKS if case.zigzag else 1
     cuts = [(size, own) for size, own, ring in zip(case.axes, place, case.ring) if ring]
     positions = []
     for length, parts in zip(case.lengths, (list(zip(case.axes, place)), cuts)):
         index = count = 0
         for size, own in parts:
             index, count = index * size + own, max(count, 1) * size
-        positions.append(_index(spans(length, folds, index, max(count, 1))))
-    order = _index(spans(case.lengths[1], folds))
+        positions.append(_index(spans(length, zigzag_ranks, index, max(count, 1))))
+    order = _index(spans(case.lengths[1], zigzag_ranks))
     q, k, v, mask = case.operands()
     local = [q[:, :, positions[0]], k[:, :, positions[1]], v[:, :, positions[1]], mask]
     if mask is not None:
@@ -128,7 +128,7 @@ def _ring(case: Case, groups: tuple[str, ...]) -> tuple[list[Tensor | None], lis
             window=case.window,
             scale=0.3,
             lengths=case.lengths,
-            folds=folds,
+            zigzag_ranks=zigzag_ranks,
             query_groups=groups,
             key_groups=tuple(group for group, ring in zip(groups, case.ring) if ring),
         )
@@ -158,7 +158,7 @@ def _check(batch: list[Case]) -> list[str]:
                     dist.all_reduce(grad, group=dist.distributed_c10d._resolve_process_group(group))
             pairs[name] = (grad, x.grad[:, :, _ring(case, tuple(groups[case.axes].values()))[1][1]])
         if local[3] is not None and local[3].grad is not None:
-            order = _index(spans(case.lengths[1], RANKS if case.folded else 1))
+            order = _index(spans(case.lengths[1], RANKS if case.zigzag else 1))
             pairs["mask"] = (local[3].grad, whole[3].grad[:, :, rows][..., order])
         tolerance = 1e-9 if case.dtype is torch.float64 else 2e-2
         for name, (own, other) in pairs.items():
@@ -182,16 +182,16 @@ def test_ring_equals_whole_attention(batch: list[Case]) -> None:
 def test_narrow_types_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"heads": (4, 2), "window": None, "mask": "none", "axes": (4,), "ring": (True,)}
     narrow = [
-        Case(kind=kind, lengths=(64, 64), sizes=(8, 8), folded=folded, dtype=dtype, **common)
+        Case(kind=kind, lengths=(64, 64), sizes=(8, 8), zigzag=zigzag, dtype=dtype, **common)
         for kind in ("full", "causal")
-        for folded in (False, True)
+        for zigzag in (False, True)
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert run_ranks(_check, RANKS, narrow) == [[]] * RANKS
     # Tiles: one process is enough.
     monkeypatch.setattr(blockwise, "_TILE", 3)
     for kind, window in (("causal", None), ("sliding", 4)):
-        case = Case(**{**common, "kind": kind, "window": window, "lengths": (11, 11), "sizes": (4, 5)}, folded=False)
+        case = Case(**{**common, "kind": kind, "window": window, "lengths": (11, 11), "sizes": (4, 5)}, zigzag=False)
         alone, tiled = ([x if x is None else x.requires_grad_() for x in case.operands()] for _ in range(2))
         out = ring_attention(
             *tiled, kind=kind, window=window, scale=0.3, lengths=(11, 11), query_groups=(), key_groups=()
@@ -231,14 +231,14 @@ class _Meter(TorchDispatchMode):
         return result
 
 
-def _measure(group: str, length: int, folded: bool) -> tuple[int, float, dict[str, tuple[int, float]]]:
+def _measure(group: str, length: int, zigzag: bool) -> tuple[int, float, dict[str, tuple[int, float]]]:
     """Peak bytes of a causal attention, its work and what it sends, of this rank."""
     count = dist.get_world_size()
     local = [torch.randn(1, heads, length // count, 16, requires_grad=True) for heads in (4, 2, 2)]
     grad = torch.randn(1, 4, length // count, 16)
     with CollectiveCounter() as counter, _Meter() as meter:
         out = ring_attention(
-            *local, kind="causal", scale=0.25, lengths=(length, length), folds=count if folded else 1,
+            *local, kind="causal", scale=0.25, lengths=(length, length), zigzag_ranks=count if zigzag else 1,
             query_groups=(group,), key_groups=(group,),
         )  # fmt: skip
         out.backward(grad)
@@ -249,7 +249,7 @@ def _measure(group: str, length: int, folded: bool) -> tuple[int, float, dict[st
 
 def _measure_both(length: int) -> list[tuple[int, float, dict[str, tuple[int, float]]]]:
     group = axis_groups(Mesh.of(cp=dist.get_world_size()))["cp"]
-    return [_measure(group, length, folded) for folded in (True, False)]
+    return [_measure(group, length, zigzag) for zigzag in (True, False)]
 
 
 @pytest.mark.parametrize("counts", [(2, 4), pytest.param((4, 8), marks=pytest.mark.slow)])
@@ -257,10 +257,10 @@ def test_memory_falls_as_one_over_n_and_work_is_balanced(counts: tuple[int, int]
     length, peaks = 1024, {}
     for count in counts:
         ranks = run_ranks(_measure_both, count, length)
-        peaks[count] = max(folded[0] for folded, _ in ranks)
-        folded, contiguous = ([rank[n][1] for rank in ranks] for n in (0, 1))
-        assert sum(folded) == sum(contiguous) == 3.5 * 4 * length * (length + 1) / 2
-        assert max(folded) <= 1.1 * sum(folded) / count
+        peaks[count] = max(zigzag[0] for zigzag, _ in ranks)
+        zigzag, contiguous = ([rank[n][1] for rank in ranks] for n in (0, 1))
+        assert sum(zigzag) == sum(contiguous) == 3.5 * 4 * length * (length + 1) / 2
+        assert max(zigzag) <= 1.1 * sum(zigzag) / count
         assert max(contiguous) == pytest.approx((2 * count - 1) / count * sum(contiguous) / count, rel=0.01)
         piece = 2 * 2 * length // count * 16 * 4  # keys and values of two heads
         for rank in ranks:

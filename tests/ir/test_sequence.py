@@ -24,14 +24,14 @@ def _positions(held: tuple[Span, ...]) -> list[int]:
     return [position for span in held for position in range(*span)]
 
 
-def test_folded_order() -> None:
+def test_zigzag_order() -> None:
     assert [_positions(spans(8, 4, index, 4)) for index in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert spans(8, 1, 1, 2) == (Span(4, 8),)
 
 
-@given(length=st.integers(0, 40), folds=st.integers(1, 5), count=st.integers(1, 5))
-def test_every_position_is_held_once(length: int, folds: int, count: int) -> None:
-    held = [_positions(spans(length, folds, index, count)) for index in range(count)]
+@given(length=st.integers(0, 40), zigzag_ranks=st.integers(1, 5), count=st.integers(1, 5))
+def test_every_position_is_held_once(length: int, zigzag_ranks: int, count: int) -> None:
+    held = [_positions(spans(length, zigzag_ranks, index, count)) for index in range(count)]
     assert sorted(position for piece in held for position in piece) == list(range(length))
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
@@ -50,16 +50,16 @@ def test_sight(queries: Span, keys: Span, sight: Sight) -> None:
 
 @given(
     lengths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
-    folds=st.integers(1, 3),
+    zigzag_ranks=st.integers(1, 3),
     count=st.integers(1, 3),
     sight=st.sampled_from(SIGHTS),
     in_order=st.booleans(),
 )
 def test_blocks_cover_what_is_seen(
-    lengths: tuple[int, int], folds: int, count: int, sight: Sight, in_order: bool
+    lengths: tuple[int, int], zigzag_ranks: int, count: int, sight: Sight, in_order: bool
 ) -> None:
     for one, other in product(range(count), repeat=2):
-        queries, keys = spans(lengths[0], folds, one, count), spans(lengths[1], folds, other, count)
+        queries, keys = spans(lengths[0], zigzag_ranks, one, count), spans(lengths[1], zigzag_ranks, other, count)
         keys = joined(keys) if in_order else keys
         rows, columns = _positions(queries), _positions(keys)
         covered = set()
@@ -111,15 +111,15 @@ def test_everyone_meets_every_piece_once(sizes: tuple[int, ...]) -> None:
 
 
 def test_a_window_needs_few_hops() -> None:
-    def needed(sight: Sight, folds: int = 1) -> int:
-        return len(hops_needed(RingShape(sight, (64, 64), folds, (8,), (True,))))
+    def needed(sight: Sight, zigzag_ranks: int = 1) -> int:
+        return len(hops_needed(RingShape(sight, (64, 64), zigzag_ranks, (8,), (True,))))
 
     assert needed(Sight("causal")) == needed(Sight("full")) == 7
     assert (needed(Sight("sliding", 1)), needed(Sight("sliding", 8)), needed(Sight("sliding", 10))) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 64])
-def test_a_folded_sequence_is_balanced(count: int) -> None:
+def test_a_zigzag_sequence_is_balanced(count: int) -> None:
     length = 64 * count
     assert imbalance(Sight("causal"), (length, length), 1, count) == pytest.approx((2 * count - 1) / count, rel=0.02)
     assert imbalance(Sight("causal"), (length, length), count, count) == 1.0

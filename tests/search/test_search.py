@@ -21,7 +21,7 @@ from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
-from autopar.search.api import estimate_captured, leaders_of, predict_plan, search_captured
+from autopar.search.api import assignment_of, estimate_captured, predict_plan, search_captured
 from autopar.search.assign.instance import value
 from autopar.search.assign.solve import solve
 from autopar.search.pricing.block_prices import evaluate
@@ -102,7 +102,7 @@ def test_objective_is_the_price_of_the_blocks(which: str, request: pytest.Fixtur
         blocks = sum(b.compute.total_s + b.communication.total_s for b in priced.blocks)
         relaxed = sum(b.optimiser_s for b in priced.blocks)
         prelude = [t for t in workload.transfers if PRELUDE in t.blocks]
-        if not prelude and not workload.folding.prelude:
+        if not prelude and not workload.repetition.prelude:
             assert value(built.instance, labelling) == pytest.approx(2 * blocks + relaxed, rel=1e-6)
         else:
             assert value(built.instance, labelling) >= (2 * blocks + relaxed) * (1 - 1e-6)
@@ -183,7 +183,7 @@ def test_the_search_is_never_worse_than_an_estimate_and_deterministic(small: Cap
 def test_assignment_of_a_plan(small: CapturedModel) -> None:
     workload = Workload.of(small, "fp32")
     plan = search_captured(small, make_cluster("a100-80gb", 4), Constraints(tp=2, dp=2)).plan
-    assignment = leaders_of(workload, plan)
+    assignment = assignment_of(workload, plan)
     assert assignment[0] == tuple("batch" if name in plan.inputs else None for name in plan.mesh)
     assert len(assignment) == len(workload.clusters.clusters)
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from torch import fx
 
 from autopar.ir.analysis.batch_and_sequence import Roles, find_roles, microbatch_obstacle
-from autopar.ir.analysis.blocks import PRELUDE, Folding, fold
+from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition, find_repetition
 from autopar.ir.analysis.derived_parameters import DerivedUses, find_derived
 from autopar.ir.analysis.gradient_flow import gradient_flow
 from autopar.ir.analysis.limit_experts import limit_experts
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, cluster
-from autopar.ir.analysis.zigzag import FoldedSequence, find_folds
+from autopar.ir.analysis.zigzag import ZigzagSequence, find_zigzag
 from autopar.ir.graph import CapturedModel, source
 from autopar.ir.rule import FactorRule
 
@@ -24,12 +24,12 @@ class Analysis:
     """A captured model, analysed once for the search, the placed model and the passes.
 
     captured: with the limit on experts that was asked for. roles: dimensions of the batch and of the sequence.
-    folding: its blocks, and which of them are alike. clusters: ops whose placement follows from that of a leader.
+    repetition: its blocks, and which of them repeat. clusters: ops whose placement follows from that of a leader.
     """
 
     captured: CapturedModel
     roles: Roles
-    folding: Folding
+    repetition: BlockRepetition
     clusters: OpClusters
 
     @classmethod
@@ -40,8 +40,8 @@ class Analysis:
         PlanMismatch if it is given and the model has no experts.
         """
         captured = limit_experts(captured, expert_capacity)
-        roles, folding = find_roles(captured), fold(captured)
-        return cls(captured=captured, roles=roles, folding=folding, clusters=cluster(captured, folding, roles))
+        roles, repetition = find_roles(captured), find_repetition(captured)
+        return cls(captured=captured, roles=roles, repetition=repetition, clusters=cluster(captured, repetition, roles))
 
     def rule(self, node: fx.Node) -> FactorRule:
         """Rule of an op."""
@@ -49,7 +49,7 @@ class Analysis:
 
     def representative(self, node: fx.Node) -> fx.Node:
         """The op of the first block of its kind that stands for ``node``; ``node`` itself outside repeated blocks."""
-        return self.folding.representative.get(node, node)
+        return self.repetition.representative.get(node, node)
 
     def cluster_of(self, node: fx.Node) -> OpCluster:
         """Op cluster of a representative op or of a step input."""
@@ -57,7 +57,7 @@ class Analysis:
 
     def block_of(self, node: fx.Node) -> int:
         """Number of the block that computes ``node``; PRELUDE for placeholders and for what depends on no parameter."""
-        return self.folding.block_of.get(source(node)[0], PRELUDE)
+        return self.repetition.block_of.get(source(node)[0], PRELUDE)
 
     @cached_property
     def obstacle(self) -> str | None:
@@ -65,9 +65,9 @@ class Analysis:
         return microbatch_obstacle(self.captured, self.roles)
 
     @cached_property
-    def zigzag(self) -> FoldedSequence:
+    def zigzag(self) -> ZigzagSequence:
         """How the sequence could be stored in zigzag order."""
-        return find_folds(self.captured, self.folding, self.roles)
+        return find_zigzag(self.captured, self.repetition, self.roles)
 
     @cached_property
     def derived(self) -> DerivedUses:

@@ -1,4 +1,4 @@
-"""Folding: a model as a row of blocks, and which of them are the same program.
+"""Block repetition: a model as a row of blocks, and which of them are the same program.
 
     prelude | embed | layer | layer | layer | head       kinds: embed x 1, layer x 3, head x 1
 
@@ -28,7 +28,7 @@ PRELUDE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """One block instance. ``kind`` is a position in ``Folding.kinds``; ``nodes`` are in execution order."""
+    """One block instance. ``kind`` is a position in ``BlockRepetition.kinds``; ``nodes`` are in execution order."""
 
     index: int
     kind: int
@@ -46,7 +46,7 @@ class BlockKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Folding:
+class BlockRepetition:
     """The blocks of a captured model, in an order in which they can run.
 
     prelude: ops that depend on no parameter, recomputed on every stage that needs them.
@@ -73,7 +73,7 @@ class Folding:
         return self.crossings[index]
 
 
-def fold(captured: CapturedModel) -> Folding:
+def find_repetition(captured: CapturedModel) -> BlockRepetition:
     """Partition the call nodes of ``captured`` into prelude and blocks, and find the blocks that are equal.
 
     Deterministic; O(n^2) vectorised comparisons for n call nodes (n = 5,000 takes well under a second).
@@ -205,7 +205,7 @@ def _structure(captured: CapturedModel, stream: Stream, nodes: list[fx.Node]) ->
 
 def _assemble(
     captured: CapturedModel, stream: Stream, contents: list[list[fx.Node]], groups: list[list[int]]
-) -> Folding:
+) -> BlockRepetition:
     blocks: list[Block] = []
     kinds: list[BlockKind] = []
     representative: dict[fx.Node, fx.Node] = {node: node for node in stream.prelude}
@@ -235,7 +235,7 @@ def _assemble(
             block_of.update((node, index) for node in nodes)
             representative.update(zip(nodes, first, strict=True))
     _represent_placeholders(captured, stream, blocks, representative)
-    return Folding(
+    return BlockRepetition(
         prelude=stream.prelude,
         blocks=tuple(blocks),
         kinds=tuple(kinds),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.analysis.batch_and_sequence import Roles, find_roles
-from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.blocks import BlockRepetition
 from autopar.ir.graph import CapturedModel, source, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Replicate, Shard
@@ -75,7 +75,7 @@ class OpClusters:
         return Shard(dim) if choice == BATCH and dim is not None else Replicate()
 
 
-def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = None) -> OpClusters:
+def cluster(captured: CapturedModel, repetition: BlockRepetition, roles: Roles | None = None) -> OpClusters:
     """Group the ops of the prelude and of one instance of every distinct block.
 
     Linear in the number of ops. Leaders appear in execution order.
@@ -83,23 +83,23 @@ def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = Non
     roles = roles or find_roles(captured)
     drafts: list[_Draft] = []
     of: dict[fx.Node, _Draft] = {}
-    for index in first_instances(folding):
-        block = folding.blocks[index]
+    for index in first_instances(repetition):
+        block = repetition.blocks[index]
         inside = set(block.nodes)
         for node in block.nodes:
             if node.target is operator.getitem:
                 continue
             rule = rule_for(node)
-            draft = _leader_of(node, rule, inside, of, folding)
+            draft = _leader_of(node, rule, inside, of, repetition)
             if draft is None:
-                choices = _choices_of_leader(node, rule, folding)
+                choices = _choices_of_leader(node, rule, repetition)
                 draft = _Draft(node, [], choices, {choice: {} for choice in choices})
                 drafts.append(draft)
                 for choice in choices:
                     draft.follow[choice][node] = choice
             draft.members.append(node)
             of[node] = draft
-    prelude = _prelude_cluster(folding, roles)
+    prelude = _prelude_cluster(repetition, roles)
     clusters = [prelude]
     final: dict[fx.Node, OpCluster] = dict.fromkeys(prelude.members, prelude)
     for number, draft in enumerate(drafts, start=1):
@@ -117,11 +117,11 @@ def cluster(captured: CapturedModel, folding: Folding, roles: Roles | None = Non
     return OpClusters(clusters=tuple(clusters), of=final, input_dims=input_dims)
 
 
-def first_instances(folding: Folding) -> list[int]:
+def first_instances(repetition: BlockRepetition) -> list[int]:
     """Index of the first block of every kind, in order."""
     seen: set[int] = set()
     indices = []
-    for block in folding.blocks:
+    for block in repetition.blocks:
         if block.kind not in seen:
             seen.add(block.kind)
             indices.append(block.index)
@@ -137,13 +137,13 @@ class _Draft:
 
 
 def _leader_of(
-    node: fx.Node, rule: FactorRule, inside: set[fx.Node], of: Mapping[fx.Node, _Draft], folding: Folding
+    node: fx.Node, rule: FactorRule, inside: set[fx.Node], of: Mapping[fx.Node, _Draft], repetition: BlockRepetition
 ) -> _Draft | None:
     """The cluster that ``node`` can follow, with its choices entered there; None if it has to lead."""
     mains: list[tuple[int, fx.Node, int]] = []
     for position, operand in enumerate(tensor_operands(node)):
         producer, result = source(operand)
-        if producer.op == "call_function" and producer in folding.block_of:
+        if producer.op == "call_function" and producer in repetition.block_of:
             if producer not in inside:
                 return None
             mains.append((position, producer, result))
@@ -168,10 +168,10 @@ def _leader_of(
     return draft
 
 
-def _choices_of_leader(node: fx.Node, rule: FactorRule, folding: Folding) -> tuple[Choice, ...]:
+def _choices_of_leader(node: fx.Node, rule: FactorRule, repetition: BlockRepetition) -> tuple[Choice, ...]:
     """Choices worth offering: partial sums pass through an op that only moves or adds, not through a matmul."""
     computed = {
-        position for position, operand in enumerate(tensor_operands(node)) if source(operand)[0] in folding.block_of
+        position for position, operand in enumerate(tensor_operands(node)) if source(operand)[0] in repetition.block_of
     }
     passes = not _has_loops_of_its_own(rule, computed)
     return tuple(
@@ -191,8 +191,8 @@ def _has_loops_of_its_own(rule: FactorRule, mains: set[int]) -> bool:
     )
 
 
-def _prelude_cluster(folding: Folding, roles: Roles) -> OpCluster:
-    nodes = tuple(n for n in folding.prelude if n.target is not operator.getitem)
+def _prelude_cluster(repetition: BlockRepetition, roles: Roles) -> OpCluster:
+    nodes = tuple(n for n in repetition.prelude if n.target is not operator.getitem)
     with_batch: dict[fx.Node, Choice] = {}
     for node in nodes:
         factor = roles.batch.get(node)

@@ -10,7 +10,7 @@ wired alike. An operand is wired alike if it is
     shared    one and the same value for all instances, from before the first one (sources: from anywhere)
 
 Candidates are the runs of positions ``i`` with ``token[i] == token[i + period]``, for every period:
-O(n^2) comparisons, vectorised. They are taken greedily by the number of nodes that folding saves, so the
+O(n^2) comparisons, vectorised. They are taken greedily by the number of nodes that repetition saves, so the
 layers of a model win over what repeats inside a layer.
 """
 

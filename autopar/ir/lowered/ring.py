@@ -48,7 +48,7 @@ def ring_attention(
     window: int | None = None,
     scale: float,
     lengths: tuple[int, int],
-    folds: int = 1,
+    zigzag_ranks: int = 1,
     query_groups: Groups,
     key_groups: Groups,
 ) -> Tensor:
@@ -56,12 +56,13 @@ def ring_attention(
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, local T, D). mask: rows of the local queries or one for all; columns of
         all keys, as they are stored, or one for all. Without rows of its own it has the columns of the local keys.
-    lengths: queries and keys of all ranks together. folds: how the sequence is stored, see ``autopar.ir.sequence``;
-        a piece of keys that is more than one rank's of a folded sequence is put in natural order first.
+    lengths: queries and keys of all ranks together. zigzag_ranks: how the sequence is stored, see
+    ``autopar.ir.sequence``;
+        a piece of keys of several ranks in zigzag layout is put in natural order first.
     query_groups: groups that cut the queries, major first; key_groups: those of them that cut the keys too.
     """
     shape = RingShape(
-        Sight(kind, window), lengths, folds, tuple(map(group_size, query_groups)),
+        Sight(kind, window), lengths, zigzag_ranks, tuple(map(group_size, query_groups)),
         tuple(group in key_groups for group in query_groups),
     )  # fmt: skip
     place = tuple(map(group_rank, query_groups))

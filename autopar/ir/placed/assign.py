@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
-from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.blocks import BlockRepetition
 from autopar.ir.analysis.op_clusters import BATCH, OpCluster, OpClusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
@@ -28,23 +28,23 @@ def inputs_of(plan: Plan) -> Assignment:
     return tuple(BATCH if name in plan.inputs else None for name in plan.stage_mesh.names)
 
 
-def leaders_of(analysis: Analysis, plan: Plan) -> tuple[Assignment, ...]:
-    """Assignment of the leader of every cluster as ``plan`` states it; what it leaves out is replicated."""
+def assignment_of(analysis: Analysis, plan: Plan) -> tuple[Assignment, ...]:
+    """Assignment of every op cluster, by its index, as ``plan`` states it; ops that it leaves out are replicated."""
     names = plan.stage_mesh.names
     stated: dict[fx.Node | None, Assignment] = {None: inputs_of(plan)}
-    for kind, index in enumerate(first_instances(analysis.folding)):
+    for kind, index in enumerate(first_instances(analysis.repetition)):
         ops = plan.blocks[kind].ops
-        for node in analysis.folding.blocks[index].nodes:
-            factors = ops.get(analysis.folding.key[node], {})
+        for node in analysis.repetition.blocks[index].nodes:
+            factors = ops.get(analysis.repetition.key[node], {})
             stated[node] = tuple(factors.get(name) for name in names)
     return tuple(stated[group.leader] for group in analysis.clusters.clusters)
 
 
-def spread(analysis: Analysis, leaders: Sequence[Assignment]) -> dict[fx.Node, Assignment]:
-    """Assignment of every op of the prelude and of the first block of each kind, from those of the leaders."""
+def spread(analysis: Analysis, assignment: Sequence[Assignment]) -> dict[fx.Node, Assignment]:
+    """Assignment of every op of the prelude and of the first block of each kind, from that of every op cluster."""
     return {
         member: group.assignment(member, leader)
-        for group, leader in zip(analysis.clusters.clusters, leaders, strict=True)
+        for group, leader in zip(analysis.clusters.clusters, assignment, strict=True)
         for member in group.members
     }
 
@@ -52,7 +52,7 @@ def spread(analysis: Analysis, leaders: Sequence[Assignment]) -> dict[fx.Node, A
 def complete(analysis: Analysis, assignments: Mapping[fx.Node, Assignment]) -> dict[fx.Node, Assignment]:
     """Assignment of every op of the model: repeats of a block are placed as the first."""
     every = dict(assignments)
-    for node, first in analysis.folding.representative.items():
+    for node, first in analysis.repetition.representative.items():
         if node.op == "call_function" and node.target is not operator.getitem:
             every[node] = assignments[first]
     return every
@@ -64,34 +64,34 @@ def check_plan_fits(analysis: Analysis, plan: Plan) -> None:
     Raises InvalidPlan if it names an op that does not exist or follows another, a factor that the op cannot be sharded
     on, or one that its axes do not divide.
     """
-    check_model(analysis.captured, analysis.folding, plan)
-    folding, clusters, mesh = analysis.folding, analysis.clusters, plan.stage_mesh
-    leaders = leaders_of(analysis, plan)
-    _check_sizes(clusters.inputs, leaders[clusters.inputs.index], mesh, "the step inputs")
-    for kind, index in enumerate(first_instances(folding)):
-        nodes, stated = folding.blocks[index].nodes, plan.blocks[kind]
+    check_model(analysis.captured, analysis.repetition, plan)
+    repetition, clusters, mesh = analysis.repetition, analysis.clusters, plan.stage_mesh
+    assignment = assignment_of(analysis, plan)
+    _check_sizes(clusters.inputs, assignment[clusters.inputs.index], mesh, "the step inputs")
+    for kind, index in enumerate(first_instances(repetition)):
+        nodes, stated = repetition.blocks[index].nodes, plan.blocks[kind]
         own = {
-            folding.key[node]: clusters.of[node]
+            repetition.key[node]: clusters.of[node]
             for node in nodes
             if node in clusters.of and clusters.of[node].leader is node
         }
-        _check_keys(stated, own, folding, nodes, clusters)
+        _check_keys(stated, own, repetition, nodes, clusters)
         for key, group in own.items():
             possible = ", ".join(c for c in group.choices if c) or "none; leave the op out"
-            for name, value in zip(mesh.names, leaders[group.index], strict=True):
+            for name, value in zip(mesh.names, assignment[group.index], strict=True):
                 if value not in group.choices:
                     raise InvalidPlan(
                         f"plan: op {key!r} of block {stated.name!r} cannot be sharded on factor {value!r} (mesh axis "
                         f"{name!r}).\n  expected one of: {possible}"
                     )
-            _check_sizes(group, leaders[group.index], mesh, f"op {key!r} of block {stated.name!r}")
+            _check_sizes(group, assignment[group.index], mesh, f"op {key!r} of block {stated.name!r}")
 
 
-def check_model(captured: CapturedModel, folding: Folding, plan: Plan) -> None:
+def check_model(captured: CapturedModel, repetition: BlockRepetition, plan: Plan) -> None:
     """Raise PlanMismatch unless ``plan`` was made for this model."""
-    names = [kind.name for kind in folding.kinds]
+    names = [kind.name for kind in repetition.kinds]
     stated = [block.name for block in plan.blocks]
-    repeats = [kind.repeats for kind in folding.kinds]
+    repeats = [kind.repeats for kind in repetition.kinds]
     same_blocks = stated == names and [block.repeats for block in plan.blocks] == repeats
     if same_blocks and plan.model.fingerprint == captured.fingerprint:
         return
@@ -124,24 +124,24 @@ def _check_sizes(group: OpCluster, leader: Assignment, mesh: Mesh, what: str) ->
 
 def _check_keys(
     stated: BlockPlan,
-    leaders: dict[str, OpCluster],
-    folding: Folding,
+    deciding: dict[str, OpCluster],
+    repetition: BlockRepetition,
     nodes: tuple[fx.Node, ...],
     clusters: OpClusters,
 ) -> None:
-    every = {folding.key[node]: node for node in nodes}
+    every = {repetition.key[node]: node for node in nodes}
     for key in stated.ops:
-        if key in leaders:
+        if key in deciding:
             continue
         node = every.get(key)
         if node is not None and node in clusters.of:
             leader = clusters.of[node].leader
             assert leader is not None
             raise InvalidPlan(
-                f"plan: op {key!r} of block {stated.name!r} follows {folding.key[leader]!r} and has no factors of its "
-                f"own.\n  try: shard {folding.key[leader]!r} instead"
+                f"plan: op {key!r} of block {stated.name!r} follows {repetition.key[leader]!r} and has no factors of "
+                f"its own.\n  try: shard {repetition.key[leader]!r} instead"
             )
-        close = difflib.get_close_matches(key, leaders, n=3)
+        close = difflib.get_close_matches(key, deciding, n=3)
         raise InvalidPlan(
-            f"plan: block {stated.name!r} has no op {key!r}.\n  did you mean: {', '.join(close) or ', '.join(leaders)}"
+            f"plan: block {stated.name!r} has no op {key!r}.\n  did you mean: {', '.join(close) or ', '.join(deciding)}"
         )

@@ -20,7 +20,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
-from autopar.ir.analysis.blocks import Folding
+from autopar.ir.analysis.blocks import BlockRepetition
 from autopar.ir.analysis.op_stream import op_name
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
@@ -33,7 +33,7 @@ from autopar.ir.rule import Assignment, Choice
 
 def carry(
     analysis: Analysis, plan: Plan, trained: Analysis, trained_assignments: Mapping[fx.Node, Assignment]
-) -> tuple[Folding, dict[fx.Node, Assignment]]:
+) -> tuple[BlockRepetition, dict[fx.Node, Assignment]]:
     """The decisions of ``plan``, made for ``trained``, for another capture of the model.
 
     trained_assignments: of every op of ``trained``. Returns the blocks of the plan with the ops of the other capture,
@@ -57,7 +57,7 @@ def carry(
             assignments[node] = carried
         else:
             assignments[node] = _as_operands_come(node, analysis, inputs, assignments, mesh)
-    return _blocks(captured, analysis.folding, counterparts, trained.captured, trained.folding), assignments
+    return _blocks(captured, analysis.repetition, counterparts, trained.captured, trained.repetition), assignments
 
 
 def _counterparts(captured: CapturedModel, trained: CapturedModel) -> dict[fx.Node, fx.Node]:
@@ -111,34 +111,42 @@ def _as_operands_come(
 
 def _blocks(
     captured: CapturedModel,
-    folding: Folding,
+    repetition: BlockRepetition,
     counterparts: Mapping[fx.Node, fx.Node],
     trained: CapturedModel,
-    trained_folding: Folding,
-) -> Folding:
-    """The blocks of ``trained_folding`` with the ops of ``captured``, each no earlier than its operands."""
-    readers = _readers(trained, trained_folding)
-    prelude = set(folding.prelude)
+    trained_repetition: BlockRepetition,
+) -> BlockRepetition:
+    """The blocks of ``trained_repetition`` with the ops of ``captured``, each no earlier than its operands."""
+    readers = _readers(trained, trained_repetition)
+    prelude = set(repetition.prelude)
     block_of: dict[fx.Node, int] = {}
     loose: list[fx.Node] = []  # made of parameters alone, so that they may run anywhere before their readers
     for node in call_nodes(captured.graph):
         if node in prelude:
             continue
         earliest = max((block_of[operand] for operand in node.all_input_nodes if operand in block_of), default=None)
-        own = _block_in_training(node, counterparts, captured, trained_folding, readers, earliest or 0)
+        own = _block_in_training(node, counterparts, captured, trained_repetition, readers, earliest or 0)
         if own is None and earliest is None:
             loose.append(node)
             continue
         block_of[node] = max(value for value in (own, earliest) if value is not None)
     for node in reversed(loose):
         block_of[node] = min((block_of[user] for user in node.users if user in block_of), default=0)
-    nodes: list[list[fx.Node]] = [[] for _ in trained_folding.blocks]
+    nodes: list[list[fx.Node]] = [[] for _ in trained_repetition.blocks]
     for node in call_nodes(captured.graph):
         if node in block_of:
             nodes[block_of[node]].append(node)
-    blocks = tuple(replace(block, nodes=tuple(own)) for block, own in zip(trained_folding.blocks, nodes, strict=True))
+    blocks = tuple(
+        replace(block, nodes=tuple(own)) for block, own in zip(trained_repetition.blocks, nodes, strict=True)
+    )
     return replace(
-        folding, blocks=blocks, kinds=trained_folding.kinds, representative={}, key={}, block_of=block_of, crossings=()
+        repetition,
+        blocks=blocks,
+        kinds=trained_repetition.kinds,
+        representative={},
+        key={},
+        block_of=block_of,
+        crossings=(),
     )
 
 
@@ -146,15 +154,15 @@ def _block_in_training(
     node: fx.Node,
     counterparts: Mapping[fx.Node, fx.Node],
     captured: CapturedModel,
-    trained_folding: Folding,
+    trained_repetition: BlockRepetition,
     readers: Mapping[str, list[int]],
     earliest: int,
 ) -> int | None:
     """The block that an op is in when training, or that reads its parameters then, not before ``earliest``."""
     producer, _ = source(node)
     counterpart = counterparts.get(producer)
-    if counterpart is not None and counterpart in trained_folding.block_of:
-        return trained_folding.block_of[counterpart]
+    if counterpart is not None and counterpart in trained_repetition.block_of:
+        return trained_repetition.block_of[counterpart]
     for operand in producer.all_input_nodes:
         parameter = captured.parameters.get(operand.name)
         blocks = readers.get(parameter.name, []) if parameter is not None else []
@@ -163,11 +171,11 @@ def _block_in_training(
     return None
 
 
-def _readers(trained: CapturedModel, folding: Folding) -> dict[str, list[int]]:
+def _readers(trained: CapturedModel, repetition: BlockRepetition) -> dict[str, list[int]]:
     """Parameter -> the blocks that read it, in order."""
     found: dict[str, set[int]] = {}
     for node in trained.graph.nodes:
         if node.op == "placeholder" and node.name in trained.parameters:
             name = trained.parameters[node.name].name
-            found[name] = {folding.block_of[user] for user in node.users if user in folding.block_of}
+            found[name] = {repetition.block_of[user] for user in node.users if user in repetition.block_of}
     return {name: sorted(blocks) for name, blocks in found.items()}

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.analysis.zigzag import Fold
+from autopar.ir.analysis.zigzag import ZigzagDim
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import source, tensor_operands
 from autopar.ir.placed.layouts import Need
@@ -87,8 +87,8 @@ class Operands:
         block: int,
         *,
         wide: bool = False,
-        into: tuple[Fold, ...] = (),
-        back: tuple[Fold, ...] = (),
+        into: tuple[ZigzagDim, ...] = (),
+        back: tuple[ZigzagDim, ...] = (),
     ) -> Use:
         placed = self.placed
         made_in, time = placed.analysis.block_of(tensor), placed.over_time(tensor)
@@ -117,7 +117,7 @@ class Operands:
         return tuple(step for step in steps if step.forward is not Collective.NONE)
 
     def _read(
-        self, parameter: fx.Node, need: Need, block: int, *, wide: bool, share: bool, back: tuple[Fold, ...]
+        self, parameter: fx.Node, need: Need, block: int, *, wide: bool, share: bool, back: tuple[ZigzagDim, ...]
     ) -> Use:
         storage, mesh = self.placed.storage[parameter.name], self.placed.mesh
         read = self.chains.read(

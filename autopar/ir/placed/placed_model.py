@@ -14,11 +14,11 @@ from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.op_clusters import BATCH
-from autopar.ir.analysis.zigzag import FoldedSequence
+from autopar.ir.analysis.zigzag import ZigzagSequence
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.placed.assign import check_plan_fits, complete, inputs_of, leaders_of, spread
+from autopar.ir.placed.assign import assignment_of, check_plan_fits, complete, inputs_of, spread
 from autopar.ir.placed.carry import carry
 from autopar.ir.placed.layouts import Layouts, Need, made_on_axis
 from autopar.ir.placed.storage import Storage, store
@@ -34,7 +34,7 @@ class PlacedModel:
     """An analysis under a plan.
 
     layouts: of its tensors on the stage mesh. storage: of every parameter, by placeholder name. shard_axes: mesh axes
-    that ZeRO shards over. zigzag: how the sequence is stored in zigzag order by ``num_folds`` ranks; None in natural
+    that ZeRO shards over. zigzag: how the sequence is stored in zigzag order by ``zigzag_ranks`` ranks; None in natural
     order. A microbatch is the batch divided in time, over an axis that no collective crosses.
     """
 
@@ -43,11 +43,12 @@ class PlacedModel:
     layouts: Layouts
     storage: Mapping[str, Storage]
     shard_axes: tuple[int, ...]
-    zigzag: FoldedSequence | None = None
-    num_folds: int = 1
+    zigzag: ZigzagSequence | None = None
+    zigzag_ranks: int = 1
 
     @property
     def captured(self) -> CapturedModel:
+        """The captured model."""
         return self.analysis.captured
 
     @property
@@ -57,6 +58,7 @@ class PlacedModel:
 
     @property
     def num_microbatches(self) -> int:
+        """Microbatches of a step."""
         return self.plan.batch.num_microbatches
 
     @cached_property
@@ -65,6 +67,7 @@ class PlacedModel:
         return Mesh((MeshAxis(TIME, self.num_microbatches), *self.mesh.axes))
 
     def is_parameter(self, node: fx.Node) -> bool:
+        """Whether a node is the placeholder of a parameter."""
         return node.op == "placeholder" and node.name in self.captured.parameters
 
     def layout(self, node: fx.Node) -> Layout:
@@ -102,7 +105,7 @@ def place(analysis: Analysis, plan: Plan) -> PlacedModel:
     """The model that ``plan`` was made for, under it. Raises PlanMismatch or InvalidPlan, saying what does not fit."""
     _check_batch(analysis, plan)
     check_plan_fits(analysis, plan)
-    assignments = complete(analysis, spread(analysis, leaders_of(analysis, plan)))
+    assignments = complete(analysis, spread(analysis, assignment_of(analysis, plan)))
     layouts = Layouts(analysis=analysis, assignments=assignments, inputs=inputs_of(plan))
     captured = analysis.captured
     needs: dict[str, list[Need]] = {name: [] for name in captured.parameters}
@@ -138,8 +141,8 @@ def place_like(analysis: Analysis, like: PlacedModel) -> PlacedModel:
                 "other: its train and eval modes use it differently.\n"
                 "  expected: ops that read it alike in both modes\n  try: evaluate the plain model of full_state_dict()"
             )
-    folding, assignments = carry(analysis, plan, like.analysis, like.layouts.assignments)
-    analysis = replace(analysis, folding=folding)
+    repetition, assignments = carry(analysis, plan, like.analysis, like.layouts.assignments)
+    analysis = replace(analysis, repetition=repetition)
     return _in_zigzag_order(
         PlacedModel(
             analysis=analysis,
@@ -170,7 +173,7 @@ def _in_zigzag_order(placed: PlacedModel) -> PlacedModel:
     zigzag = placed.analysis.zigzag
     reason, ranks = zigzag.obstacle, 1
     if reason is None:
-        ranks = zigzag.num_folds(placed.layouts.assignments, placed.mesh)
+        ranks = zigzag.num_ranks(placed.layouts.assignments, placed.mesh)
         if ranks > 1 and not zigzag.divides(ranks):
             reason = f"{zigzag.length} positions do not divide into 2 chunks for each of {ranks} ranks"
     if reason is not None:
@@ -178,4 +181,4 @@ def _in_zigzag_order(placed: PlacedModel) -> PlacedModel:
             f"sequence_layout: {placed.captured.name} cannot be run in zigzag order: {reason}.\n"
             "  try: sequence_layout: contiguous"
         )
-    return replace(placed, zigzag=zigzag, num_folds=ranks) if ranks > 1 else placed
+    return replace(placed, zigzag=zigzag, zigzag_ranks=ranks) if ranks > 1 else placed

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.analysis.zigzag import Fold
+from autopar.ir.analysis.zigzag import ZigzagDim
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, Step
 
@@ -61,11 +61,11 @@ class Use:
     tensor: fx.Node
     block: int
     read: Read | None = None
-    into: tuple[Fold, ...] = ()
+    into: tuple[ZigzagDim, ...] = ()
     moves: tuple[Move, ...] = ()
     total: bool = False
     share: bool = False
-    back: tuple[Fold, ...] = ()
+    back: tuple[ZigzagDim, ...] = ()
 
 
 @dataclass(slots=True)

@@ -137,8 +137,8 @@ class _Program:
             used = y[state, need]
             needed = self.rows(num_needs, 0.0, 0.0 if alone else infinity)
             self.entries += [(needed + need, used, 1.0), (needed + user.needs, self.x[user.variable], -1.0)]
-            leaves = self.rows(num_sources, 0.0, 0.0 if alone else infinity)
-            self.entries += [(leaves + state, used, 1.0), (leaves + factor.sources, producer, -1.0)]
+            left = self.rows(num_sources, 0.0, 0.0 if alone else infinity)
+            self.entries += [(left + state, used, 1.0), (left + factor.sources, producer, -1.0)]
         if not alone:
             state, need = np.nonzero(possible)
             produced = self.rows(num_sources * num_needs, -infinity, 0.0)

@@ -84,7 +84,7 @@ class Kept:
     def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
         """Of the blocks of kind ``kind``, whose first block has the ops ``nodes``."""
         workload, found = ops.workload, ops.workload.activations[kind]
-        repeats = workload.folding.kinds[kind].repeats
+        repeats = workload.repetition.kinds[kind].repeats
         contracts = [float(is_contraction(node, workload.rule(node))) for node in nodes]
         saved = [tensor for node in nodes for tensor in workload.kept.get(node, ())]
         fewer = [tensor for tensor in found.kept if tensor.node not in found.every_second]
@@ -153,12 +153,12 @@ class IdealDivision:
         """Of the model whose ops ``ops`` prices."""
         workload = ops.workload
         passes, on_path = [], []
-        inside: list[list[fx.Node]] = [[] for _ in workload.folding.kinds]
+        inside: list[list[fx.Node]] = [[] for _ in workload.repetition.kinds]
         for node, repeats in workload.repeats.items():
-            block = workload.folding.block_of.get(node)
+            block = workload.repetition.block_of.get(node)
             if block is None:
                 continue
-            inside[workload.folding.blocks[block].kind].append(node)
+            inside[workload.repetition.blocks[block].kind].append(node)
             cost = ops.cost(node)
             passes.append(_forward(cost, repeats))
             on_path.append(1.0)

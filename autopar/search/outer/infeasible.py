@@ -49,7 +49,7 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
 
 def _blocks(workload: Workload) -> str:
     """How many blocks a model has, and which parts of it they are."""
-    kinds = [f"{kind.repeats} x {kind.name}" if kind.repeats > 1 else kind.name for kind in workload.folding.kinds]
+    kinds = [f"{kind.repeats} x {kind.name}" if kind.repeats > 1 else kind.name for kind in workload.repetition.kinds]
     which = ", ".join(kinds[:5]) + (", ..." if len(kinds) > 5 else "")
     return f"{workload.num_blocks} block{'s' if workload.num_blocks != 1 else ''} ({which})"
 

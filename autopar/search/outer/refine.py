@@ -133,10 +133,10 @@ def _zero_stages(solver: Solver, found: Candidate) -> Candidate:
     ]
     if not options:
         return found
-    held = [0.0] * len(workload.folding.kinds)
+    held = [0.0] * len(workload.repetition.kinds)
     for group in workload.parameters:
         for blocks in group.blocks:
-            held[workload.folding.blocks[blocks[0]].kind] += group.numel
+            held[workload.repetition.blocks[blocks[0]].kind] += group.numel
     kinds = sorted((kind for kind, numel in enumerate(held) if numel), key=lambda kind: -held[kind])[:MAX_KINDS]
 
     def at(zero_stages: tuple[int, ...]) -> Candidate:

@@ -55,13 +55,13 @@ class BlockItems:
 
     def kind_of(self, block: int) -> str:
         """Name of a block's kind, as in the plan."""
-        folding = self.pricing.workload.folding
-        return folding.kinds[folding.blocks[block].kind].name
+        repetition = self.pricing.workload.repetition
+        return repetition.kinds[repetition.blocks[block].kind].name
 
     def items(self, block: int) -> Iterator[tuple[Item, Seconds]]:
         """Items of the passes of a block without recomputation and ZeRO's collectives. An item may be repeated."""
         pricing, workload = self.pricing, self.pricing.workload
-        for node in map(workload.representative, workload.folding.blocks[block].nodes):
+        for node in map(workload.representative, workload.repetition.blocks[block].nodes):
             if node not in self.layouts.assignments:
                 continue
             choices = self.layouts.assignments[node]

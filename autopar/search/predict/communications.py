@@ -47,11 +47,11 @@ class Communication:
 
 def name_of(workload: Workload, node: fx.Node) -> str:
     """``BLOCK/OP`` as in the plan; the name of a step input."""
-    block = workload.folding.block_of.get(node)
+    block = workload.repetition.block_of.get(node)
     if block is None:
         return node.name
-    folding = workload.folding
-    return f"{folding.kinds[folding.blocks[block].kind].name}/{folding.key.get(node, node.name)}"
+    repetition = workload.repetition
+    return f"{repetition.kinds[repetition.blocks[block].kind].name}/{repetition.key.get(node, node.name)}"
 
 
 def communications(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Iterator[Communication]:

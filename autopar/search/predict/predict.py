@@ -150,7 +150,7 @@ def predict(
         ),
         costs=StepCosts(
             blocks=blocks,
-            names=[block.name for block in pricing.workload.folding.blocks],
+            names=[block.name for block in pricing.workload.repetition.blocks],
             stages=stages,
             shape=shape,
             sends=sends,
@@ -248,7 +248,7 @@ def _by_axis(
             for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
                 spent[step.axis] += times * time.total_s
     for node, choices in layouts.assignments.items():
-        block = workload.folding.block_of.get(node)
+        block = workload.repetition.block_of.get(node)
         lowered = workload.rule(node).lowered
         for axis, choice in enumerate(choices):
             if block is not None and choice in lowered and here(block):

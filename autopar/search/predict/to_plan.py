@@ -31,18 +31,18 @@ def plan_of(
 ) -> Plan:
     """The plan that states the arguments. Free axes are named after their roles."""
     workload, cluster = pricing.workload, pricing.ops.cluster
-    captured, folding, clusters = workload.captured, workload.folding, workload.clusters
+    captured, repetition, clusters = workload.captured, workload.repetition, workload.clusters
     mesh = name_axes(workload, pricing.mesh, assignment)
     inputs = assignment[clusters.inputs.index]
     blocks: list[BlockPlan] = []
-    for kind, index in zip(folding.kinds, first_instances(folding), strict=True):
+    for kind, index in zip(repetition.kinds, first_instances(repetition), strict=True):
         ops = {}
-        for node in folding.blocks[index].nodes:
+        for node in repetition.blocks[index].nodes:
             group = clusters.of.get(node)
             if group is not None and group.leader is node:
                 chosen = {name: c for name, c in zip(mesh.names, assignment[group.index], strict=True) if c is not None}
                 if chosen:
-                    ops[folding.key[node]] = chosen
+                    ops[repetition.key[node]] = chosen
         zero = None if pricing.zero_stages is None else pricing.zero_stages[len(blocks)]
         blocks.append(
             BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if zero == pricing.zero else zero)
@@ -71,9 +71,9 @@ def _sequence_layout(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Se
     """Zigzag where ranks share a causal attention, and its sequence divides."""
     if not pricing.ops.balanced:
         return "contiguous"
-    folded = pricing.workload.analysis.zigzag
-    ranks = folded.num_folds(spread(pricing.workload.analysis, assignment), pricing.mesh)
-    return "zigzag" if ranks > 1 and folded.divides(ranks) else "contiguous"
+    zigzag = pricing.workload.analysis.zigzag
+    ranks = zigzag.num_ranks(spread(pricing.workload.analysis, assignment), pricing.mesh)
+    return "zigzag" if ranks > 1 and zigzag.divides(ranks) else "contiguous"
 
 
 def _stage(stage: Stage) -> StagePlan:
@@ -137,4 +137,4 @@ def _own(workload: Workload, node: fx.Node, assignment: tuple[Assignment, ...]) 
 
 
 def _is_heavy(workload: Workload, node: fx.Node) -> bool:
-    return node in workload.folding.block_of and is_contraction(node, rule_for(node))
+    return node in workload.repetition.block_of and is_contraction(node, rule_for(node))

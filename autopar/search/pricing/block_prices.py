@@ -165,7 +165,7 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
     prices, storage, by_block = _parameters(pricing, layouts, shared_once)
     made: dict[tuple[object, ...], BlockPrice] = {}
     blocks = []
-    for block in workload.folding.blocks:
+    for block in workload.repetition.blocks:
         arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
@@ -263,7 +263,7 @@ class _Ops:
     @classmethod
     def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
         workload = pricing.workload
-        first = next(block for block in workload.folding.blocks if block.kind == kind)
+        first = next(block for block in workload.repetition.blocks if block.kind == kind)
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
         activations = workload.activations[kind]
@@ -384,7 +384,7 @@ def _parameters(
         for name, blocks in zip(group.names, group.blocks, strict=True):
             users = tuple(dict.fromkeys(blocks))
             for block in users[:1] if shared_once else users:
-                kind = pricing.workload.folding.blocks[block].kind
+                kind = pricing.workload.repetition.blocks[block].kind
                 alone = None if pricing.zero_stages is None or (shared_once and len(users) > 1) else kind
                 if alone not in made:
                     made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)

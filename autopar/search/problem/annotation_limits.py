@@ -69,7 +69,7 @@ def check_annotations(workload: Workload, constraints: Constraints) -> None:
 def _check_repeats(workload: Workload, constraints: Constraints) -> None:
     """Repeats of a block share their decisions, so a pattern has to match in all of them or in none."""
     parameters = workload.captured.parameters
-    for node, first in workload.folding.representative.items():
+    for node, first in workload.repetition.representative.items():
         if node.op != "call_function" or node is first:
             continue
         for one, other in zip(tensor_operands(node), tensor_operands(first), strict=True):

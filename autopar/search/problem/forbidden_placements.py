@@ -55,12 +55,12 @@ def parse_forbidden(text: str) -> Forbidden:
 
 def deciding_ops(workload: Workload) -> Iterator[tuple[str, str, fx.Node]]:
     """(block, op, its representative) of every op that plans place; all other ops follow one of them."""
-    folding = workload.folding
+    repetition = workload.repetition
     for group in workload.clusters.clusters:
-        block = None if group.leader is None else folding.block_of.get(group.leader)
+        block = None if group.leader is None else repetition.block_of.get(group.leader)
         if group.leader is not None and block is not None:
-            kind = folding.kinds[folding.blocks[block].kind]
-            yield kind.name, folding.key[group.leader], group.leader
+            kind = repetition.kinds[repetition.blocks[block].kind]
+            yield kind.name, repetition.key[group.leader], group.leader
 
 
 def named_ops(workload: Workload, pattern: str) -> list[fx.Node]:
@@ -94,11 +94,11 @@ def check_forbidden(workload: Workload, forbidden: tuple[Forbidden, ...], axes: 
 
 def unknown_op(workload: Workload, name: str) -> str:
     """The error for a name that no deciding op has."""
-    folding = workload.folding
+    repetition = workload.repetition
     for group in workload.clusters.clusters:
         for member in group.members[1:]:
-            if group.leader is not None and folding.key.get(member) == name:
-                return f"{name!r} is placed as {folding.key[group.leader]!r} is.\n  try: that one"
+            if group.leader is not None and repetition.key.get(member) == name:
+                return f"{name!r} is placed as {repetition.key[group.leader]!r} is.\n  try: that one"
     names = list(dict.fromkeys(key for block, op, _ in deciding_ops(workload) for key in (op, f"{block}/{op}")))
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
     return f"the plan places no op {name!r}.\n  names like it: {', '.join(close) or 'none'}"

@@ -22,7 +22,7 @@ from autopar.cost_model.memory.activations import BlockActivations
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
-from autopar.ir.analysis.blocks import PRELUDE, Folding
+from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
@@ -124,9 +124,9 @@ class Workload:
         return self.analysis.captured
 
     @property
-    def folding(self) -> Folding:
+    def repetition(self) -> BlockRepetition:
         """Its blocks, and which of them repeat."""
-        return self.analysis.folding
+        return self.analysis.repetition
 
     @property
     def roles(self) -> Roles:
@@ -168,8 +168,8 @@ class Workload:
         found: dict[fx.Node, int] = {}
         for group in self.clusters.clusters:
             for node in group.members:
-                block = self.folding.block_of.get(node)
-                found[node] = 1 if block is None else self.folding.kinds[self.folding.blocks[block].kind].repeats
+                block = self.repetition.block_of.get(node)
+                found[node] = 1 if block is None else self.repetition.kinds[self.repetition.blocks[block].kind].repeats
         return found
 
     def factors_of_matrices(self, node: fx.Node) -> frozenset[str]:
@@ -186,7 +186,7 @@ class Workload:
     @cached_property
     def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
         """Op clusters of the ops of each kind of block."""
-        blocks = (self.folding.blocks[index] for index in first_instances(self.folding))
+        blocks = (self.repetition.blocks[index] for index in first_instances(self.repetition))
         nodes = ([node for node in block.nodes if node in self.repeats] for block in blocks)
         return tuple(tuple(sorted({self.cluster_of(node).index for node in own})) for own in nodes)
 
@@ -205,30 +205,30 @@ class Workload:
     @cached_property
     def num_blocks(self) -> int:
         """Number of block instances."""
-        return len(self.folding.blocks)
+        return len(self.repetition.blocks)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every tensor that is no parameter, with its uses; those of repeated blocks together."""
         gathered: dict[tuple[fx.Node, int, int], list[tuple[fx.Node, int]]] = {}
         for node in op_nodes(self.captured.graph):
-            block = self.folding.block_of.get(node, PRELUDE)
+            block = self.repetition.block_of.get(node, PRELUDE)
             for position, operand in enumerate(tensor_operands(node)):
                 producer, result = source(operand)
                 if producer.name in self.captured.parameters and producer.op == "placeholder":
                     continue
                 gathered.setdefault((producer, result, block), []).append((self.representative(node), position))
         order = {node: number for number, node in enumerate(self.captured.graph.nodes)}
-        folded: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+        alike: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
         first: dict[tuple[object, ...], tuple[fx.Node, int, tuple[tuple[fx.Node, int], ...]]] = {}
         for (producer, result, block), users in gathered.items():
             uses = tuple(sorted(set(users), key=lambda use: (order[use[0]], use[1])))
             known = self.representative(producer)
             key = (known, result, uses)
             first.setdefault(key, (known, result, uses))
-            blocks, from_blocks = folded.setdefault(key, ([], []))
+            blocks, from_blocks = alike.setdefault(key, ([], []))
             blocks.append(block)
-            from_blocks.append(self.folding.block_of.get(producer, PRELUDE))
+            from_blocks.append(self.repetition.block_of.get(producer, PRELUDE))
         return tuple(
             Transfer(
                 tensor=self.tensor(*first[key][:2]),
@@ -236,7 +236,7 @@ class Workload:
                 blocks=tuple(blocks),
                 from_blocks=tuple(from_blocks),
             )
-            for key, (blocks, from_blocks) in folded.items()
+            for key, (blocks, from_blocks) in alike.items()
         )
 
     @cached_property
@@ -316,7 +316,7 @@ class Workload:
         """Parameters, those alike together."""
         uses: dict[str, list[tuple[int, fx.Node, int]]] = {name: [] for name in self.captured.parameters}
         for node in op_nodes(self.captured.graph):
-            block = self.folding.block_of.get(node, PRELUDE)
+            block = self.repetition.block_of.get(node, PRELUDE)
             for position, operand in enumerate(tensor_operands(node)):
                 if operand.op == "placeholder" and operand.name in uses:
                     uses[operand.name].append((block, self.representative(node), position))
@@ -369,14 +369,14 @@ class Workload:
         """Activations that each kind of block saves for its backward."""
         return tuple(
             BlockActivations.of(
-                [node for node in self.folding.blocks[index].nodes if node in self.repeats],
+                [node for node in self.repetition.blocks[index].nodes if node in self.repeats],
                 precision=self.precision,
                 batch_factors=self.roles.batch,
-                shared=frozenset(self.folding.prelude),
+                shared=frozenset(self.repetition.prelude),
                 needs_grad=self.analysis.differentiable,
                 ends_early=self.ends_early,
             )
-            for index in first_instances(self.folding)
+            for index in first_instances(self.repetition)
         )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The sequence in folded order: the two functions, and where models change order."""
+"""The sequence in zigzag layout: the two functions, and where models change order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.cost_model.compute.flops import op_name
 from autopar.ir.analysis.batch_and_sequence import find_roles
-from autopar.ir.analysis.blocks import fold
-from autopar.ir.analysis.zigzag import FoldedSequence, find_folds, fold_sequence, unfold_sequence
+from autopar.ir.analysis.blocks import find_repetition
+from autopar.ir.analysis.zigzag import ZigzagSequence, find_zigzag, from_zigzag, to_zigzag
 from autopar.ir.capture.capture import capture
 from autopar.ir.sequence import spans
 from autopar.passes.normalise import normalise
@@ -21,15 +21,15 @@ from autopar.passes.normalise import normalise
 LENGTH = 16
 
 
-@given(outer=st.integers(1, 3), chunk=st.integers(1, 3), inner=st.integers(1, 3), folds=st.integers(1, 4))
-def test_fold_is_the_stored_order(outer: int, chunk: int, inner: int, folds: int) -> None:
-    length = 2 * folds * chunk
+@given(outer=st.integers(1, 3), chunk=st.integers(1, 3), inner=st.integers(1, 3), zigzag_ranks=st.integers(1, 4))
+def test_zigzag_is_the_stored_order(outer: int, chunk: int, inner: int, zigzag_ranks: int) -> None:
+    length = 2 * zigzag_ranks * chunk
     x = torch.arange(2 * outer * length * inner).view(2, outer * length * inner)
-    folded = fold_sequence(x, dim=1, length=length, inner=inner, folds=folds)
-    order = [position for span in spans(length, folds) for position in range(*span)]
+    zigzag = to_zigzag(x, dim=1, length=length, inner=inner, zigzag_ranks=zigzag_ranks)
+    order = [position for span in spans(length, zigzag_ranks) for position in range(*span)]
     expected = x.view(2, outer, length, inner)[:, :, order].flatten(1)
-    assert torch.equal(folded, expected)
-    assert torch.equal(unfold_sequence(folded, dim=1, length=length, inner=inner, folds=folds), x)
+    assert torch.equal(zigzag, expected)
+    assert torch.equal(from_zigzag(zigzag, dim=1, length=length, inner=inner, zigzag_ranks=zigzag_ranks), x)
 
 
 class Attention(nn.Module):
@@ -64,9 +64,9 @@ class WithParameter(Attention):
         return x + self.positions
 
 
-def _folds(model: nn.Module, inputs: dict[str, Tensor]) -> FoldedSequence:
+def _zigzag(model: nn.Module, inputs: dict[str, Tensor]) -> ZigzagSequence:
     captured = normalise(capture(model, inputs))
-    return find_folds(captured, fold(captured), find_roles(captured))
+    return find_zigzag(captured, find_repetition(captured), find_roles(captured))
 
 
 def _inputs(name: str = "tokens") -> dict[str, Tensor]:
@@ -82,16 +82,16 @@ def test_decoders_change_order_only_at_the_edge_of_their_blocks() -> None:
         (LlamaForCausalLM(llama), {"embedding", "mul", "cross_entropy"}),
         (GPT2LMHeadModel(gpt2), {"embedding", "cross_entropy"}),
     ):
-        folded = _folds(model, _inputs("input_ids"))
-        assert folded.obstacle is None and folded.length == LENGTH
-        assert len(folded.attentions) == 2 and not folded.back
-        assert {op_name(node) for node, _ in folded.into} == entries
+        zigzag = _zigzag(model, _inputs("input_ids"))
+        assert zigzag.obstacle is None and zigzag.length == LENGTH
+        assert len(zigzag.attentions) == 2 and not zigzag.back
+        assert {op_name(node) for node, _ in zigzag.into} == entries
 
 
 def test_what_minds_the_order_gets_it_back() -> None:
-    folded = _folds(Attention(), _inputs())
-    assert folded.obstacle is None
-    assert [op_name(node) for node, _ in folded.back] == ["slice"]
+    zigzag = _zigzag(Attention(), _inputs())
+    assert zigzag.obstacle is None
+    assert [op_name(node) for node, _ in zigzag.back] == ["slice"]
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,5 @@ def test_what_minds_the_order_gets_it_back() -> None:
 )
 def test_obstacles(model: nn.Module, reason: str) -> None:
     inputs = {"input": torch.zeros(2, 4)} if isinstance(model, nn.Sequential) else _inputs()
-    obstacle = _folds(model, inputs).obstacle
+    obstacle = _zigzag(model, inputs).obstacle
     assert obstacle is not None and reason in obstacle
