@@ -33,7 +33,7 @@ YEARS = {
 }
 # The first fused attention was published in May 2022, and training code had it the year after.
 LAST_UNFUSED = 22
-# The second run of a rematerialised block was a whole one in Megatron-LM, and in torch until 2.1 of October 2023
+# The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
 # (github.com/pytorch/pytorch, pull request 96866).
 LAST_WHOLE = 23
 # Fused attention on Hopper is taken to have been kernels for Ampere until then: Triton before MLIR, and FlashAttention
@@ -237,7 +237,7 @@ class Row:
 
     def zero(self) -> dict[str, Any]:
         """In a pipeline FSDP gathers each stage once a step, adds up its gradients whole and scatters them once
-        (torch.distributed.pipelining, and torchtitan does not reshard there): that is level 1 here."""
+        (torch.distributed.pipelining, and torchtitan does not reshard there): that is ZeRO-1 here."""
         kind = self.zero_stage_or_fsdp
         if kind.startswith("fsdp") and self.number("pp", 1) > 1:
             return {"zero": 1}
@@ -249,7 +249,7 @@ class Row:
 
     def remat(self) -> Remat:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
-        spelt out, what ours runs again is mostly that. Torchtitan's "selective (op)" keeps every second product."""
+        spelt out, ours mostly recomputes that. Torchtitan's "selective (op)" keeps every second product."""
         levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
         if not self.fused_attention:
             levels["selective"] = "selective"

@@ -148,7 +148,7 @@ def profiled(rank: int) -> dict[str, Any]:
 
 
 def routed(job: dict[str, Any]) -> dict[str, list[int]]:
-    """Rows that experts get, by layer, as the model is before training; {} without experts."""
+    """Tokens that experts get, by layer, as the model is before training; {} without experts."""
     import autopar
 
     torch.manual_seed(0)

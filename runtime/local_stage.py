@@ -27,12 +27,12 @@ class LocalStage:
             self.reducer.arm(self.program.stage)
 
     def before_inputs(self) -> None:
-        """The part of a backward follows that leaves most weights for later."""
+        """The B pass of a split backward follows, which delays most weight gradients."""
         if self.zero is not None:
             self.zero.before_inputs()
 
     def before_weights(self, last: bool) -> None:
-        """The rest of a backward follows."""
+        """The W pass of a split backward follows."""
         if last:
             self.reducer.arm(self.program.stage)
 

@@ -1,4 +1,4 @@
-"""Backward in two parts: to the inputs of a stage at once, to its weights later.
+"""Split backward: input gradients of a stage (B pass) at once, weight gradients (W pass) later.
 
 Zero-bubble schedules send the gradient of a stage's inputs on before they compute those of its weights:
 

@@ -56,7 +56,7 @@ def run_check(
 
 
 def _summary(checked: Checked) -> dict[str, Any]:
-    """The object that ``--json`` prints. Bytes are those of tensors, at the fullest moment of a step."""
+    """The object that ``--json`` prints. Bytes are those of tensors, at the peak of a step."""
     return {
         "agree_and_fit": not checked.problems,
         "problems": list(checked.problems),

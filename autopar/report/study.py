@@ -22,7 +22,8 @@ from autopar.search.result import SearchResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """plan: as predicted now; pricing, leaders, predicted: of it. planned: how it was found, if it was found just now.
+    """plan: as predicted now; pricing, assignment, predicted: of it. planned: how it was found, if it was found just
+    now.
 
     variations: the best plans of other clusters and batches, if they were searched.
     """

@@ -36,7 +36,7 @@ OVERLAP = 0.8
 # steps of the two take 0.7 and 1.6 % less; doubled, 1.4 and 3.1 % more.
 OVERLAP_SLOWDOWN = 0.126
 
-# What it takes on a CPU to start the second part of a backward at one op with weights, in launches of a kernel: 14 to
+# Cost on a CPU of starting the W pass of a split backward at one op with weights, in launches of a kernel: 14 to
 # 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where the second part
 # finds nothing in the caches any more. A GPU has its kernels queued meanwhile.
 _BRANCH_LAUNCHES = 60
@@ -134,7 +134,7 @@ def hooks_time(num_tensors: int, device: Device, *, zero: int, reshard: bool = T
 
 
 def branch_s(device: Device) -> float:
-    """Seconds that a backward in two parts adds for an op whose weights have the second part."""
+    """Seconds that a split backward adds for an op with weights, on a CPU."""
     return _BRANCH_LAUNCHES * device.kernel_launch_s if device.is_cpu else 0.0
 
 

@@ -55,7 +55,7 @@ def lowering_time(
     """Seconds of the collectives inside ``node`` for one microbatch.
 
     precision: of compute. balanced: sequences are in zigzag layout where that balances causal attention.
-    compute: what collectives inside may hide behind. loads: rows that experts got, by layer; even ones if not known.
+    compute: what collectives inside may hide behind. loads: tokens per expert, by layer; equal if not known.
     """
     if in_blocks(node, rule, assignment, fabric.mesh, balanced=balanced):
         return ring_time(

@@ -78,7 +78,7 @@ class Device:
     share of it. 0 where they take no longer than reading and writing it.
     optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
-    adds up at random, so after t milliseconds it is sqrt(t) times as much (``waiting_s``).
+    adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``).
     """
 
     name: str
@@ -95,7 +95,7 @@ class Device:
     optimizer_bandwidth: float | None = None
     jitter_s: float = 0.0
 
-    def waiting_s(self, work_s: float, num_meetings: float) -> float:
+    def straggler_delay_s(self, work_s: float, num_meetings: float) -> float:
         """Seconds that ranks wait for the slowest, in ``work_s`` seconds between which they meet so often."""
         return self.jitter_s * sqrt(max(0.0, work_s * num_meetings) / JITTER_AFTER_S)
 

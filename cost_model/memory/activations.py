@@ -62,7 +62,7 @@ class BlockActivations:
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
     kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
     sum over. moved: what goes from op to op, where a collective may be between them.
-    inputs: operands from outside the block. unreached: ops that do not run again. ends_at: the one of them whose
+    inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose
     operands are there again all the same.
     """
 
@@ -92,7 +92,7 @@ class BlockActivations:
 
         batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
         parameters, buffers, step inputs, and ops that depend on no parameter. needs_grad: tensors that a
-        gradient flows through; every floating point one if not given. ends_early: whether a second run ends as above.
+        gradient flows through; every floating point one if not given. ends_early: whether recomputation ends as above.
         """
         inside = set(nodes)
         batches = batch_factors or {}

@@ -214,7 +214,7 @@ class BlockBackward:
     def _released(
         self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
     ) -> Mapping[fx.Node, float]:
-        """Bytes of what nobody needs any more after the backward of an op: it is the first that saved them."""
+        """Bytes of saved tensors that are released after the backward of an op, the first that saved them."""
         released: dict[fx.Node, float] = {}
         sizes = local_sizes((*self.saved, *self.extra), assignments, mesh, num_microbatches)
         for tensor in (*self.saved, *self.extra):

@@ -39,7 +39,7 @@ FRAGMENTATION = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Bytes on one rank at its fullest.
+    """Bytes on one rank at its peak.
 
     transient: gathered parameters, gradients of the largest op, what one block recomputes.
     workspace: allocator fragmentation.

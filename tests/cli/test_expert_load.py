@@ -1,4 +1,4 @@
-"""How many rows experts got, from a run or a file, to the search."""
+"""How many tokens experts got, from a run or a file, to the search."""
 
 from __future__ import annotations
 

@@ -174,6 +174,6 @@ def test_jitter_is_part_of_every_collective_and_adds_up_at_random() -> None:
     noise_free = replace(cluster, device=replace(cluster.device, jitter_s=0.0))
     slow, fast = (collective_time(Collective.ALL_REDUCE, 1e6, group, one) for one in (cluster, noise_free))
     assert slow - fast == pytest.approx(0.7e-3)
-    assert cluster.device.waiting_s(4e-3, 1) == pytest.approx(1.4e-3)
-    assert cluster.device.waiting_s(1e-3, 9) == pytest.approx(2.1e-3)
-    assert noise_free.device.waiting_s(1.0, 100) == 0.0
+    assert cluster.device.straggler_delay_s(4e-3, 1) == pytest.approx(1.4e-3)
+    assert cluster.device.straggler_delay_s(1e-3, 9) == pytest.approx(2.1e-3)
+    assert noise_free.device.straggler_delay_s(1.0, 100) == 0.0

@@ -126,7 +126,7 @@ def test_the_search_balances_unless_it_is_told_not_to() -> None:
 
 
 def test_a_second_forward_is_priced_without_the_ring() -> None:
-    """With so few tokens what runs again is starts of kernels, and one rank has nearly as many as a rank of a ring."""
+    """With so few tokens recomputation is starts of kernels, and one rank has nearly as many as a rank of a ring."""
     captured = normalise(capture(_model("llama"), _batch()))
     ring = Plan.model_validate(_plan("llama", {"cp": "s&t"}, "zigzag", cp=4, remat="selective"))
     alone = autopar.search(_model("llama"), 1, example_inputs=_batch(), remat="selective")

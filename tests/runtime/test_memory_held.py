@@ -84,7 +84,7 @@ def test_nothing_is_left_of_models_that_are_gone(measured: tuple[Held, int]) -> 
 
 @pytest.mark.parametrize(("zero", "chunks"), CASES)
 def test_between_steps(zero: int, chunks: int, held: Held) -> None:
-    # What is gathered for a step is given back after it, at every level.
+    # Parameters gathered for a step are resharded after it, at every ZeRO stage.
     expected = 16 * NUMEL / (RANKS if zero else 1)
     assert held[zero, chunks][0] == pytest.approx(expected, rel=0.03)
 

@@ -102,7 +102,7 @@ def test_search_finds_what_trying_everything_finds(widths: tuple[int, ...], batc
 
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_no_zero_stage_beats_the_problem_of_all_at_once(gpus: int) -> None:
-    """The bound of a pace holds for each of its leaves, and is theirs where there is only one."""
+    """The bound of a partial configuration holds for each of its configurations, and is theirs where there is one."""
     outer = outer_of((1024, 8192, 1024), 8, 64, room=2.0, gpus=gpus)
     solver, space, seen = outer.solver, outer.space, 0
     for num_stages, mesh in space.nodes():

@@ -41,7 +41,8 @@ def on_32_v100() -> tuple[CapturedModel, Cluster]:
 
 
 def on_two_hosts() -> tuple[CapturedModel, Cluster]:
-    """A small mixture on four cores, as ``autopar profile`` finds them on two hosts that are linked at 100 Mbit/s."""
+    """A small mixture of experts on four cores, as ``autopar profile`` finds them on two hosts that are linked at 100
+    Mbit/s."""
     config = transformers.MixtralConfig(
         vocab_size=2048, hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=128, use_cache=False,
@@ -96,7 +97,7 @@ def seconds(model: CapturedModel, cluster: Cluster, **pinned: Any) -> float:
         (on_24_h100, {"num_microbatches": 16}),
         # ZeRO-1 takes more memory than ZeRO-2 and fits; ZeRO-2 sums gradients in every microbatch.
         (on_32_v100, {"zero": 1}),
-        # The best pace comes after three that looked better.
+        # The best partial configuration comes after three that looked better.
         (on_two_hosts, {"num_microbatches": 2}),
     ],
 )

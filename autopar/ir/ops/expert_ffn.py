@@ -51,7 +51,7 @@ def recorded_loads() -> Iterator[list[Tensor]]:
 
 
 def record_load(expert: Tensor, num_experts: int) -> None:
-    """Note the experts that rows chose, if anybody wants to know. expert: (rows,) integers below E."""
+    """Record the experts that rows chose, within ``recorded_loads``. expert: (rows,) integers below E."""
     loads = _loads.get()
     if loads is not None:
         loads.append(rows_of_experts(expert, num_experts))

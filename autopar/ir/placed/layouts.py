@@ -16,7 +16,7 @@ from autopar.ir.rule import Assignment, Choice
 
 
 class Need(NamedTuple):
-    """Layouts that an op needs an operand in: of the value, and of the gradient that it gives back."""
+    """Layouts that an op needs an operand in: of the value, and of its gradient."""
 
     value: Layout
     grad: Layout

@@ -1,6 +1,6 @@
-"""Work that a second run of a block need not do again: its results are kept from the first.
+"""Work that the recomputation of a block need not repeat: its results are saved from forward.
 
-Whoever runs blocks twice says how, within ``keeping``; elsewhere the work is simply done.
+Rematerialisation of blocks says how, within ``keeping``; elsewhere the work is simply done.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def permute(call: Call) -> FactorRule | None:
 
 
 def transpose(call: Call) -> FactorRule | None:
-    """Two dimensions exchanged; None without ``dim0``, as of a matrix."""
+    """Two dimensions swapped; None without ``dim0``, as of a matrix."""
     rank = len(call.operands[0].shape)
     bound = call.bound()
     if "dim0" not in bound:
@@ -110,7 +110,7 @@ def transpose(call: Call) -> FactorRule | None:
 
 
 def matrix_transpose(call: Call) -> FactorRule | None:
-    """The last two dimensions exchanged."""
+    """The last two dimensions swapped."""
     rank = len(call.operands[0].shape)
     order = list(range(rank))
     if rank >= 2:

@@ -127,7 +127,7 @@ def absorb(instance: Instance) -> Instance:
                 needed = {int(u.needs[label if u.variable == variable else 0]) for u in distinct.values()}
                 costs[variable][label] += sum(factor.cost[state, need] for need in needed)
             continue
-        # States that nobody is ever in may make the prices of two equal factors differ in shape.
+        # States that no label gives may make the prices of two equal factors differ in shape.
         key = (factor.producer, factor.sources.tobytes(), tuple(sorted(distinct)), factor.cost.shape)
         if key in factors:
             factor = Factor(

@@ -112,7 +112,7 @@ class Kept:
         forward = self.forward.seconds(num_ranks, num_microbatches)
         light = float(self.light @ forward)
         second = (self.second_batch_bytes / num_microbatches + self.second_other_bytes) / num_ranks
-        # Where a product is not kept anyway it does not run again, so others may be all that does: the cheapest.
+        # A product that is not saved in any case costs no recomputation, so only the cheapest others may have to.
         saves = second > 0.0
         rate = float(np.min(forward[self.every_second][saves] / second[saves])) if saves.any() else 0.0
         seconds = 0.0, light, light + rate * float(kept[1] - kept[2]), float(forward.sum())

@@ -78,17 +78,17 @@ class StragglerDelays:
             blocks_of = [b for n in held for b in range(stages[n].first, stages[n].last + 1)]
             noisy_s, quiet_s = (exposed_step_sync([each.blocks[b] for b in blocks_of]) for each in (priced, noise_free))
             meetings = (noisy_s - quiet_s) / device.jitter_s
-            waited = device.waiting_s(sum(noise_free.blocks[b].compute.backward_s for b in blocks_of), meetings)
+            waited = device.straggler_delay_s(sum(noise_free.blocks[b].compute.backward_s for b in blocks_of), meetings)
             # The step ends with its slowest rank, whatever it meets for before.
             work_s, often = (
                 own.num_microbatches * sum(one[kind] for n in held for one in passes[n]) for kind in (0, 1)
             )
-            sync.append(waited + device.waiting_s(work_s / (often + meetings + 1), 1))
+            sync.append(waited + device.straggler_delay_s(work_s / (often + meetings + 1), 1))
         return cls(
             noise_free=noise_free,
             pricing=own,
-            forward_s=tuple(device.waiting_s(*one[FORWARD]) for one in passes),
-            backward_s=tuple(device.waiting_s(*one[BACKWARD]) for one in passes),
+            forward_s=tuple(device.straggler_delay_s(*one[FORWARD]) for one in passes),
+            backward_s=tuple(device.straggler_delay_s(*one[BACKWARD]) for one in passes),
             sync_s=tuple(sync),
         )
 

@@ -210,7 +210,7 @@ def _breakdown(
     sync_s: float,
     optimiser_s: float,
     gathered_s: float,
-    waiting_s: float,
+    straggler_delay_s: float,
 ) -> dict[str, float]:
     count = pricing.num_microbatches
     inside = [(stage, b) for stage in stages for b in range(stage.first, stage.last + 1)]
@@ -222,8 +222,8 @@ def _breakdown(
     parts.update(_by_axis(pricing, assignment, stages, count * sum(b.communication.total_s for b in blocks)))
     if sync_s + count * gathered_s > 0:
         parts["gradient_sync"] = sync_s + count * gathered_s
-    if waiting_s:
-        parts["waiting"] = waiting_s
+    if straggler_delay_s:
+        parts["waiting"] = straggler_delay_s
     parts["optimizer"] = optimiser_s
     parts["bubble"] = max(0.0, step_s - sum(parts.values()))
     return parts

@@ -321,7 +321,7 @@ class _Ops:
         gathered, unsharded, scattered = pricing.zero_bytes(held)
         sync, waited = pricing.bucket_sync(held)
         dear = self.contraction_s + communication.forward_s - moved.recomputed_s
-        # Without what a second run does not reach.
+        # Without ops that recomputation does not reach.
         forward -= self.unreached_s + past.all.forward_s
         dear -= self.unreached_dear_s + past.all.forward_s - past.recomputed_s
         return BlockPrice(

@@ -56,7 +56,7 @@ class Constraints:
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
-    whole_backward: without schedules that run a backward in two parts, which compiled blocks cannot.
+    whole_backward: without schedules that split the backward, which compiled blocks cannot.
     """
 
     pp: int | None = None

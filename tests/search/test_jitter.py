@@ -1,4 +1,4 @@
-"""Ranks that are not equally fast at every moment wait where they meet, the longer the more they compute in between."""
+"""Straggler delays: ranks with jitter wait where they meet, the longer the more they compute in between."""
 
 from __future__ import annotations
 
