@@ -53,6 +53,7 @@ OTHERWISE = "dp2 pp2"  # of models without experts, instead of a plan with some
 ONE = Steps(sgd=1, adamw=0, compared=(0,))
 # Seconds in which ranks that do nothing wait for each other for ever, and seconds of CPU time that are enough for all.
 IDLE_S, LIMIT_S = 30.0, 3600.0
+TRIES = 2  # on a machine that does twenty things at once, ranks may stand still that do not wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ def execute(model: str, plan: Plan, chosen: Mapping[int, str]) -> dict[int, str]
     chosen: number -> the mutant as text, which the ranks hold against what they make under that number.
     """
     found: dict[int, str] = {}
+    stood_still: Counter[int] = Counter()
     while left := {number: text for number, text in chosen.items() if number not in found}:
         with tempfile.TemporaryDirectory() as folder:
             context = mp.start_processes(
@@ -177,7 +179,9 @@ def execute(model: str, plan: Plan, chosen: Mapping[int, str]) -> dict[int, str]
                 for line in map(json.loads, path.read_text().splitlines()):
                     found[line["number"]] = found.get(line["number"]) or line["changed"]
         first = next(iter(left))
-        found.setdefault(first, "no rank came to its end")
+        stood_still[first] += first not in found
+        if stood_still[first] == TRIES:
+            found[first] = "no rank came to its end"
     return found
 
 
