@@ -1,4 +1,4 @@
-"""Cluster files: a catalogued GPU, with any figure replaced by what was measured.
+"""Cluster files: a catalogued GPU, with any figure replaced by a measured one.
 
 gpu: a100-80gb
 num_gpus: 64

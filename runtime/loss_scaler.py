@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, for float16: what is too small for its gradients is not lost, what is too large is skipped.
+"""Dynamic loss scaling, for float16: small gradients do not underflow, and steps whose gradients overflow are skipped.
 
     scaler = autopar.LossScaler(pm)
     loss = pm.step(...)               # backward of scale * loss; the gradients it leaves are unscaled

@@ -23,7 +23,7 @@ class Places:
 
     @classmethod
     def of(cls, plan: Plan) -> Places:
-        """Of the ranks of a plan."""
+        """The places of the ranks of a plan."""
         return cls((plan.num_pipeline_ranks, *plan.stage_mesh.sizes))
 
     def __call__(self, rank: int) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class SyncTime:
     """Seconds of data-parallel communication, before any overlap: per microbatch, and once a step.
 
     regather_s: the part of ``backward_s`` that the backward waits for; first_s: the part of ``step_s`` that the first
-    forward does. What remains of both comes after the backward.
+    forward does. The rest of both comes after the backward.
     """
 
     forward_s: float = 0.0
@@ -143,7 +143,7 @@ def buffer_copies(
 ) -> tuple[float, float]:
     """Bytes that FSDP moves in device memory for its buffers: in forward and backward, a microbatch on average.
 
-    What is gathered is copied out of the buffer into parameters, gradients are copied into one to be scattered.
+    Gathered parameters are copied out of a buffer, gradients are copied into one to be reduce-scattered.
     """
     out, into = 2 * itemsize * numel, (itemsize + _MASTER) * numel
     if zero == 1:
@@ -183,7 +183,7 @@ def offload_time(
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
     """Seconds that communication adds to ``compute_s`` seconds of work it may run beside.
 
-    What hides still slows the compute down.
+    Hidden communication still slows the compute down.
     """
     hidden = min(communication_s, overlap * compute_s)
     return communication_s - hidden + OVERLAP_SLOWDOWN * hidden

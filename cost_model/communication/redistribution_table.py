@@ -96,7 +96,7 @@ class Redistributions:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[list[list[int]], list[int]]], num_axes: int) -> Redistributions:
-        """From what ``steps_row`` gives for each."""
+        """From the row of ``steps_row`` for each."""
         most = max((len(steps) for steps, _ in rows), default=0)
         steps = np.full((len(rows), most, 5), -1, dtype=np.int64)
         for number, (own, _) in enumerate(rows):

@@ -10,9 +10,10 @@ Loads = tuple[tuple[float, ...], ...]
 
 @lru_cache(maxsize=1024)
 def share_of_busiest(loads: Loads, num_experts: int, degree: int) -> float:
-    """Rows of the one that has most of ``degree`` ranks, each with as many neighbouring experts, over the mean.
+    """Load imbalance: tokens on the busiest of ``degree`` ranks, each with equally many neighbouring experts, ÷ mean
+    tokens per rank.
 
-    On average of the layers with ``num_experts``; 1 where nothing is known of any.
+    Mean over the layers with ``num_experts`` experts; 1 if ``loads`` has none.
     """
     found = []
     for load in loads:

@@ -1,4 +1,4 @@
-"""Recurrences that are one op: what the steps of a scan move and launch, beside what the op itself reads and writes."""
+"""Recurrences that are one op: bytes and launches of the steps of a scan, beside the op's operands and results."""
 
 from __future__ import annotations
 

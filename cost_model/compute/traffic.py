@@ -1,4 +1,4 @@
-"""The bytes that an op moves on one rank: its operands and results, and what kernels inside a composite op pass on."""
+"""The bytes that an op moves on one rank: its operands and results, and tensors between kernels of a composite op."""
 
 from __future__ import annotations
 

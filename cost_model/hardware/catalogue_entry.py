@@ -19,7 +19,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """A figure of ours and what it rests on."""
+    """A figure that is assumed, and the reason."""
 
     value: float
     reason: str

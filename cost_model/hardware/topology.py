@@ -1,4 +1,4 @@
-"""A cluster as a graph of devices, switches and links, and what a group's communication puts on the links.
+"""A cluster as a graph of devices, switches and links, and the load of a group's communication on them.
 
     device ──── switch of its node                       link inside a node
        └─────── switch of its pod ──── core              the device's NIC; what may leave a pod

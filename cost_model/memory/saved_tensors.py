@@ -1,4 +1,4 @@
-"""Memory that tensors of a block live in, and what one rank holds of it.
+"""Storages of a block's tensors, and their bytes on one rank.
 
 Views share the storage of what they view, so a storage is counted once however many ops save it, but once for every
 way it is cut: an operand that a redistribution gathered is another tensor than the shard it came from.

@@ -89,7 +89,7 @@ def run_actions(
     p2p_forward_s: Sequence[float],
     p2p_backward_s: Sequence[float],
 ) -> tuple[tuple[Event, ...], ...]:
-    """Execute each rank's actions in its order as early as what they wait for allows.
+    """Execute each rank's actions in its order, each as soon as its inputs have arrived.
 
     ranks: of each stage. seconds: kind -> of each stage. O(actions). Raises InvalidPlan, showing where every rank
     stands, if the orders deadlock.

@@ -1,4 +1,4 @@
-"""Tasks on the streams of many ranks, run as early as what they wait for allows.
+"""Tasks on the streams of many ranks, each run as soon as the tasks that it waits for have ended.
 
 A rank has a stream for compute and some for communication. The tasks of a stream run one after another in the order in
 which they were added, as on a GPU; a task also waits for others, of any stream and rank. What runs at once on a rank

@@ -1,4 +1,4 @@
-"""What lies between the two products of an expert, read as one expression.
+"""The gate of an expert, between its two products, read as one expression.
 
 gate, value = split(up, i, -1)                        silu, gated
 mul(silu(gate), value)

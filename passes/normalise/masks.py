@@ -1,4 +1,4 @@
-"""What an attention mask means: a kind, and the part of it that depends on data.
+"""The meaning of an attention mask: a kind, and the part of it that depends on data.
 
 A mask is a conjunction of boolean parts, or a sum of additive ones. The constant parts are evaluated, in
 blocks of rows and on as little of the batch as decides them, and compared with the kinds that

@@ -37,7 +37,7 @@ from autopar.passes.verify.types import Mistyped, Summands, Type, spell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What a collective does on ``axis``.
+    """The change of placement by a collective on ``axis``.
 
     before, after: placements. expects: whether the gradient of its result has to be a summand on the axis. Where the
     operand is replicated its gradient is whole there: no collective hands back a summand.
@@ -102,7 +102,8 @@ def _check_positions(moved: Type, mesh: Mesh) -> None:
 
 
 def move_of(node: fx.Node, mesh: Mesh) -> Move | None:
-    """What a call does if it is a collective; None if it is none. Raises Mistyped for options that none has."""
+    """The change of placement by a call, if it is a collective; else None. Raises Mistyped for options that none
+    has."""
     make = _MOVES.get(node.target)  # type: ignore[arg-type]  # a target of another kind is not in the table
     if make is None:
         return None

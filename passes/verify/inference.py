@@ -1,4 +1,4 @@
-"""What an op of a local program computes: its captured op, the factor on every axis, and the types of its results.
+"""The meaning of an op of a local program: its captured op, the factor on every axis, and the types of its results.
 
     linear(x, w)     x: rows on dp, w: Shard(0) on tp      b on dp, n on tp: the result is rows on dp, Shard(2) on tp
 

@@ -63,7 +63,8 @@ class StageTyper:
         return environment
 
     def sent(self, program: StageProgram, environment: Environment) -> list[tuple[TensorSpec, Value]]:
-        """What a stage sends. Raises Unplaced if a shape is another one than that of the value's type."""
+        """Specifications and typed values of the tensors that a stage sends. Raises Unplaced if a shape is another one
+        than that of the value's type."""
         found = []
         for spec in program.sent:
             value = environment.get(spec.name)

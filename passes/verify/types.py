@@ -32,7 +32,7 @@ class Zigzag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """What a local value is: ``scale`` times the piece of ``term`` in ``layout``, sequences in ``zigzag`` order.
+    """The type of a local value: ``scale`` times the piece of ``term`` in ``layout``, sequences in ``zigzag`` order.
 
     scale: the number of microbatches for a mean over one of them that is still to be divided by it, else 1.
     """
@@ -43,7 +43,7 @@ class Type:
     scale: int = 1
 
     def on(self, axis: int, placement: Placement) -> Type:
-        """The same with another placement on one axis."""
+        """The type with another placement on one axis."""
         return replace(self, layout=(*self.layout[:axis], placement, *self.layout[axis + 1 :]))
 
     def shape(self, mesh: Mesh) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from autopar.ir.torch_private import pytree
 
 @dataclass(slots=True)
 class Memo:
-    """What earlier checks found out. Handed from one to the next.
+    """Results of earlier checks, handed from one check to the next.
 
     results: signatures of ops -> shapes and dtypes of their results. seen: ops that were right, with all that this
     depends on.

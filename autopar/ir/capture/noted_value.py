@@ -1,4 +1,4 @@
-"""What torch.export has noted of an op's result."""
+"""The value that torch.export has recorded of an op's result."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ class Layouts:
         return Need(*self.analysis.rule(user).operand_layout(position, self.assignments[user], self.passes(user)))
 
     def need_of(self, producer: fx.Node, user: fx.Node, position: int) -> Need:
-        """The same for a result of ``producer``, as its redistribution has to see it: what passes is not summed."""
+        """``need`` for a result of ``producer``, as its redistribution sees it: partial sums that pass are not
+        reduced."""
         value, grad = self.need(user, position)
         return Need(value, left_to_sum(grad, self.passes(producer)))

@@ -89,7 +89,7 @@ class PlacedModel:
         return made_on_axis(self.analysis, producer, result, choice)
 
     def needed_over_time(self, user: fx.Node, position: int) -> Placement:
-        """The same of operand ``position`` as ``user`` needs it."""
+        """Placement over microbatches in which ``user`` needs its operand ``position``."""
         return self.analysis.rule(user).operand(position, self.time_choice(user))[0]
 
     def local_shape(self, node: fx.Node, layout: Layout, over_time: Placement) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def place(analysis: Analysis, plan: Plan) -> PlacedModel:
 
 
 def place_captured(captured: CapturedModel, plan: Plan) -> PlacedModel:
-    """The same of a captured model that is not analysed yet."""
+    """``place`` for a captured model that is not analysed yet."""
     return place(Analysis.of(captured, plan.expert_capacity), plan)
 
 
