@@ -6,7 +6,8 @@ bias: float64 says so) is rounding noise in both runs; it has to be below 1e-6 o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,10 +127,16 @@ def zero_gradients(case: Case, model: nn.Module, step: int) -> set[str]:
     return {name for name, norm in norms.items() if norm < 1e-12 * max(norms.values())}
 
 
-def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], steps: Steps = TEN) -> tuple[Trace, Plan]:
+def train_parallel(
+    case: Case,
+    ranks: int,
+    constraints: dict[str, Any],
+    steps: Steps = TEN,
+    watch: Callable[[autopar.ParallelModule], AbstractContextManager[None]] | None = None,
+) -> tuple[Trace, Plan]:
     """On every rank of a process group; gradients, parameters and buffers are whole ones.
 
-    constraints: of the search, or ``plan=...``.
+    constraints: of the search, or ``plan=...``. watch: gives what the second step is made in.
     """
     example = case.batch(0)
     extra: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
@@ -141,7 +148,9 @@ def train_parallel(case: Case, ranks: int, constraints: dict[str, Any], steps: S
     for step in steps:
         optimizer = sgd if step < steps.sgd else adamw
         optimizer.zero_grad()
-        loss = parallel.step(**parallel.shard_batch(case.batch(step)))
+        rows = parallel.shard_batch(case.batch(step))
+        with watch(parallel) if watch is not None and step == 1 else nullcontext():
+            loss = parallel.step(**rows)
         trace.losses.append(float(loss))
         if step in steps.compared:
             trace.gradients.append({n: g for n, g in parallel.full_gradients().items() if n in names})

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.plan import StagePlan
 from autopar.ir.primitives.collectives import identity, split
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.whole_batch import whole_batch
@@ -44,7 +42,7 @@ class BlockGraphs:
             block = self.cut.repetition.blocks[index]
             nodes = self.cut.by_block.get(index, [])
             if nodes:
-                remat = _remat(plan, number)
+                remat = plan.remat_of(number)
                 programs.append(self._extract(block.name, block.kind, nodes, shared, remat, set(nodes)))
         return tuple(programs)
 
@@ -175,14 +173,3 @@ def _sums(roots: Iterable[fx.Node], prelude: Iterable[fx.Node]) -> list[fx.Node]
     """The sums over the whole batch among ``roots`` and among what the nodes of a prelude read."""
     read = [*roots, *(operand for node in prelude for operand in node.all_input_nodes)]
     return list(dict.fromkeys(node for node in read if node.target is whole_batch))
-
-
-def _remat(stage: StagePlan, number: int) -> Remat:
-    """Level of the stage's block ``number``: the strongest first."""
-    levels: tuple[Literal["full", "alternate", "selective"], ...] = ("full", "alternate", "selective")
-    for level in levels:
-        count = stage.remat.get(level, 0)
-        if number < count:
-            return level
-        number -= count
-    return "none"

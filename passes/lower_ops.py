@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autopar.ir.graph import is_getitem
-from autopar.ir.lowered.table import LOWERINGS, lowering_of
+from autopar.ir.lowered.table import LOWERINGS
 from autopar.passes.contract import Pass
 from autopar.passes.placed_program import PlacedProgram
 
@@ -25,16 +25,15 @@ class LowerOps(Pass[PlacedProgram]):
 
     def apply(self, program: PlacedProgram) -> PlacedProgram:
         placed = program.placed
-        attentions = placed.zigzag.attentions if placed.zigzag is not None else frozenset()
         for node, captured in program.origin.items():
             if is_getitem(captured) or node.graph is not program.graph:
                 continue
-            rule, assignment = placed.analysis.rule(captured), placed.layouts.assignments[captured]
-            name = "ring" if captured in attentions else lowering_of(rule, assignment)
+            name = placed.lowering(captured)
             if name is None:
                 continue
+            rule, assignment = placed.analysis.rule(captured), placed.layouts.assignments[captured]
             function, args, kwargs = LOWERINGS[name](node, rule, assignment, placed.mesh)
-            if captured in attentions:
+            if placed.zigzag is not None and captured in placed.zigzag.attentions:
                 kwargs["zigzag_ranks"] = placed.zigzag_ranks
             node.target, node.args, node.kwargs = function, args, kwargs
         return program

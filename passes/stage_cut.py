@@ -56,17 +56,10 @@ class StageCut:
             found.setdefault(node.meta["block"], []).append(node)
         return found
 
-    def stage_of_block(self, block: int) -> int:
-        """Stage that runs block number ``block``."""
-        for number, stage in enumerate(self.plan.stages):
-            if stage.first <= block <= stage.last:
-                return number
-        raise AssertionError(f"block {block} is in no stage")
-
     def stage_of(self, node: fx.Node) -> int:
         """Stage that computes ``node``; the prelude is on all of them, counted as the first."""
         block = node.meta["block"]
-        return 0 if block == PRELUDE else self.stage_of_block(block)
+        return 0 if block == PRELUDE else self.plan.stage_of(block)
 
     def kept(self) -> set[fx.Node]:
         """Nodes that the caller or a buffer needs after the last block."""
@@ -110,7 +103,7 @@ class StageCut:
         for node in self.captured.graph.nodes:
             if node.name in found and node.op == "placeholder":
                 blocks = [self.repetition.block_of[user] for user in node.users if user in self.repetition.block_of]
-                found[node.name] = self.stage_of_block(min(blocks)) if blocks else 0
+                found[node.name] = self.plan.stage_of(min(blocks)) if blocks else 0
         return found
 
     def shared(self, stage: int) -> tuple[list[str], list[str]]:

@@ -71,6 +71,11 @@ class Accord:
             _leave_notes()
             self._group = _between_cpus()
 
+    @property
+    def group_name(self) -> str | None:
+        """Name of the process group that ranks agree over; None before the first call."""
+        return None if self._group is None else self._group.group_name
+
     def check(self, statements: Statements, failure: Exception | None = None) -> None:
         """Raise the same error on every rank if one has a ``failure``, or if they disagree in a statement.
 

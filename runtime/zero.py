@@ -33,6 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import PlanMismatch
+from autopar.ir.placed.storage import zero_divides
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
@@ -62,9 +63,9 @@ def zero_meshes(
         # Copies on several stages have to be cut alike.
         zero_stage = plan.zero if len(layout.stages) > 1 else zero_stages.get(name, plan.zero)
         own = meshes[layout.zero_axes]
-        # A frozen parameter has neither a gradient nor moments for stages 1 and 2 to divide.
-        least = 1 if layout.parameter.requires_grad else 3
-        if own is not None and zero_stage >= least and layout.parameter.shape and name not in unmanaged:
+        parameter = layout.parameter
+        divided = zero_divides(zero_stage, requires_grad=parameter.requires_grad, shape=parameter.shape)
+        if own is not None and divided and name not in unmanaged:
             found[name] = own
     return found
 

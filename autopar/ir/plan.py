@@ -81,6 +81,16 @@ class StagePlan(_Model):
     remat: dict[Literal["selective", "alternate", "full"], Annotated[int, Field(ge=0)]] = {}
     offload: bool = False
 
+    def remat_of(self, number: int) -> Literal["none", "selective", "alternate", "full"]:
+        """Level of the stage's block ``number``, counted from its first: the strongest come first."""
+        levels: tuple[Literal["full", "alternate", "selective"], ...] = ("full", "alternate", "selective")
+        for level in levels:
+            count = self.remat.get(level, 0)
+            if number < count:
+                return level
+            number -= count
+        return "none"
+
 
 class Prediction(_Model):
     """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank.
@@ -171,6 +181,15 @@ class Plan(_Model):
         for name in self.inputs:
             size *= self.mesh[name]
         return size
+
+    def stage_of(self, block: int) -> int:
+        """The stage that runs block number ``block``, counted over all block instances."""
+        return next(number for number, stage in enumerate(self.stages) if stage.first <= block <= stage.last)
+
+    def remat_of(self, block: int) -> Literal["none", "selective", "alternate", "full"]:
+        """Level of rematerialisation of block number ``block``."""
+        stage = self.stages[self.stage_of(block)]
+        return stage.remat_of(block - stage.first)
 
     def zero_of(self, kind: int) -> int:
         """ZeRO stage of the blocks of a kind."""

@@ -12,3 +12,8 @@ _NARROW: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 def narrow_dtype(precision: Precision) -> torch.dtype | None:
     """The dtype that float32 parameters and activations are computed in; None for that of the model."""
     return _NARROW.get(precision)
+
+
+def itemsize_of(dtype: torch.dtype, precision: str) -> int:
+    """Bytes of an element that the capture has as ``dtype``: float32 becomes the precision of compute."""
+    return _NARROW.get(precision, dtype).itemsize if dtype == torch.float32 else dtype.itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.ir.placed.placed_model import place_captured
-from autopar.ir.placed.records import redistribution_records
 from autopar.ir.primitives.collective_counter import CollectiveCounter
+from benchmarks.issued import compared
+from benchmarks.models import CASES, build
+from benchmarks.parity import constraints_of
+from benchmarks.traces import Steps, train_parallel
 from tests.end_to_end.stacks import ROWS, SEQ, WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
 
@@ -74,43 +76,47 @@ def test_sequence_parallel_block_sends_the_same_volume(block: type[nn.Module]) -
     }
 
 
-def _recorded_and_issued(block: type[nn.Module], constraints: dict[str, Any]) -> tuple[dict[Any, int], dict[Any, int]]:
-    """Redistributions of a placed model and collectives of a step, as (kind, phase, bytes) -> how many."""
-    model = stack(block, 3)
-    if "sequence" in constraints:
-        constraints = {"plan": tensor_parallel_plan(model, dist.get_world_size(), **constraints)}
-    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=batch(), **constraints)
-    rows = parallel.shard_batch(batch())
+# Plans by number of ranks: redistributions, gathers and sums of ZeRO, rings, recomputation, experts and pipelines.
+_RECORDED = {
+    2: ["llama:tp2 remat", "llama:one remat", "llama:cp2 remat", "mixtral:ep2", "t5:pp2 interleaved", "resnet:dp2"],
+    4: ["llama:zero3 tp2 sp", "mixtral:ep2 zero3 all", "t5:dp2 pp2", "llama:tp2 pp2 zb-v", "mixtral:hsdp 2x2"],
+}
+
+
+def _unrecorded(cells: list[str]) -> dict[str, list[str]]:
+    """Cell -> where a step of it differs from the records of its placed model."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        model, _, plan = cell.partition(":")
+        case, texts = CASES[model], found.setdefault(cell, [])
+        watch = partial(compared, found=texts)
+        constraints = constraints_of(case, plan)
+        _, chosen = train_parallel(case, dist.get_world_size(), constraints, Steps(sgd=2, adamw=0, compared=(1,)), watch)
+        assert chosen.num_ranks == dist.get_world_size()
+    return found
+
+
+@pytest.mark.parametrize("ranks", _RECORDED)
+def test_what_is_recorded_of_a_placed_model_is_what_runs(ranks: int) -> None:
+    assert run_ranks(_unrecorded, ranks, _RECORDED[ranks])[0] == {cell: [] for cell in _RECORDED[ranks]}
+
+
+def _unrecorded_of_another_plan() -> list[str]:
+    """A step under sequence parallelism against the records of a plan without it."""
+    case, found = CASES["llama"], list[str]()
+    parallel = autopar.parallelize(build(case), 2, example_inputs=case.batch(0), tp=2, sp=True)
+    other = autopar.parallelize(build(case), 2, example_inputs=case.batch(0), tp=2, sp=False)
+    rows = parallel.shard_batch(case.batch(0))
     parallel.step(**rows)
-    with CollectiveCounter() as counter:
+    with compared(parallel, found, plan=other.plan):
         parallel.step(**rows)
-    recorded: Counter[Any] = Counter()
-    for one in redistribution_records(place_captured(parallel.engine.captured, parallel.plan)):
-        recorded[one.kind.value, one.phase, one.payload_bytes] += one.times
-    issued = Counter((one.kind, one.phase, one.payload_bytes) for one in counter.select())
-    return dict(recorded), dict(issued)
+    return found
 
 
-@pytest.mark.parametrize("block", [FeedForward, Attention])
-@pytest.mark.parametrize(
-    "constraints",
-    [
-        {"sequence": False},
-        {"sequence": True},
-        {"cp": 2, "num_microbatches": 2},
-        {"cp": 2},
-        {"dp": 2, "num_microbatches": 2, "zero": 0},
-    ],
-    ids=str,
-)
-def test_what_is_recorded_of_a_placed_model_is_what_runs(block: type[nn.Module], constraints: dict[str, Any]) -> None:
-    """Beside redistributions a step sums gradients, the loss and what ranks agree on, all by all-reduce."""
-    recorded, issued = run_ranks(_recorded_and_issued, 2, block, constraints)[0]
-    for key, times in recorded.items():
-        kind = key[0]
-        assert issued.get(key, 0) >= times if kind == "all_reduce" else issued.get(key) == times, (key, times, issued)
-    others = {key for key in issued if key not in recorded}
-    assert {kind for kind, *_ in others} <= {"all_reduce"}, others
+def test_a_step_under_another_plan_is_told() -> None:
+    found = run_ranks(_unrecorded_of_another_plan, 2)[0]
+    assert any("reduce_scatter" in text and "issued more" in text for text in found)
+    assert any("all_reduce" in text and "issued 0" in text for text in found)
 
 
 def _gradient_bytes() -> int:

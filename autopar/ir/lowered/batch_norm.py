@@ -9,12 +9,15 @@ variances plus the variance of their means (Chan, Golub and LeVeque 1979): no di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar.ir.errors import UnsupportedOp
+from autopar.ir.graph import tensor_operands
+from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
 from autopar.ir.primitives.collectives import apply
@@ -124,3 +127,17 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     groups = axes_lowered("batch_norm", rule, assignment, mesh)
     names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
     return batch_norm, tuple(call.get(name) for name in names), {"groups": groups}
+
+
+def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
+    """Mean and variance of every channel forward, in at least float32; the sums of two gradients backward."""
+    if not arguments(node)["training"]:
+        return
+    x = tensor_operands(node)[0].meta["val"]
+    payload = 2 * max(4, x.dtype.itemsize) * x.shape[1] * sizes.share((rule.operands[0][1],))
+    groups = axes_lowered("batch_norm", rule, sizes.assignment, sizes.mesh)
+    for axis in reversed(groups):
+        yield Inside("all_gather", "forward", axis, payload * sizes.size(axis))
+    if sizes.flows(0):
+        for axis in groups:
+            yield Inside("all_reduce", "backward", axis, payload)

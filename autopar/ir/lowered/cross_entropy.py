@@ -10,11 +10,14 @@ completes the loss (Megatron-LM, 3 all_reduces).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.graph import tensor_operands
+from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, factors_of, shard_count, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
@@ -95,9 +98,22 @@ def class_dim_cross_entropy(scores: Tensor, target: Tensor, **options: Any) -> T
 def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Any, Any, dict[str, Any]]:
     """The call that replaces a cross entropy with its classes split."""
     call = arguments(node)
-    groups = axes_with(factors_of(rule.operands[0]) - factors_of(rule.operands[1]), assignment, mesh)
+    groups = _axes_of_classes(rule, assignment, mesh)
     kwargs = {key: call[key] for key in ("ignore_index", "label_smoothing", "reduction")}
     if node.target is composite.cross_entropy:
         return cross_entropy, (call["logits"], call["target"]), {**kwargs, "vocab_groups": groups}
     kwargs["reduction"] = _REDUCTIONS[call["reduction"]]
     return class_dim_cross_entropy, (call["self"], call["target"]), {**kwargs, "vocab_groups": groups}
+
+
+def _axes_of_classes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> Groups:
+    return axes_with(factors_of(rule.operands[0]) - factors_of(rule.operands[1]), assignment, mesh)
+
+
+def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
+    """The numbers of every token, in at least float32, along each axis of the classes, the minor one first."""
+    logits, target = (operand.meta["val"] for operand in tensor_operands(node)[:2])
+    numbers = 3 if arguments(node)["label_smoothing"] else 2
+    payload = numbers * max(4, logits.dtype.itemsize) * target.numel() * sizes.share(rule.operands[1])
+    for axis in reversed(_axes_of_classes(rule, sizes.assignment, sizes.mesh)):
+        yield Inside("all_gather", "forward", axis, payload * sizes.size(axis))

@@ -13,12 +13,16 @@ Nothing is padded; a rank may receive nothing. Backward, the gradients take the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.graph import tensor_operands
+from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.expert_ffn import (
@@ -42,6 +46,7 @@ from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
 
 Counts = tuple[int, ...]
+_COUNT_BYTES = 8
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -164,11 +169,40 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     call = arguments(node)
     names = ("x", "expert_index", "expert_weight", "w_up", "w_down", "b_up", "b_down")
     kwargs = {name: call[name] for name in ("activation", "gated", "interleaved", "capacity_factor")}
-    groups = axes_with({EXPERTS}, assignment, mesh)
-    moving = axes_with(set(rule.joint), assignment, mesh)
+    groups, moving = _expert_axes(rule, assignment, mesh)
     kwargs["expert_groups"] = groups
     kwargs["dispatched"] = tuple(group in moving for group in groups)
     kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
     if kwargs["capacity_factor"] is not None:
-        kwargs["token_groups"] = axes_with(set(rule.results[0][0]), assignment, mesh)
+        kwargs["token_groups"] = _token_axes(rule, assignment, mesh)
     return moe, tuple(call[name] for name in names), kwargs
+
+
+def _expert_axes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Groups, Groups]:
+    """The axes that divide the experts, and those of them along which rows travel."""
+    return axes_with({EXPERTS}, assignment, mesh), axes_with(set(rule.joint), assignment, mesh)
+
+
+def _token_axes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> Groups:
+    return axes_with(set(rule.results[0][0]), assignment, mesh)
+
+
+def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
+    """Counts of rows (int64) and the rows themselves, to their experts and back; gradients take the same ways."""
+    call, mesh = arguments(node), sizes.mesh
+    num_experts, factor = rule.sizes[EXPERTS], call["capacity_factor"]
+    counts = _COUNT_BYTES * num_experts
+    for axis in reversed(_token_axes(rule, sizes.assignment, mesh) if factor is not None else ()):
+        counts *= sizes.size(axis)
+        yield Inside("all_gather", "forward", axis, counts)
+    axes, moving = _expert_axes(rule, sizes.assignment, mesh)
+    x, index = (operand.meta["val"] for operand in tensor_operands(node)[:2])
+    rows = index.numel() * sizes.share(rule.operands[1]) * min(1.0, factor or 1.0)
+    rows /= prod(sizes.size(axis) for axis in axes if axis not in moving)
+    payload = rows * x.shape[-1] * sizes.itemsize(x.dtype)
+    addresses = num_experts // prod(sizes.size(axis) for axis in axes if axis not in moving)
+    for axis in moving:
+        yield Inside("all_gather", "forward", axis, _COUNT_BYTES * addresses * sizes.size(axis))
+        addresses //= sizes.size(axis)
+        for phase in ("forward", "forward", "backward", "backward"):
+            yield Inside("all_to_all", phase, axis, payload, rows=True)

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered import blockwise
-from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of
+from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of, sight_of
 from autopar.ir.lowered.blockwise import Scores
+from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
@@ -278,6 +280,39 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     operands, kwargs = attention_arguments(node)
     del kwargs["dropout_p"]
     kwargs["lengths"] = lengths_of(rule)
-    kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
-    kwargs["key_groups"] = axes_with(set(rule.operands[1][-2]), assignment, mesh)
+    kwargs["query_groups"], kwargs["key_groups"] = _axes(rule, assignment, mesh)
     return ring_attention, operands, kwargs
+
+
+def _axes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> tuple[Groups, Groups]:
+    """Those that cut the queries, and those that cut the keys."""
+    return axes_with({QUERIES}, assignment, mesh), axes_with(set(rule.operands[1][-2]), assignment, mesh)
+
+
+def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
+    """Keys and values from rank to rank, forward and backward; backward their gradients behind them, and home."""
+    queries, keys = _axes(rule, sizes.assignment, sizes.mesh)
+    operands, lengths = [operand.meta["val"] for operand in tensor_operands(node)], lengths_of(rule)
+    shape = RingShape(
+        sight_of(node), lengths, sizes.folds, tuple(map(sizes.size, queries)),
+        tuple(axis in keys for axis in queries),
+    )  # fmt: skip
+    hops, sent = hops_needed(shape), sum(operands[p].numel() * sizes.share(rule.operands[p]) for p in (1, 2))
+    pieces = sent * sizes.itemsize(operands[1].dtype)
+    gradients = sent * max(4, operands[1].dtype.itemsize)
+    phases: tuple[Phase, ...] = ("forward", "backward") if any(map(sizes.flows, (0, 1, 2))) else ("forward",)
+    for phase in phases:
+        for hop in hops:
+            yield Inside("send", phase, keys[hop], pieces)
+            if phase == "backward":
+                yield Inside("send", phase, keys[hop], gradients)
+    for number, axis in enumerate(keys if len(phases) > 1 else ()):
+        if hops.count(number) % sizes.size(axis):
+            yield Inside("send", "backward", axis, gradients)
+    if len(operands) > 3 and operands[3].shape[-2] == 1 < operands[3].shape[-1] and rule.operands[3][-1]:
+        mask = operands[3].numel() * sizes.share(rule.operands[3]) * sizes.itemsize(operands[3].dtype)
+        for axis in reversed(keys):
+            mask *= sizes.size(axis)
+            yield Inside("all_gather", "forward", axis, mask)
+            if sizes.flows(3):
+                yield Inside("reduce_scatter", "backward", axis, mask)

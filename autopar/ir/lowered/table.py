@@ -8,7 +8,7 @@ their place. Each function equals the whole op, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -24,6 +24,7 @@ from autopar.ir.lowered import (
     reductions,
     ring,
 )
+from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule
 
@@ -43,7 +44,15 @@ LOWERINGS: dict[str, Builder] = {
     "ring": ring.build,
 }
 
-__all__ = ["LOWERINGS", "Builder", "Lowered", "lowering_of"]
+# What shards exchange inside; the other lowerings exchange nothing: their results are summands, or draw by their place.
+INSIDE: dict[str, Callable[[fx.Node, FactorRule, LocalSizes], Iterator[Inside]]] = {
+    "batch_norm": batch_norm.inside,
+    "cross_entropy": cross_entropy.inside,
+    "moe": moe.inside,
+    "ring": ring.inside,
+}
+
+__all__ = ["INSIDE", "LOWERINGS", "Builder", "Lowered", "lowering_of"]
 
 
 def lowering_of(rule: FactorRule, assignment: Assignment) -> str | None:

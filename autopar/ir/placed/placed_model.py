@@ -17,6 +17,7 @@ from autopar.ir.analysis.op_clusters import BATCH
 from autopar.ir.analysis.zigzag import ZigzagSequence
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, source, tensor_operands
+from autopar.ir.lowered.table import lowering_of
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.placed.assign import assignment_of, check_plan_fits, complete, inputs_of, spread
 from autopar.ir.placed.carry import carry
@@ -91,6 +92,12 @@ class PlacedModel:
     def needed_over_time(self, user: fx.Node, position: int) -> Placement:
         """Placement over microbatches in which ``user`` needs its operand ``position``."""
         return self.analysis.rule(user).operand(position, self.time_choice(user))[0]
+
+    def lowering(self, op: fx.Node) -> str | None:
+        """Name of the lowering of ``op``, None if it is the op itself on shards."""
+        if self.zigzag is not None and op in self.zigzag.attentions:
+            return "ring"
+        return lowering_of(self.analysis.rule(op), self.layouts.assignments[op])
 
     def local_shape(self, node: fx.Node, layout: Layout, over_time: Placement) -> tuple[int, ...]:
         """Shape of the part of ``node`` that one rank has in one microbatch."""

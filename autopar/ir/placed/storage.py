@@ -120,3 +120,11 @@ def store(
         )
         storage[name] = replace(own, partial_axes=tuple(sorted({*own.partial_axes, *axes})), zero_axes=axes)
     return storage, (asked or data_axes) if plan.zero else ()
+
+
+def zero_divides(zero_stage: int, *, requires_grad: bool, shape: Sequence[int]) -> bool:
+    """Whether ZeRO divides a parameter of a unit at ``zero_stage`` (0 to 3).
+
+    A scalar cannot be cut. A frozen parameter has neither a gradient nor moments for stages 1 and 2 to divide.
+    """
+    return bool(shape) and zero_stage >= (1 if requires_grad else 3)

@@ -1,0 +1,66 @@
+"""The collectives inside a lowered op: what the op's shards exchange, which no redistribution shows.
+
+cross_entropy over classes on tp    all_gather on tp of two float32 a token, forward
+
+Each lowering with some says so beside its code, in a function ``inside`` (``ir.lowered.table``); prices and the records
+of a placed model read that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Assignment, TensorFactors, factors_of_choice
+
+Phase = Literal["forward", "backward"]
+
+
+class Inside(NamedTuple):
+    """One collective inside a lowered op.
+
+    kind: ``all_gather``, ``send`` and so on, as counted when it runs. axis: of the mesh. payload_bytes: of one
+    microbatch on one rank, of the tensor before a scatter or after a gather. rows: the tokens decide its size; then
+    ``payload_bytes`` is the mean over the ranks.
+    """
+
+    kind: str
+    phase: Phase
+    axis: str
+    payload_bytes: float
+    rows: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSizes:
+    """Sizes of what one rank has of an op in one microbatch. itemsize: bytes of an element of compute, by dtype.
+
+    batch: the factor that microbatches divide. folds: of the sequence in zigzag order, 1 in natural order. flows:
+    whether a gradient goes to an operand, by position.
+    """
+
+    assignment: Assignment
+    mesh: Mesh
+    itemsize: Callable[[torch.dtype], int]
+    batch: str | None = None
+    num_microbatches: int = 1
+    folds: int = 1
+    flows: Callable[[int], bool] = lambda position: True
+
+    def share(self, factors: TensorFactors) -> float:
+        """The part of a tensor with ``factors`` that one rank has in one microbatch."""
+        names = {factor for dim in factors for factor in dim}
+        pieces = prod(
+            axis.size
+            for choice, axis in zip(self.assignment, self.mesh.axes, strict=True)
+            if not names.isdisjoint(factors_of_choice(choice))
+        )
+        return 1.0 / pieces / (self.num_microbatches if self.batch in names else 1)
+
+    def size(self, axis: str) -> int:
+        return self.mesh.axes[self.mesh.index(axis)].size

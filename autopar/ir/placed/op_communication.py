@@ -1,0 +1,180 @@
+"""Records of what ops exchange: redistributions between them, and collectives inside lowered ones.
+
+Moves that several users share are there once, a backward only where a gradient comes back. A block whose activations
+are computed again in its backward runs the collectives again that no kept tensor stands behind: all of them at level
+``full``, gathers alone at the levels between, and none after the last op that keeps something, where the second run
+stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import fx
+
+from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.gradient_flow import computed
+from autopar.ir.graph import op_nodes, source, tensor_operands
+from autopar.ir.lowered.inside import LocalSizes, Phase
+from autopar.ir.lowered.table import INSIDE
+from autopar.ir.placed.operands import Operands
+from autopar.ir.placed.placed_model import PlacedModel
+from autopar.ir.placed.records import Cause, Record
+from autopar.ir.placed.uses import Move, Use
+from autopar.ir.precision import itemsize_of
+from autopar.ir.redistribution import Collective
+from autopar.ir.rules.saved import saved_for_backward
+
+
+def op_communication(placed: PlacedModel) -> tuple[Record, ...]:
+    """Every collective of a training step between ops and inside them."""
+    return tuple(_Sweep(placed).records())
+
+
+@dataclass(slots=True)
+class _Moved:
+    """What is known of a move. differentiable: a gradient comes back. first: number of the first op that reads it.
+
+    stages: that read it.
+    """
+
+    differentiable: bool
+    first: int
+    stages: set[int]
+
+
+class _Sweep:
+    """Over the ops that a training step runs, in order."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed = placed
+        self.operands = Operands(placed=placed, results="loss")
+        runs = computed(placed.captured)
+        self.ops = [node for node in op_nodes(placed.captured.graph) if node in runs]
+
+    @cached_property
+    def last_kept(self) -> dict[int, int]:
+        """Block -> number of its last op that keeps a tensor for backward."""
+        flows = self.operands.flow.__contains__
+        found = {}
+        for number, node in enumerate(self.ops):
+            kept = saved_for_backward(node, flows)
+            if kept.operands or kept.results or kept.extra_bytes:
+                found[self.placed.analysis.block_of(node)] = number
+        return found
+
+    @cached_property
+    def stages(self) -> dict[fx.Node, set[int]]:
+        """Op -> the stages that run it: its own, or of the prelude every one that needs it."""
+        found: dict[fx.Node, set[int]] = {node: set() for node in self.ops}
+        block_of, plan = self.placed.analysis.block_of, self.placed.plan
+        for node in reversed(self.ops):
+            if block_of(node) != PRELUDE:
+                found[node] = {plan.stage_of(block_of(node))}
+            for operand in tensor_operands(node):
+                if (maker := source(operand)[0]) in found:
+                    found[maker] |= found[node]
+        return found
+
+    def records(self) -> Iterator[Record]:
+        """Redistributions first, then what is inside of ops."""
+        moves: dict[Move, _Moved] = {}
+        for number, user in enumerate(self.ops):
+            for use in (self.operands.of(user, position) for position in range(len(tensor_operands(user)))):
+                for move in use.moves:
+                    known = moves.setdefault(move, _Moved(differentiable=False, first=number, stages=set()))
+                    known.stages |= self.stages[user]
+                    # A gradient comes back through any user that has one.
+                    known.differentiable |= user in self.operands.flow and use.tensor in self.operands.flow
+        for use in self._updates():
+            for move in use.moves:
+                stages = {0} if move.block == PRELUDE else set()
+                moves.setdefault(move, _Moved(differentiable=False, first=len(self.ops), stages=stages))
+        for move, known in moves.items():
+            yield from self._of_move(move, known)
+        for number, node in enumerate(self.ops):
+            yield from self._inside(node, number)
+
+    def _updates(self) -> Iterator[Use]:
+        """Uses of the new values of buffers."""
+        for buffer in self.placed.captured.buffers.values():
+            if buffer.updated_by is not None:
+                yield self.operands.update_of(self.placed.analysis.names[buffer.updated_by])
+
+    def _of_move(self, move: Move, known: _Moved) -> Iterator[Record]:
+        placed, over_time = self.placed, self.placed.over_time(move.tensor)
+        numel = max(prod(placed.local_shape(move.tensor, layout, over_time)) for layout in (move.before, move.after))
+        payload = float(numel * itemsize_of(move.tensor.meta["val"].dtype, placed.plan.precision))
+        name, axes = move.tensor.name, (placed.mesh.names[move.step.axis],)
+        forward, backward = move.step.forward, move.step.backward
+
+        made: list[tuple[Collective, Phase]] = []
+        if forward.communicates:
+            made.append((forward, "forward"))
+            if self._runs_again(move.block, known.first, gathers=forward is Collective.ALL_GATHER):
+                made.append((forward, "backward"))
+        if backward.communicates and known.differentiable:
+            made.append((backward, "backward"))
+        stages = known.stages if move.block == PRELUDE else {placed.plan.stage_of(move.block)}
+        for kind, phase in made:
+            yield from self._records("redistribution", name, kind.value, phase, axes, payload, stages)
+
+    def _inside(self, node: fx.Node, number: int) -> Iterator[Record]:
+        placed = self.placed
+        lowering, rule = placed.lowering(node), placed.analysis.rule(node)
+        if lowering not in INSIDE:
+            return
+        flow, operands = self.operands.flow, tensor_operands(node)
+        sizes = LocalSizes(
+            assignment=placed.layouts.assignments[node],
+            mesh=placed.mesh,
+            itemsize=lambda dtype: itemsize_of(dtype, placed.plan.precision),
+            batch=placed.analysis.roles.batch.get(node),
+            num_microbatches=placed.num_microbatches,
+            folds=placed.num_folds,
+            flows=lambda position: node in flow and operands[position] in flow,
+        )
+        block = placed.analysis.block_of(node)
+        again = self._runs_again(block, number, gathers=False)
+        for one in INSIDE[lowering](node, rule, sizes):
+            if sizes.size(one.axis) == 1 or (one.phase == "backward" and node not in flow):
+                continue
+            phases: tuple[Phase, ...] = (one.phase, "backward") if one.phase == "forward" and again else (one.phase,)
+            for phase in phases:
+                yield from self._records(
+                    "op", node.name, one.kind, phase, (one.axis,), one.payload_bytes, self.stages[node], rows=one.rows
+                )
+
+    def _runs_again(self, block: int, number: int, *, gathers: bool) -> bool:
+        """Whether the second run of a block has a collective that stands before op ``number``. gathers: it is one."""
+        level = "none" if block == PRELUDE else self.placed.plan.remat_of(block)
+        return (level == "full" or (gathers and level != "none")) and number <= self.last_kept.get(block, -1)
+
+    def _records(
+        self,
+        cause: Cause,
+        of: str,
+        kind: str,
+        phase: Phase,
+        axes: tuple[str, ...],
+        payload: float,
+        stages: set[int],
+        *,
+        rows: bool = False,
+    ) -> Iterator[Record]:
+        """One for each of ``stages``, every microbatch."""
+        for stage in sorted(stages):
+            yield Record(
+                cause=cause,
+                of=of,
+                kind=kind,
+                phase=phase,
+                axes=axes,
+                payload_bytes=payload,
+                times=self.placed.num_microbatches,
+                stages=(stage,),
+                rows=rows,
+            )

@@ -1,0 +1,48 @@
+"""All communication of a training step of a placed model."""
+
+from __future__ import annotations
+
+from autopar.ir.placed.op_communication import op_communication
+from autopar.ir.placed.parameter_communication import parameter_communication
+from autopar.ir.placed.placed_model import PlacedModel
+from autopar.ir.placed.records import Record
+from autopar.ir.placed.stage_communication import PIPELINE_AXIS, stage_communication
+
+
+def step_communication(placed: PlacedModel) -> tuple[Record, ...]:
+    """The records of everything that the ranks of a plan send in a training step, but for what they agree on."""
+    return (
+        *op_communication(placed),
+        *parameter_communication(placed),
+        *stage_communication(placed),
+        *_loss(placed),
+    )
+
+
+def _loss(placed: PlacedModel) -> tuple[Record, ...]:
+    """The sum of the loss: over the ranks that have summands of it, under a pipeline over all ranks, in float32."""
+    loss, plan = placed.captured.loss_node(), placed.plan
+    if loss is None:
+        return ()
+    axes = tuple(
+        axis.name
+        for axis, p in zip(placed.mesh.axes, placed.layout(loss), strict=True)
+        if p.is_partial() and axis.size > 1
+    )
+    itemsize = loss.meta["val"].dtype.itemsize
+    if plan.num_stages > 1:
+        axes, itemsize = (PIPELINE_AXIS, *placed.mesh.names), 4
+    if not axes:
+        return ()
+    return (
+        Record(
+            cause="loss",
+            of=loss.name,
+            kind="all_reduce",
+            phase="forward",
+            axes=axes,
+            payload_bytes=float(itemsize),
+            times=1,
+            stages=tuple(range(plan.num_stages)),
+        ),
+    )
