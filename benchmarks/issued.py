@@ -23,8 +23,8 @@ import autopar
 from autopar.ir.placed.placed_model import PlacedModel, place_captured
 from autopar.ir.placed.records import Record
 from autopar.ir.placed.stage_communication import PIPELINE_AXIS
-from autopar.ir.plan import Plan
 from autopar.ir.placed.step_communication import step_communication
+from autopar.ir.plan import Plan
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.ir.torch_private import process_group
 

@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from benchmarks.issued import compared
-from benchmarks.models import CASES, build
+from benchmarks.models import CASES
 from benchmarks.parity import constraints_of
 from benchmarks.traces import Steps, train_parallel
 from tests.end_to_end.stacks import ROWS, SEQ, WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
@@ -83,6 +83,9 @@ _RECORDED = {
 }
 
 
+TWO = Steps(sgd=2, adamw=0, compared=(1,))
+
+
 def _unrecorded(cells: list[str]) -> dict[str, list[str]]:
     """Cell -> where a step of it differs from the records of its placed model."""
     found: dict[str, list[str]] = {}
@@ -91,7 +94,9 @@ def _unrecorded(cells: list[str]) -> dict[str, list[str]]:
         case, texts = CASES[model], found.setdefault(cell, [])
         watch = partial(compared, found=texts)
         constraints = constraints_of(case, plan)
-        _, chosen = train_parallel(case, dist.get_world_size(), constraints, Steps(sgd=2, adamw=0, compared=(1,)), watch)
+        _, chosen = train_parallel(
+            case, dist.get_world_size(), constraints, Steps(sgd=2, adamw=0, compared=(1,)), watch
+        )
         assert chosen.num_ranks == dist.get_world_size()
     return found
 
@@ -103,12 +108,12 @@ def test_what_is_recorded_of_a_placed_model_is_what_runs(ranks: int) -> None:
 
 def _unrecorded_of_another_plan() -> list[str]:
     """A step under sequence parallelism against the records of a plan without it."""
-    case, found = CASES["llama"], list[str]()
-    parallel = autopar.parallelize(build(case), 2, example_inputs=case.batch(0), tp=2, sp=True)
-    other = autopar.parallelize(build(case), 2, example_inputs=case.batch(0), tp=2, sp=False)
-    rows = parallel.shard_batch(case.batch(0))
+    model, found = stack(FeedForward, 3), list[str]()
+    own, other = (tensor_parallel_plan(model, 2, sequence=sequence) for sequence in (True, False))
+    parallel = autopar.parallelize(model, 2, example_inputs=batch(), plan=own)
+    rows = parallel.shard_batch(batch())
     parallel.step(**rows)
-    with compared(parallel, found, plan=other.plan):
+    with compared(parallel, found, plan=other):
         parallel.step(**rows)
     return found
 
