@@ -38,10 +38,10 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSizes:
-    """Sizes of what one rank has of an op in one microbatch. itemsize: bytes of an element of compute, by dtype.
+    """Sizes of what one rank has of an op in one microbatch.
 
-    batch: the factor that microbatches divide. folds: of the sequence in zigzag order, 1 in natural order. flows:
-    whether a gradient goes to an operand, by position.
+    itemsize: bytes of an element of compute, by dtype. batch: the factor that microbatches divide. zigzag_ranks: that
+    share a sequence in zigzag order, 1 in natural order. flows: whether a gradient goes to an operand, by position.
     """
 
     assignment: Assignment
@@ -49,7 +49,7 @@ class LocalSizes:
     itemsize: Callable[[torch.dtype], int]
     batch: str | None = None
     num_microbatches: int = 1
-    folds: int = 1
+    zigzag_ranks: int = 1
     flows: Callable[[int], bool] = lambda position: True
 
     def share(self, factors: TensorFactors) -> float:

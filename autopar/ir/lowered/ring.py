@@ -294,7 +294,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     queries, keys = _axes(rule, sizes.assignment, sizes.mesh)
     operands, lengths = [operand.meta["val"] for operand in tensor_operands(node)], lengths_of(rule)
     shape = RingShape(
-        sight_of(node), lengths, sizes.folds, tuple(map(sizes.size, queries)),
+        sight_of(node), lengths, sizes.zigzag_ranks, tuple(map(sizes.size, queries)),
         tuple(axis in keys for axis in queries),
     )  # fmt: skip
     hops, sent = hops_needed(shape), sum(operands[p].numel() * sizes.share(rule.operands[p]) for p in (1, 2))

@@ -134,7 +134,7 @@ class _Sweep:
             itemsize=lambda dtype: itemsize_of(dtype, placed.plan.precision),
             batch=placed.analysis.roles.batch.get(node),
             num_microbatches=placed.num_microbatches,
-            folds=placed.num_folds,
+            zigzag_ranks=placed.zigzag_ranks,
             flows=lambda position: node in flow and operands[position] in flow,
         )
         block = placed.analysis.block_of(node)

@@ -101,7 +101,7 @@ class _Units:
         return own[0] if len(own) == 1 else PRELUDE
 
     def _kind(self, block: int) -> int:
-        return self.placed.analysis.folding.blocks[block].kind
+        return self.placed.analysis.repetition.blocks[block].kind
 
     def _is_divided(self, name: str, stages: tuple[int, ...]) -> bool:
         """Whether ZeRO works on a parameter."""
