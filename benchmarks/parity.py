@@ -30,11 +30,12 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
-from issued import MORE, compared
+from issued import compared
 from models import CASES, Case
 from traces import TEN, Trace, describe, relative, train_alone, train_parallel
 
 import autopar
+from autopar.checking.recorded import MORE
 from autopar.ir.errors import InfeasiblePlan
 
 # Cells that one group of processes runs. Each makes process groups, whose threads live as long as the processes.

@@ -10,12 +10,14 @@ from torch import nn
 from autopar.checking.matching import mismatch
 from autopar.checking.proof import ProvedRanks, prove_ranks
 from autopar.checking.ranks import Programs, RankTrace, run_ranks
+from autopar.checking.recorded import MORE, unrecorded
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import GIB
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import place_captured
+from autopar.ir.placed.step_communication import step_communication
 from autopar.ir.plan import Plan
 from autopar.passes.partition import partition
 from autopar.search.api import predict_plan
@@ -96,6 +98,13 @@ def check_plan(
         f"proved: {own.problem}"
         for own in proved
         if own.problem is not None
+    ]
+    communication = step_communication(placed, traces[0].num_microbatches)
+    problems += [
+        f"rank {trace.rank} sends what the plan does not record: {text}"
+        for trace in traces
+        for text in unrecorded(trace, placed, communication)[:3]
+        if not (plan.pipelining.splits_backward and MORE in text)
     ]
     unmatched = mismatch(traces, plan)
     if unmatched is not None:

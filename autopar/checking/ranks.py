@@ -35,10 +35,12 @@ Programs = Callable[[int], Sequence[StageProgram]]
 class RankTrace:
     """One training step of one rank, the optimiser's included.
 
-    persistent_bytes: of parameters, gradients and optimiser between steps; peak_bytes: most at once in the step.
+    num_microbatches: that the step had, as many as show all that happens. persistent_bytes: of parameters, gradients
+    and optimiser between steps; peak_bytes: most at once in the step.
     """
 
     rank: int
+    num_microbatches: int
     communications: tuple[Communication, ...]
     persistent_bytes: int
     peak_bytes: int
@@ -145,6 +147,7 @@ def run_rank(
                 optimizer.step()
     return RankTrace(
         rank=rank,
+        num_microbatches=plan.batch.num_microbatches,
         communications=tuple(recorder.communications),
         persistent_bytes=persistent,
         peak_bytes=recorder.memory.peak,

@@ -112,7 +112,8 @@ def without_a_collective(programs: Sequence[StageProgram]) -> Sequence[StageProg
 def test_a_missing_collective_among_1024_ranks_is_found(source: ModelFile) -> None:
     checked, seconds = check_large(source, tamper=without_a_collective)
     assert seconds < 60
-    unproved, problem = checked.problems
+    unproved, unrecorded, problem = checked.problems
+    assert "rank 515 sends what the plan does not record: all_reduce" in unrecorded and "issued 0" in unrecorded
     assert "communications do not fit together" in problem and "rank 515" in problem and "rank 512" in problem
     assert "1 of 1,024 ranks (rank 515 is the first) are not proved" in unproved and "Partial()" in unproved
     assert sorted(len(own.ranks) for own in checked.proved) == [1, 1023]
@@ -134,7 +135,7 @@ def test_what_does_not_fit_is_found(source: ModelFile) -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     def trace(rank: int, *communications: Communication) -> RankTrace:
-        return RankTrace(rank=rank, communications=communications, persistent_bytes=0, peak_bytes=0)
+        return RankTrace(rank=rank, num_microbatches=1, communications=communications, persistent_bytes=0, peak_bytes=0)
 
     def sum_over(*ranks: int) -> Communication:
         return Communication("all_reduce", ranks, 8, torch.float32, "sum")

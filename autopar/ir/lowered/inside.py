@@ -25,15 +25,15 @@ class Inside(NamedTuple):
     """One collective inside a lowered op.
 
     kind: ``all_gather``, ``send`` and so on, as counted when it runs. axis: of the mesh. payload_bytes: of one
-    microbatch on one rank, of the tensor before a scatter or after a gather. rows: the tokens decide its size; then
-    ``payload_bytes`` is the mean over the ranks.
+    microbatch on one rank, of the tensor before a scatter or after a gather. dispatch: part of the dispatch of
+    tokens to experts, which decide its size; ``payload_bytes`` is the mean over the ranks.
     """
 
     kind: str
     phase: Phase
     axis: str
     payload_bytes: float
-    rows: bool = False
+    dispatch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     counts = _COUNT_BYTES * num_experts
     for axis in reversed(_token_axes(rule, sizes.assignment, mesh) if factor is not None else ()):
         counts *= sizes.size(axis)
-        yield Inside("all_gather", "forward", axis, counts)
+        yield Inside("all_gather", "forward", axis, counts, dispatch=True)
     axes, moving = _expert_axes(rule, sizes.assignment, mesh)
     x, index = (operand.meta["val"] for operand in tensor_operands(node)[:2])
     rows = index.numel() * sizes.share(rule.operands[1]) * min(1.0, factor or 1.0)
@@ -202,7 +202,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     payload = rows * x.shape[-1] * sizes.itemsize(x.dtype)
     addresses = num_experts // prod(sizes.size(axis) for axis in axes if axis not in moving)
     for axis in moving:
-        yield Inside("all_gather", "forward", axis, _COUNT_BYTES * addresses * sizes.size(axis))
+        yield Inside("all_gather", "forward", axis, _COUNT_BYTES * addresses * sizes.size(axis), dispatch=True)
         addresses //= sizes.size(axis)
         for phase in ("forward", "forward", "backward", "backward"):
-            yield Inside("all_to_all", phase, axis, payload, rows=True)
+            yield Inside("all_to_all", phase, axis, payload, dispatch=True)

@@ -29,9 +29,9 @@ from autopar.ir.redistribution import Collective
 from autopar.ir.rules.saved import saved_for_backward
 
 
-def op_communication(placed: PlacedModel) -> tuple[Record, ...]:
-    """Every collective of a training step between ops and inside them."""
-    return tuple(_Sweep(placed).records())
+def op_communication(placed: PlacedModel, num_microbatches: int) -> tuple[Record, ...]:
+    """Every collective of a step of ``num_microbatches`` between ops and inside them."""
+    return tuple(_Sweep(placed, num_microbatches).records())
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class _Moved:
 class _Sweep:
     """Over the ops that a training step runs, in order."""
 
-    def __init__(self, placed: PlacedModel) -> None:
-        self.placed = placed
+    def __init__(self, placed: PlacedModel, num_microbatches: int) -> None:
+        self.placed, self.num_microbatches = placed, num_microbatches
         self.operands = Operands(placed=placed, results="loss")
         runs = computed(placed.captured)
         self.ops = [node for node in op_nodes(placed.captured.graph) if node in runs]
@@ -145,7 +145,7 @@ class _Sweep:
             phases: tuple[Phase, ...] = (one.phase, "backward") if one.phase == "forward" and again else (one.phase,)
             for phase in phases:
                 yield from self._records(
-                    "op", node.name, one.kind, phase, (one.axis,), one.payload_bytes, self.stages[node], rows=one.rows
+                    "op", node.name, one.kind, phase, (one.axis,), one.payload_bytes, self.stages[node], one.dispatch
                 )
 
     def _runs_again(self, block: int, number: int, *, gathers: bool) -> bool:
@@ -162,8 +162,7 @@ class _Sweep:
         axes: tuple[str, ...],
         payload: float,
         stages: set[int],
-        *,
-        rows: bool = False,
+        dispatch: bool = False,
     ) -> Iterator[Record]:
         """One for each of ``stages``, every microbatch."""
         for stage in sorted(stages):
@@ -174,7 +173,7 @@ class _Sweep:
                 phase=phase,
                 axes=axes,
                 payload_bytes=payload,
-                times=self.placed.num_microbatches,
+                times=self.num_microbatches,
                 stages=(stage,),
-                rows=rows,
+                dispatch=dispatch,
             )

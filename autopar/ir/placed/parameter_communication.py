@@ -27,7 +27,7 @@ from autopar.ir.placed.stage_communication import PIPELINE_AXIS
 from autopar.ir.placed.storage import zero_divides
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
-from autopar.ir.schedule import Action
+from autopar.ir.schedule import Action, Pipelining
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ def times_of(order: tuple[Action, ...], zero_stage: int, *, reshards: bool) -> T
     return Times(forward, backward, scattered)
 
 
-def parameter_communication(placed: PlacedModel) -> tuple[Record, ...]:
-    """Every collective of a training step over parameters and their gradients."""
-    return tuple(_Units(placed).records())
+def parameter_communication(placed: PlacedModel, pipelining: Pipelining) -> tuple[Record, ...]:
+    """Every collective over parameters and their gradients of a step under ``pipelining``."""
+    return tuple(_Units(placed, pipelining).records())
 
 
 class _Units:
     """The units of every stage."""
 
-    def __init__(self, placed: PlacedModel) -> None:
-        self.placed, self.plan = placed, placed.plan
+    def __init__(self, placed: PlacedModel, pipelining: Pipelining) -> None:
+        self.placed, self.plan, self.pipelining = placed, placed.plan, pipelining
         self.readers: dict[str, set[int]] = {}
         operands, runs = Operands(placed=placed, results="loss"), computed(placed.captured)
         for user in op_nodes(placed.captured.graph):
@@ -107,7 +107,7 @@ class _Units:
         """Whether ZeRO works on a parameter."""
         block = self._unit(name, stages[0])
         parameter = self.placed.captured.parameters[name]
-        ranks = set(map(self.plan.pipelining.rank_of, stages))
+        ranks = set(map(self.pipelining.rank_of, stages))
         if len(ranks) < len(stages):
             return False  # FSDP cannot have one in two stages of a rank
         mesh, axes = self.placed.mesh, self.placed.storage[name].zero_axes
@@ -131,9 +131,9 @@ class _Units:
         axes = tuple(a for a in storage.partial_axes if not (managed and a in storage.zero_axes))
         if prod(placed.mesh.sizes[axis] for axis in axes) > 1:
             # Stages of one rank share their copy.
-            for stage in {self.plan.pipelining.rank_of(stage): stage for stage in stages}.values():
+            for stage in {self.pipelining.rank_of(stage): stage for stage in stages}.values():
                 yield self._record("gradient", name, "all_reduce", "backward", axes, numel * itemsize, 1, (stage,))
-        if len(set(map(self.plan.pipelining.rank_of, stages))) > 1:
+        if len(set(map(self.pipelining.rank_of, stages))) > 1:
             yield self._record("gradient", name, "all_reduce", "backward", (), numel * itemsize, 1, stages)
 
     def _shard_numel(self, name: str) -> int:
@@ -152,7 +152,7 @@ class _Units:
         zero_stage = plan.zero if kind is None else plan.zero_of(kind)
         # Backward begins with the last block, and what the stage itself owns is used until then.
         reshards = kind is not None and plan.reshards(kind) and block != last_unit
-        order = plan.pipelining.orders()[plan.pipelining.rank_of(stage)]
+        order = self.pipelining.orders()[self.pipelining.rank_of(stage)]
         times = times_of(tuple(a for a in order if a.stage == stage), zero_stage, reshards=reshards)
         shard = tuple(axis for axis in zero_axes if axis in placed.shard_axes)
         across = tuple(axis for axis in zero_axes if axis not in placed.shard_axes)

@@ -21,8 +21,8 @@ class Record:
     kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
     axes: of the mesh, along which the ranks differ that take part, ``pp`` among them where stages do.
     payload_bytes: of one rank, of the tensor before a scatter or after a gather. times: in a step.
-    stages: that take part, one within a stage. rows: tokens decide the size, and ``payload_bytes`` is the mean over
-    ranks.
+    stages: that take part, one within a stage. dispatch: of tokens to experts, which decide the size;
+    ``payload_bytes`` is the mean over ranks.
     """
 
     cause: Cause
@@ -33,4 +33,4 @@ class Record:
     payload_bytes: float
     times: int
     stages: tuple[int, ...]
-    rows: bool = False
+    dispatch: bool = False

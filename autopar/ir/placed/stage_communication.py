@@ -19,12 +19,12 @@ from autopar.ir.precision import itemsize_of
 PIPELINE_AXIS = "pp"
 
 
-def stage_communication(placed: PlacedModel) -> tuple[Record, ...]:
-    """Every send of a training step. A tensor needed further down passes through every stage between."""
-    return tuple(_sends(placed)) if placed.plan.num_stages > 1 else ()
+def stage_communication(placed: PlacedModel, num_microbatches: int) -> tuple[Record, ...]:
+    """Every send of a step of ``num_microbatches``. A tensor needed further down passes through every stage between."""
+    return tuple(_sends(placed, num_microbatches)) if placed.plan.num_stages > 1 else ()
 
 
-def _sends(placed: PlacedModel) -> Iterator[Record]:
+def _sends(placed: PlacedModel, num_microbatches: int) -> Iterator[Record]:
     plan, rank_of = placed.plan, placed.plan.pipelining.rank_of
     for value, (first, last) in _spans(placed).items():
         tensor = value.tensor if isinstance(value, Move) else value
@@ -42,7 +42,7 @@ def _sends(placed: PlacedModel) -> Iterator[Record]:
                     phase=phase,  # type: ignore[arg-type]  # both are phases
                     axes=(PIPELINE_AXIS,),
                     payload_bytes=payload,
-                    times=placed.num_microbatches,
+                    times=num_microbatches,
                     stages=pair,
                 )
 

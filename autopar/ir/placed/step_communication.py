@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.placed.op_communication import op_communication
 from autopar.ir.placed.parameter_communication import parameter_communication
 from autopar.ir.placed.placed_model import PlacedModel
@@ -9,12 +11,18 @@ from autopar.ir.placed.records import Record
 from autopar.ir.placed.stage_communication import PIPELINE_AXIS, stage_communication
 
 
-def step_communication(placed: PlacedModel) -> tuple[Record, ...]:
-    """The records of everything that the ranks of a plan send in a training step, but for what they agree on."""
+def step_communication(placed: PlacedModel, num_microbatches: int | None = None) -> tuple[Record, ...]:
+    """The records of everything that the ranks of a plan send in a training step, but for what they agree on.
+
+    num_microbatches: of a step with another number of microbatches, of the same size, than the plan has.
+    """
+    pipelining = placed.plan.pipelining
+    if num_microbatches is not None:
+        pipelining = replace(pipelining, num_microbatches=num_microbatches)
     return (
-        *op_communication(placed),
-        *parameter_communication(placed),
-        *stage_communication(placed),
+        *op_communication(placed, pipelining.num_microbatches),
+        *parameter_communication(placed, pipelining),
+        *stage_communication(placed, pipelining.num_microbatches),
         *_loss(placed),
     )
 
