@@ -23,11 +23,11 @@ from torch import fx
 
 from autopar.cost_model.communication.collectives import Fabric, point_to_point_time
 from autopar.cost_model.compute.op_time import OpTime
-from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.lowered.table import lowering_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import Assignment, FactorRule, TensorFactors, factors_of_choice
 from autopar.ir.sequence import RingShape, block_work, hops_needed, zigzag_ranks_for
 
@@ -93,7 +93,7 @@ def ring_time(
 
     operands = tensor_operands(node)
     sent = sum(local(rule.operands[p], operands[p].meta["val"].numel()) for p in (1, 2))
-    itemsize = compute_itemsize(operands[1].meta["val"].dtype, precision)
+    itemsize = itemsize_of(operands[1].meta["val"].dtype, precision)
     results = sum(local(f, r.numel()) for f, r in zip(rule.results, tensor_results(node), strict=True))
     device, steps = fabric.cluster.device, taken.total() + 1
     # Keys and values are packed to be sent, and put in order first where they are not. A block's result is scaled, the

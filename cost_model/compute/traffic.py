@@ -9,8 +9,9 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.scans import elements_of_scan, is_scan
-from autopar.cost_model.hardware.device import ITEMSIZE, Device
+from autopar.cost_model.hardware.device import Device
 from autopar.ir.graph import tensor_operands, tensor_results
+from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule, TensorFactors
 
 # Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
@@ -62,15 +63,10 @@ class MovedTensor:
         return self.num_bytes / divisor
 
 
-def compute_itemsize(dtype: torch.dtype, precision: str) -> int:
-    """Bytes of an element that the capture has as ``dtype``: float32 becomes the precision of compute."""
-    return ITEMSIZE[precision] if dtype == torch.float32 else dtype.itemsize
-
-
 def moved_tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_factor: str | None) -> MovedTensor:
     """A tensor with the factors of its dimensions, in the precision of compute."""
     names = frozenset(f for dim in factors for f in dim)
-    num_bytes = value.numel() * compute_itemsize(value.dtype, precision)
+    num_bytes = value.numel() * itemsize_of(value.dtype, precision)
     return MovedTensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
 
 
@@ -92,7 +88,7 @@ def extra_passes(
     if op_name(node) == "moe":
         return _expert_passes(node, precision, batch_factor)
     if is_scan(node):
-        width = compute_itemsize(tensor_results(node)[0].dtype, precision)
+        width = itemsize_of(tensor_results(node)[0].dtype, precision)
         first, second = (
             MovedTensor(n * width, frozenset({WORK}), batch_factor is not None) for n in elements_of_scan(node)
         )
@@ -113,7 +109,7 @@ def _expert_passes(
     x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
     hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
     gate = wide - inner
-    row = index.numel() * compute_itemsize(x.dtype, precision)
+    row = index.numel() * itemsize_of(x.dtype, precision)
     # Elements that each kernel reads and writes, backward with both gradients of each product.
     forward = 9 * hidden + wide + 3 * inner + 3 * gate
     backward = 13 * hidden + 2 * wide + 5 * inner + 5 * gate

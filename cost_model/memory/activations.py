@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction, is_view
-from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.cost_model.memory.backward_peak import BackwardOp, BlockBackward, is_read_outside
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, storage_of
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.saved import saved_for_backward
@@ -107,8 +107,8 @@ class BlockActivations:
                 storage, factors = storage_of(tensor), rule.operands[position]
                 value = tensor.meta["val"]
             base = tensor_results(storage[0])[storage[1]]
-            num_bytes = base.numel() * compute_itemsize(value.dtype, precision)
-            itemsize = compute_itemsize(value.dtype, precision)
+            num_bytes = base.numel() * itemsize_of(value.dtype, precision)
+            itemsize = itemsize_of(value.dtype, precision)
             return Saved.of(node, storage, num_bytes, (factors,), batches.get(node), itemsize)
 
         saved: list[Saved] = []

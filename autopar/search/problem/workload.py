@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from autopar.cost_model.compute.flops import training_flops
-from autopar.cost_model.compute.traffic import compute_itemsize
 from autopar.cost_model.memory.activations import BlockActivations
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.analysis import Analysis
@@ -27,6 +26,7 @@ from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Precision
+from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS, expert_factors
 
@@ -288,7 +288,7 @@ class Workload:
                     result=result,
                     numel=value.numel(),
                     rows=value.shape[0] if value.dim() else 1,
-                    itemsize=compute_itemsize(value.dtype, self.precision),
+                    itemsize=itemsize_of(value.dtype, self.precision),
                     carries_batch=carrying.get((node, result), self.roles.batch.get(node) is not None),
                     by_rows=self.roles.batch_dim.get(node) in (0, None),
                     differentiable=(node, result) in flowing and has_gradient_dtype(value),
