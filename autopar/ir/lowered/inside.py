@@ -63,4 +63,5 @@ class LocalSizes:
         return 1.0 / pieces / (self.num_microbatches if self.batch in names else 1)
 
     def size(self, axis: str) -> int:
+        """Number of ranks along a mesh axis."""
         return self.mesh.axes[self.mesh.index(axis)].size
