@@ -17,7 +17,8 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.graph import call_nodes, tensor_operands
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel, place_captured
-from autopar.ir.placed.records import Record, redistribution_records
+from autopar.ir.placed.records import Record
+from autopar.ir.placed.step_communication import step_communication
 from autopar.ir.placed.uses import Move
 from autopar.ir.placement import Layout, Placement, Replicate, Shard
 from autopar.ir.rule import FactorRule, TensorFactors
@@ -79,7 +80,9 @@ def journey() -> Journey:
             programs[name] = node_text(moved, placed.mesh)
 
     partition(placed, after=note)
-    records = tuple(record for record in redistribution_records(placed) if record.tensor is op)
+    records = tuple(
+        record for record in step_communication(placed) if record.cause == "redistribution" and record.of == op.name
+    )
     return Journey(placed=placed, op=op, user=user, position=position, move=move, records=records, programs=programs)
 
 
@@ -136,8 +139,8 @@ def draw() -> Picture:
                 f"{_layout(found.move.before)} -> {_layout(found.move.after)} on {axis}: "
                 f"{step.forward.value} forward, {step.backward.value} backward",
                 *(
-                    f"{record.phase}: {record.kind.value} over {record.axis}, {record.payload_bytes / 2**20:.0f} MiB "
-                    f"in {str(record.tensor.meta['val'].dtype).removeprefix('torch.')}, {record.times} a step"
+                    f"{record.phase}: {record.kind} over {', '.join(record.axes)}, "
+                    f"{record.payload_bytes / 2**20:.0f} MiB, {record.times} a step"
                     for record in found.records
                 ),
             ],

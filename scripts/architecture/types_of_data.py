@@ -15,7 +15,7 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import PlacedModel, place
-from autopar.ir.placed.records import redistribution_records
+from autopar.ir.placed.step_communication import step_communication
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
 from autopar.passes.insert_redistributions import insert_redistributions
@@ -71,7 +71,7 @@ EDGES = (
     ),
     Edge(
         PLACE, place, "plan", PlacedModel, "layouts, storage, redistributions",
-        beside=("analysis",), readers=((redistribution_records, "placed"),),
+        beside=("analysis",), readers=((step_communication, "placed"),),
     ),
     Edge(PARTITION, insert_redistributions, "placed", PlacedProgram, "one rank's program, shapes still global"),
     Edge(PARTITION, run_program_passes, "program", PlacedProgram, "local shapes, and collectives"),
