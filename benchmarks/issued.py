@@ -26,8 +26,12 @@ from autopar.ir.torch_private import process_group
 def compared(parallel: autopar.ParallelModule, found: list[str], plan: Plan | None = None) -> Iterator[None]:
     """Within it all ranks make one training step; ``found`` then says where it differs from the records, on any rank.
 
-    Not the first step, in which buckets of gradients are laid out. plan: that is recorded, if not that of ``parallel``.
+    Not the first step, in which buckets of gradients are laid out. A step in eval mode runs another capture, and is not
+    compared. plan: that is recorded, if not that of ``parallel``.
     """
+    if not parallel.training:
+        yield
+        return
     placed = place_captured(parallel.engine.captured, plan or parallel.plan)
     records = step_communication(placed)
     with CollectiveCounter() as counter:

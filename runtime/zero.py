@@ -204,7 +204,11 @@ def apply_zero(
         module.set_force_sum_reduction_for_comms(True)
         modules.append((module, zero_stage))
         reshards[module] = reshard
-    _prefetch([module for module, _ in modules], plan.prefetch)
+    frozen = 0
+    if not program.received:  # no gradient goes further back than the first parameter that has one
+        trained = (any(p.requires_grad for p in module.parameters()) for module, _ in modules[:-1])
+        frozen = next((number for number, trains in enumerate(trained) if trains), len(modules) - 1)
+    _prefetch([module for module, _ in modules], plan.prefetch, frozen)
     return ZeroEngine(modules, frozenset(meshes), reshards)
 
 
@@ -223,8 +227,8 @@ def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) ->
     return lambda parameter: others.get(meshes[parameter])
 
 
-def _prefetch(modules: list[FSDPModule], count: int) -> None:
-    """Gather the next ``count`` blocks while one runs.
+def _prefetch(modules: list[FSDPModule], count: int, frozen: int) -> None:
+    """Gather the next ``count`` blocks while one runs. The first ``frozen`` ones have no backward.
 
     Left to itself FSDP gathers backward's blocks in the reverse order of all forwards since the last step, and so ends
     the backward of every microbatch but one by gathering the last block once more. A block that is there already is
@@ -232,7 +236,7 @@ def _prefetch(modules: list[FSDPModule], count: int) -> None:
     """
     *blocks, root = modules
     root.set_modules_to_forward_prefetch(blocks[:count])
-    root.set_modules_to_backward_prefetch(blocks[: -count - 1 : -1] or [root])
+    root.set_modules_to_backward_prefetch(blocks[max(frozen, len(blocks) - count) :][::-1] or [root])
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + count])
-        block.set_modules_to_backward_prefetch(blocks[max(0, number - count) : number][::-1] or [block])
+        block.set_modules_to_backward_prefetch(blocks[max(frozen, number - count) : number][::-1] or [block])

@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,7 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.ir.errors import AutoparError, CaptureError
+from benchmarks.issued import compared
 from tests.harness import RankFailure, run_ranks
 
 STEPS = 3
@@ -63,9 +65,10 @@ EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 _EVERY = PLANS | EXPERT_PLANS
 
-# exact: equal to one process. refused: CaptureError. impossible: the model cannot have the plan, and an error says so.
-# failed: any other exception, or a rank that died or hung.
-Verdict = Literal["exact", "wrong", "refused", "impossible", "failed"]
+# exact: equal to one process. unrecorded: likewise, but the ranks send otherwise than their placed model records.
+# refused: CaptureError. impossible: the model cannot have the plan, and an error says so. failed: any other exception,
+# or a rank that died or hung.
+Verdict = Literal["exact", "wrong", "unrecorded", "refused", "impossible", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +151,18 @@ def _run_cell(case: ModuleType, num_ranks: int, constraints: dict[str, Any]) -> 
     if hasattr(case, "loss_fn"):
         extra = {"loss_fn": case.loss_fn, "example_target": case.target(0)}
     parallel = autopar.parallelize(model, num_ranks, example_inputs=case.batch(0), **extra, **constraints)
-    errors = _evaluate(case, alone, parallel) if getattr(case, "EVALUATES", False) else _train(case, alone, parallel)
+    unrecorded: list[str] = []
+    if getattr(case, "EVALUATES", False):
+        errors = _evaluate(case, alone, parallel)
+    else:
+        errors = _train(case, alone, parallel, unrecorded)
     wrong = {name: error for name, error in errors.items() if not error <= LIMITS[name.split()[0]]}
     # One rank may be right where another is not.
     gathered: list[dict[str, float]] = [{} for _ in range(num_ranks)]
     dist.all_gather_object(gathered, wrong)
     texts = [f"rank {rank}: " + ", ".join(f"{n} {e:.1e}" for n, e in w.items()) for rank, w in enumerate(gathered) if w]
+    if unrecorded and not texts:
+        return "unrecorded", "; ".join(unrecorded)
     return ("wrong", "; ".join(texts)) if texts else ("exact", "")
 
 
@@ -180,8 +189,13 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def _train(case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModule) -> dict[str, float]:
-    """Largest relative error of each kind over the steps."""
+def _train(
+    case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModule, unrecorded: list[str]
+) -> dict[str, float]:
+    """Largest relative error of each kind over the steps.
+
+    unrecorded: filled with what the ranks send in the second step otherwise than recorded.
+    """
     errors: dict[str, float] = {}
 
     def note(kind: str, error: float) -> None:
@@ -191,14 +205,15 @@ def _train(case: ModuleType, alone: nn.Module, parallel: autopar.ParallelModule)
     for step in range(STEPS):
         one.zero_grad()
         many.zero_grad()
-        given = case.batch(step)
+        given, target = case.batch(step), {}
         if hasattr(case, "loss_fn"):
-            target = case.target(step)
-            loss = case.loss_fn(_call(alone, given), target)
-            got = _call(parallel.step, parallel.shard_batch(given), target=parallel.shard_batch(target))
+            target = {"target": case.target(step)}
+            loss = case.loss_fn(_call(alone, given), *target.values())
         else:
             loss = _loss(_call(alone, given))
-            got = _call(parallel.step, parallel.shard_batch(given))
+        rows, wanted_rows = parallel.shard_batch(given), {k: parallel.shard_batch(v) for k, v in target.items()}
+        with compared(parallel, unrecorded) if step == 1 else nullcontext():
+            got = _call(parallel.step, rows, **wanted_rows)
         loss.backward()
         wanted = float(loss.detach())
         note("loss", abs(float(got) - wanted) / max(abs(wanted), 1e-12))

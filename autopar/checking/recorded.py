@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from autopar.checking.ranks import RankTrace
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import Record
-from autopar.ir.placed.stage_communication import PIPELINE_AXIS
+from autopar.ir.placed.records import PIPELINE_AXIS, Record
 
 _IN_BULK = ("gradient", "parameter", "loss")
 MORE = "more, "

@@ -22,7 +22,7 @@ from autopar.ir.lowered.inside import LocalSizes, Phase
 from autopar.ir.lowered.table import INSIDE
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import Cause, Record
+from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.uses import Move, Use
 from autopar.ir.precision import itemsize_of
 from autopar.ir.redistribution import Collective
@@ -97,6 +97,33 @@ class _Sweep:
             yield from self._of_move(move, known)
         for number, node in enumerate(self.ops):
             yield from self._inside(node, number)
+        yield from self._buffers()
+
+    def _buffers(self) -> Iterator[Record]:
+        """New values of buffers that several stages have: the one that computes a value hands it to the others."""
+        placed, rank_of = self.placed, self.placed.plan.pipelining.rank_of
+        readers: dict[str, set[int]] = {}
+        for node in self.ops:
+            for operand in tensor_operands(node):
+                readers.setdefault(operand.name, set()).update(self.stages[node])
+        for name, buffer in placed.captured.buffers.items():
+            if buffer.updated_by is None:
+                continue
+            new = placed.analysis.names[buffer.updated_by]
+            block = placed.analysis.block_of(new)
+            stages = readers.get(name, set()) | {0 if block == PRELUDE else placed.plan.stage_of(block)}
+            if len(set(map(rank_of, stages))) > 1:
+                value = placed.analysis.names[name].meta["val"]
+                yield Record(
+                    cause="buffer",
+                    of=buffer.name,
+                    kind="broadcast",
+                    phase="forward",
+                    axes=(PIPELINE_AXIS,),
+                    payload_bytes=float(value.numel() * value.dtype.itemsize),
+                    times=1,
+                    stages=tuple(sorted(stages)),
+                )
 
     def _updates(self) -> Iterator[Use]:
         """Uses of the new values of buffers."""

@@ -22,8 +22,7 @@ from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.graph import op_nodes, tensor_operands
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import Record
-from autopar.ir.placed.stage_communication import PIPELINE_AXIS
+from autopar.ir.placed.records import PIPELINE_AXIS, Record
 from autopar.ir.placed.storage import zero_divides
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
@@ -68,6 +67,8 @@ class _Units:
     def __init__(self, placed: PlacedModel, pipelining: Pipelining) -> None:
         self.placed, self.plan, self.pipelining = placed, placed.plan, pipelining
         self.readers: dict[str, set[int]] = {}
+        # Blocks that a gradient comes back to, and what stages themselves hold.
+        self.flowing = {PRELUDE, *map(placed.analysis.block_of, placed.analysis.flow)}
         operands, runs = Operands(placed=placed, results="loss"), computed(placed.captured)
         for user in op_nodes(placed.captured.graph):
             for position in range(len(tensor_operands(user)) if user in runs else 0):
@@ -152,8 +153,10 @@ class _Units:
         zero_stage = plan.zero if kind is None else plan.zero_of(kind)
         # Backward begins with the last block, and what the stage itself owns is used until then.
         reshards = kind is not None and plan.reshards(kind) and block != last_unit
-        order = self.pipelining.orders()[self.pipelining.rank_of(stage)]
-        times = times_of(tuple(a for a in order if a.stage == stage), zero_stage, reshards=reshards)
+        order = [a for a in self.pipelining.orders()[self.pipelining.rank_of(stage)] if a.stage == stage]
+        if block not in self.flowing:
+            order = [action for action in order if action.kind == "F"]  # no gradient comes to its outputs
+        times = times_of(tuple(order), zero_stage, reshards=reshards)
         shard = tuple(axis for axis in zero_axes if axis in placed.shard_axes)
         across = tuple(axis for axis in zero_axes if axis not in placed.shard_axes)
         size, of = self._shards(zero_axes), "shared parameters" if kind is None else plan.blocks[kind].name

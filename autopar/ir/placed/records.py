@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Cause = Literal["redistribution", "op", "gradient", "parameter", "stage", "loss"]
+PIPELINE_AXIS = "pp"
+
+Cause = Literal["redistribution", "op", "gradient", "parameter", "buffer", "stage", "loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +19,9 @@ class Record:
     """One collective, or one send, of a training step of the ranks of one stage.
 
     cause: a redistribution between ops; inside a lowered op; the sum of a gradient over ranks; a parameter that ZeRO
-    gathers; a tensor that crosses to another stage; the loss. of: name of the op, parameter or tensor.
-    kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
+    gathers; a buffer whose new value other stages get; a tensor that crosses to another stage; the loss.
+    of: name of the op, parameter, buffer or tensor.
+    kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or ``send``.
     axes: of the mesh, along which the ranks differ that take part, ``pp`` among them where stages do.
     payload_bytes: of one rank, of the tensor before a scatter or after a gather. times: in a step.
     stages: that take part, one within a stage. dispatch: of tokens to experts, which decide the size;

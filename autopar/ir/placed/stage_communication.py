@@ -12,11 +12,9 @@ from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.graph import op_nodes, tensor_operands
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import Record
+from autopar.ir.placed.records import PIPELINE_AXIS, Record
 from autopar.ir.placed.uses import Move
 from autopar.ir.precision import itemsize_of
-
-PIPELINE_AXIS = "pp"
 
 
 def stage_communication(placed: PlacedModel, num_microbatches: int) -> tuple[Record, ...]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from autopar.ir.placed.op_communication import op_communication
 from autopar.ir.placed.parameter_communication import parameter_communication
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import Record
-from autopar.ir.placed.stage_communication import PIPELINE_AXIS, stage_communication
+from autopar.ir.placed.records import PIPELINE_AXIS, Record
+from autopar.ir.placed.stage_communication import stage_communication
 
 
 def step_communication(placed: PlacedModel, num_microbatches: int | None = None) -> tuple[Record, ...]:
