@@ -206,8 +206,8 @@ def apply_zero(
         reshards[module] = reshard
     frozen = 0
     if not program.received:  # no gradient goes further back than the first parameter that has one
-        trained = (any(p.requires_grad for p in module.parameters()) for module, _ in modules[:-1])
-        frozen = next((number for number, trains in enumerate(trained) if trains), len(modules) - 1)
+        trained = (any(p.requires_grad for p in block.parameters()) for block in blocks)
+        frozen = next((number for number, trains in enumerate(trained) if trains), len(blocks))
     _prefetch([module for module, _ in modules], plan.prefetch, frozen)
     return ZeroEngine(modules, frozenset(meshes), reshards)
 
