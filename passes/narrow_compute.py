@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.matrix_products import is_product
 from autopar.ir.building import fake_call, fake_mode_of
 from autopar.ir.graph import call_nodes
 from autopar.ir.precision import narrow_dtype
@@ -27,7 +28,8 @@ from autopar.passes.verify.well_formed import signature_of, summary_of
 class NarrowCompute(Pass[PlacedProgram]):
     """Floating point work inside blocks is in the dtype of the plan's precision.
 
-    What comes from outside the blocks (step inputs, positions, masks) is cast where it meets a tensor of that dtype.
+    What comes from outside the blocks (step inputs, positions, masks) is cast where it meets a tensor of that dtype,
+    and what a block computes in float32 (a softmax that asks for it) where a matrix product takes both.
     """
 
     name: ClassVar[str] = "narrow-compute"
@@ -64,13 +66,15 @@ def _shape(leaf: object) -> object:
 
 
 def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside: set[fx.Node]) -> None:
-    """Cast wide operands that come from ``outside`` the blocks, if another operand has the dtype of compute."""
+    """Cast float32 operands if another operand has the dtype of compute: those from ``outside`` the blocks, and all of
+    a matrix product, which takes one dtype.
+    """
     values = {operand: operand.meta.get("val") for operand in node.all_input_nodes}
     if not any(isinstance(v, torch.Tensor) and v.dtype == compute for v in values.values()):
         return
     for operand, value in values.items():
         if (
-            (operand.op == "placeholder" or operand in outside)
+            (operand.op == "placeholder" or operand in outside or is_product(node.target))
             and not operand.meta.get("wide")
             and isinstance(value, torch.Tensor)
             and value.dtype == torch.float32

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from autopar.checking.ranks import RankTrace
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Record
+from autopar.ir.precision import itemsize_of
 
 _IN_BULK = ("gradient", "parameter", "loss")
 MORE = "more, "
@@ -22,12 +23,17 @@ Ranks = tuple[int, ...]
 
 
 class Sent(NamedTuple):
-    """One collective that a rank took part in, or one send, to ``ranks``. phase: None where it is not known."""
+    """One collective that a rank took part in, or one send, to ``ranks``.
+
+    phase: None where it is not known. narrow_bytes: of the same payload in the dtype of compute. Records know the
+    captured dtype alone, so what a model computes in float32 on purpose (a router's softmax) is recorded as narrow.
+    """
 
     kind: str
     phase: str | None
     ranks: Ranks
     payload_bytes: float
+    narrow_bytes: float | None = None
 
 
 class Place(NamedTuple):
@@ -108,12 +114,13 @@ def differences(expected: Expected, sent: Iterable[Sent]) -> tuple[list[str], Co
     dispatched: Counter[tuple[str, str | None, Ranks]] = Counter()
     num_bytes: Counter[tuple[str, str | None, Ranks]] = Counter()
     bulk: Counter[tuple[str, Ranks]] = Counter()
-    for one in sent:
-        keys = [(one.kind, phase, ranks) for phase in (one.phase, None) for ranks in (one.ranks, ())]
-        exact = next((k for k in ((*k, one.payload_bytes) for k in keys) if single[k] < expected.single[k]), None)
-        if exact is not None:
-            single[exact] += 1
-        elif (key := next((k for k in keys if dispatched[k] < expected.dispatched[k]), None)) is not None:
+    # The largest first, so that none takes the place of a narrower one.
+    for one in sorted(sent, key=lambda one: -one.payload_bytes):
+        if _counted(one, one.payload_bytes, expected, single):
+            continue
+        if one.narrow_bytes is not None and _counted(one, one.narrow_bytes, expected, single):
+            continue
+        if (key := next((k for k in _keys(one) if dispatched[k] < expected.dispatched[k]), None)) is not None:
             dispatched[key] += 1
             num_bytes[key] += round(one.payload_bytes)
         else:
@@ -124,6 +131,22 @@ def differences(expected: Expected, sent: Iterable[Sent]) -> tuple[list[str], Co
         *_unequal(expected.bulk, bulk, "bytes in all"),
     ]
     return found, num_bytes
+
+
+def _keys(one: Sent) -> Iterator[tuple[str, str | None, Ranks]]:
+    """By which records may know it: those of a pass or of both, those whose ranks are known or not."""
+    yield from ((one.kind, phase, ranks) for phase in (one.phase, None) for ranks in (one.ranks, ()))
+
+
+def _counted(
+    one: Sent, payload_bytes: float, expected: Expected, single: Counter[tuple[str, str | None, Ranks, float]]
+) -> bool:
+    """Count ``one`` in ``single`` if it is expected once more."""
+    keys = ((*key, payload_bytes) for key in _keys(one))
+    key = next((key for key in keys if single[key] < expected.single[key]), None)
+    if key is not None:
+        single[key] += 1
+    return key is not None
 
 
 def _unequal(expected: Mapping[Any, int], got: Mapping[Any, int], unit: str) -> Iterator[str]:
@@ -140,7 +163,10 @@ def unrecorded(trace: RankTrace, placed: PlacedModel, records: Iterable[Record])
     for one in trace.communications:
         if one.kind != "recv":
             gathered = len(one.ranks) if one.kind == "all_gather" else 1
-            payload = float(one.numel * one.dtype.itemsize * gathered)
-            sent.append(Sent(one.kind, None, one.ranks, payload))
+            payload, narrow = (
+                float(one.numel * width * gathered)
+                for width in (one.dtype.itemsize, itemsize_of(one.dtype, placed.plan.precision))
+            )
+            sent.append(Sent(one.kind, None, one.ranks, payload, narrow if narrow != payload else None))
     records = [record for record in records if not record.dispatch]
     return differences(expected_of(placed, records, trace.rank, phases=False), sent)[0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.analysis.matrix_products import is_product
 from autopar.ir.capture.capture import capture
 from autopar.ir.ops import composite
 from autopar.ir.placed.placed_model import place_captured
@@ -49,3 +50,26 @@ def test_a_part_of_a_step_input_is_cast_too() -> None:
     (norm,) = (node for node in nodes if node.target is composite.rms_norm)
     assert norm.args[0].target is TO_COPY and norm.args[0].args[0].meta["val"].shape == (2, 4, 16)
     assert norm.meta["val"].dtype == torch.bfloat16
+
+
+class Attention(nn.Module):
+    """Eager attention: a softmax in float32, cast back for the product with the values, which is lost in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.query(x) @ self.key(x).transpose(1, 2)).tanh()
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        return (weights @ self.value(x)).square().mean()
+
+
+def test_a_product_takes_what_was_computed_in_float32() -> None:
+    captured = normalise(capture(Attention(), torch.randn(2, 8, 16)))
+    plan = estimate_captured(captured, make_cluster("cpu", 2, 2), Constraints(dp=2, precision="bf16")).plan
+    (stage,) = partition(place_captured(captured, plan))
+    nodes = [node for block in stage.blocks for node in block.graph.nodes]
+    wide = [node for node in nodes if node.target is TO_COPY and "softmax" in str(node.args[0])]
+    assert wide and {node.args[0].meta["val"].dtype for node in wide} == {torch.float32}
+    assert {node.meta["val"].dtype for node in nodes if is_product(node.target)} == {torch.bfloat16}
