@@ -6,15 +6,14 @@ weights of both passes, its collectives run in both (``runtime/split_backward.py
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isclose
 
 import torch.distributed as dist
 
 import autopar
-from autopar.checking.recorded import Ranks, Sent, differences, expected_of
+from autopar.checking.recorded import Sent, differences, expected_of
 from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.placed.step_communication import step_communication
 from autopar.ir.plan import Plan
@@ -47,21 +46,11 @@ def compared(parallel: autopar.ParallelModule, found: list[str], plan: Plan | No
         sent.append(Sent(one.kind, one.phase, ranks, float(one.payload_bytes)))
     expected = expected_of(placed, records, dist.get_rank(), phases=True)
     own, num_bytes = differences(expected, sent)
-    every: list[tuple[list[str], Counter[tuple[str, str | None, Ranks]], Counter[tuple[str, str | None, Ranks]]]]
-    every = [([], Counter(), Counter())] * dist.get_world_size()
+    every: list[tuple[list[str], float, float]] = [([], 0.0, 0.0)] * dist.get_world_size()
     dist.all_gather_object(every, (own, num_bytes, expected.dispatched_bytes))
     found += [f"rank {rank}: {text}" for rank, (texts, _, _) in enumerate(every) for text in texts]
+    total, goal = sum(sent for _, sent, _ in every), sum(wanted for _, _, wanted in every)
+    # Experts with a capacity drop what is beyond it, so that less may travel.
     capped = parallel.plan.expert_capacity is not None
-    found += _unequal_dispatch([sums for _, sums, _ in every], [sums for _, _, sums in every], capped=capped)
-
-
-def _unequal_dispatch(
-    sent: Sequence[Counter[tuple[str, str | None, Ranks]]],
-    expected: Sequence[Counter[tuple[str, str | None, Ranks]]],
-    *,
-    capped: bool,
-) -> Iterator[str]:
-    """capped: experts drop rows beyond their capacity, so that fewer may travel."""
-    total, goal = (sum(sum(own.values()) for own in every) for every in (sent, expected))
     if total > goal * 1.0001 if capped else not isclose(total, goal, rel_tol=1e-6):
-        yield f"dispatch of tokens, all ranks: recorded {goal} bytes, issued {total}"
+        found.append(f"dispatch of tokens, all ranks: recorded {goal} bytes, issued {total}")

@@ -54,20 +54,22 @@ def place_of(placed: PlacedModel, rank: int) -> Place:
 
 @dataclass(slots=True)
 class Expected:
-    """What one rank has to send. single: of each collective how often; dispatched: likewise, of any size, with
-    ``dispatched_bytes`` in all; bulk: bytes."""
+    """What one rank has to send.
+
+    single: how often it takes part in each collective. dispatched: likewise in the dispatch of tokens, of any size;
+    dispatched_bytes: in all, the mean over ranks. bulk: bytes by kind and ranks.
+    """
 
     single: Counter[tuple[str, str | None, Ranks, float]] = field(default_factory=Counter)
     dispatched: Counter[tuple[str, str | None, Ranks]] = field(default_factory=Counter)
-    dispatched_bytes: Counter[tuple[str, str | None, Ranks]] = field(default_factory=Counter)
+    dispatched_bytes: float = 0.0
     bulk: Counter[tuple[str, Ranks]] = field(default_factory=Counter)
 
 
 def expected_of(placed: PlacedModel, records: Iterable[Record], rank: int, *, phases: bool) -> Expected:
-    """phases: whether what is sent says in which pass it was."""
+    """What the records ask of ``rank``. phases: whether what is sent says in which pass it was."""
     found, place, rank_of = Expected(), place_of(placed, rank), placed.plan.pipelining.rank_of
     for record in records:
-        # Of a send the first stage sends; both hear of it.
         own = record.stages[:1] if record.kind == "send" and record.cause == "stage" else record.stages
         if place.pipeline_rank not in map(rank_of, own):
             continue
@@ -82,7 +84,7 @@ def expected_of(placed: PlacedModel, records: Iterable[Record], rank: int, *, ph
             found.bulk[record.kind, ranks] += record.times * round(record.payload_bytes)
         elif record.dispatch:
             found.dispatched[record.kind, phase, ranks] += record.times
-            found.dispatched_bytes[record.kind, phase, ranks] += record.times * record.payload_bytes  # type: ignore[assignment]
+            found.dispatched_bytes += record.times * record.payload_bytes
         else:
             found.single[record.kind, phase, ranks, record.payload_bytes] += record.times
     return found
@@ -108,11 +110,11 @@ def _ranks(placed: PlacedModel, record: Record, place: Place) -> Ranks:
     return tuple(sorted({_rank(placed, Place(rank, own)) for rank in pipeline for own in places}))
 
 
-def differences(expected: Expected, sent: Iterable[Sent]) -> tuple[list[str], Counter[tuple[str, str | None, Ranks]]]:
+def differences(expected: Expected, sent: Iterable[Sent]) -> tuple[list[str], float]:
     """In words what one rank sent and should not have, or should and did not; and the bytes that dispatched tokens."""
     single: Counter[tuple[str, str | None, Ranks, float]] = Counter()
     dispatched: Counter[tuple[str, str | None, Ranks]] = Counter()
-    num_bytes: Counter[tuple[str, str | None, Ranks]] = Counter()
+    num_bytes = 0.0
     bulk: Counter[tuple[str, Ranks]] = Counter()
     # The largest first, so that none takes the place of a narrower one.
     for one in sorted(sent, key=lambda one: -one.payload_bytes):
@@ -122,7 +124,7 @@ def differences(expected: Expected, sent: Iterable[Sent]) -> tuple[list[str], Co
             continue
         if (key := next((k for k in _keys(one) if dispatched[k] < expected.dispatched[k]), None)) is not None:
             dispatched[key] += 1
-            num_bytes[key] += round(one.payload_bytes)
+            num_bytes += one.payload_bytes
         else:
             bulk[one.kind, one.ranks] += round(one.payload_bytes)
     found = [

@@ -20,9 +20,10 @@ from math import prod
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.graph import op_nodes, tensor_operands
+from autopar.ir.lowered.inside import Phase
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
-from autopar.ir.placed.records import PIPELINE_AXIS, Record
+from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.storage import zero_divides
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
@@ -180,10 +181,10 @@ class _Units:
 
     def _record(
         self,
-        cause: str,
+        cause: Cause,
         of: str,
         kind: str,
-        phase: str,
+        phase: Phase,
         axes: tuple[int, ...],
         payload: float,
         times: int,
@@ -191,10 +192,10 @@ class _Units:
     ) -> Record:
         names = tuple(self.placed.mesh.names[axis] for axis in axes if self.placed.mesh.sizes[axis] > 1)
         return Record(
-            cause=cause,  # type: ignore[arg-type]  # the callers' literals
+            cause=cause,
             of=of,
             kind=kind,
-            phase=phase,  # type: ignore[arg-type]
+            phase=phase,
             axes=names if len(stages) == 1 else (PIPELINE_AXIS,),
             payload_bytes=float(payload),
             times=times,

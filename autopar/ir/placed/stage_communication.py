@@ -10,6 +10,7 @@ from torch import fx
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.graph import op_nodes, tensor_operands
+from autopar.ir.lowered.inside import Phase
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Record
@@ -32,12 +33,14 @@ def _sends(placed: PlacedModel, num_microbatches: int) -> Iterator[Record]:
         for stage in range(first, last):
             if rank_of(stage) == rank_of(stage + 1):
                 continue  # stages of one rank hand tensors over
-            for phase, pair in (("forward", (stage, stage + 1)), ("backward", (stage + 1, stage))):
+            ways: tuple[tuple[Phase, tuple[int, int]], ...]
+            ways = ("forward", (stage, stage + 1)), ("backward", (stage + 1, stage))
+            for phase, pair in ways:
                 yield Record(
                     cause="stage",
                     of=tensor.name,
                     kind="send",
-                    phase=phase,  # type: ignore[arg-type]  # both are phases
+                    phase=phase,
                     axes=(PIPELINE_AXIS,),
                     payload_bytes=payload,
                     times=num_microbatches,
@@ -47,7 +50,8 @@ def _sends(placed: PlacedModel, num_microbatches: int) -> Iterator[Record]:
 
 def _spans(placed: PlacedModel) -> dict[fx.Node | Move, tuple[int, int]]:
     """Every tensor or result of a move that a block makes -> the stage that makes it, and the last that reads it."""
-    operands, runs, block_of = Operands(placed=placed, results="loss"), computed(placed.captured), None
+    operands, runs = Operands(placed=placed, results="loss"), computed(placed.captured)
+    block_of = placed.analysis.block_of
     found: dict[fx.Node | Move, tuple[int, int]] = {}
 
     def read(value: fx.Node | Move, made_in: int, block: int) -> None:
@@ -56,7 +60,6 @@ def _spans(placed: PlacedModel) -> dict[fx.Node | Move, tuple[int, int]]:
         first, last = placed.plan.stage_of(made_in), placed.plan.stage_of(block)
         found[value] = first, max(last, found.get(value, (first, first))[1])
 
-    block_of = placed.analysis.block_of
     for user in op_nodes(placed.captured.graph):
         if user not in runs:
             continue
