@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.analysis.gradient_paths import gradient_graph
+from autopar.ir.op_graph import between
+from autopar.ir.placed.zero_units import zero_units
 from autopar.ir.program import ParameterLayout, StageProgram, TensorSpec
 from autopar.passes.block_graphs import BlockGraphs
 from autopar.passes.placed_program import PlacedProgram
@@ -16,6 +19,7 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
     captured, plan, storage = placed.captured, placed.plan, placed.storage
     cut = StageCut(program)
     graphs = BlockGraphs(cut)
+    flow = _gradient_flow(program)
     readers, idle = cut.parameter_stages(), cut.idle_parameters()
     layouts = {
         name: ParameterLayout(
@@ -27,6 +31,7 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
         )
         for name, parameter in captured.parameters.items()
     }
+    units = zero_units(placed) if outputs == "loss" or not captured.has_loss else ()
     by_name = {layout.parameter.name: layout for layout in layouts.values()}
     input_layouts = placed.input_layouts()
     programs = []
@@ -52,8 +57,8 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
                 mesh=plan.stage_mesh,
                 blocks=blocks,
                 inputs={name: step.key for name, step in captured.inputs.items() if name in wanted},
-                received=tuple(_spec(n) for n in cut.crossing(number)),
-                sent=tuple(_spec(n) for n in cut.crossing(number + 1)),
+                received=tuple(_spec(n, has_gradient=n in flow) for n in cut.crossing(number)),
+                sent=tuple(_spec(n, has_gradient=n in flow) for n in cut.crossing(number + 1)),
                 parameters={name: layout for name, layout in by_name.items() if name in held},
                 buffers={b.name: b for b in captured.buffers.values() if b.name in used_buffers},
                 constants={name: value for name, value in captured.constants.items() if name in wanted},
@@ -75,11 +80,25 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
                 unread={captured.parameters[n].name: layouts[n] for n, stage in idle.items() if stage == number},
                 output_microbatches=program.output_microbatches if whole else (),
                 output_specs=tuple(map(_spec, program.outputs)) if whole else (),
+                zero_units=tuple(unit for unit in units if unit.stage == number),
             )
         )
     return tuple(programs)
 
 
-def _spec(node: fx.Node) -> TensorSpec:
+def _spec(node: fx.Node, *, has_gradient: bool = False) -> TensorSpec:
     value = node.meta["val"]
-    return TensorSpec(name=node.name, shape=tuple(value.shape), dtype=value.dtype)
+    return TensorSpec(name=node.name, shape=tuple(value.shape), dtype=value.dtype, has_gradient=has_gradient)
+
+
+def _gradient_flow(program: PlacedProgram) -> set[fx.Node]:
+    """The values of a training step that have a gradient; none of a plain forward."""
+    if program.results == "model":
+        return set()
+    parameters = program.placed.captured.parameters
+    trained = (
+        node
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in parameters and parameters[node.name].requires_grad
+    )
+    return between(gradient_graph(program.graph), trained, program.outputs[:1])

@@ -93,7 +93,7 @@ class Engine:
             for buffer in captured.buffers.values()
             if self.mesh.holds(self.stages.get(buffer.name, 0)) or any(buffer.name in p.buffers for p in own)
         ]
-        sharded = [zero_meshes(part, plan, self.mesh, self._held_twice(part)) for part in own]
+        sharded = [zero_meshes(part, self.mesh) for part in own]
         later = {name for meshes in sharded for name in meshes}
         state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
@@ -146,15 +146,6 @@ class Engine:
         for stage in self.local:
             if stage.zero is not None:
                 stage.zero.reshard()
-
-    def _held_twice(self, program: StageProgram) -> set[str]:
-        """Parameters that two stages of some rank read. FSDP cannot have one in both, so they stay whole."""
-        rank_of = self.mesh.pipelining.rank_of
-        return {
-            name
-            for name, layout in program.parameters.items()
-            if len(set(map(rank_of, layout.stages))) < len(layout.stages)
-        }
 
     def _stored(self, name: str, layout: ParameterLayout) -> Stored:
         managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)

@@ -26,6 +26,11 @@ class LocalStage:
         if last:
             self.reducer.arm(self.program.stage)
 
+    def end_without_backward(self) -> None:
+        """The last backward of the step would follow, but nothing in the stage has a gradient."""
+        if self.zero is not None:
+            self.zero.reshard()
+
     def before_inputs(self) -> None:
         """The B pass of a split backward follows, which delays most weight gradients."""
         if self.zero is not None:

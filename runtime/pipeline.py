@@ -102,7 +102,10 @@ class _Stage(Stage):
         else:
             self._stage.before_backward(last_backward)
             pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            elif last_backward:
+                self._stage.end_without_backward()
         return tuple(map(_taken_gradient, received)), later
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -122,13 +125,18 @@ class _Stage(Stage):
             info.buffer = None
         return {number: tuple(map(copy, infos)) for number in range(count)}
 
+    def wants_gradients(self) -> Sequence[bool]:
+        return [spec.has_gradient for spec in self._stage.program.received]
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], self._stage.program.received)
-        self.want_gradients(self.args_recv_info[fwd_chunk_id])
+        self.note_gradients(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id], self._stage.program.sent)
+        infos = self.grad_recv_info[bwd_chunk_id]
+        wanted = [pair for pair in zip(infos, self._stage.program.sent, strict=True) if pair[1].has_gradient]
+        self._allocate([info for info, _ in wanted], [spec for _, spec in wanted])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _allocate(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
@@ -214,11 +222,15 @@ def _given_loss(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch
     return output[0]
 
 
-def _taken_gradient(value: torch.Tensor) -> torch.Tensor:
-    """The gradient that arrived at a received tensor, to be sent on; zeros if none did."""
+def _taken_gradient(value: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that arrived at a received tensor, to be sent on; zeros if none did, None if none is wanted."""
+    if not value.requires_grad:
+        return None
     gradient, value.grad = value.grad, None
     return torch.zeros_like(value) if gradient is None else gradient.contiguous()
 
 
 def _on_meta(specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=True) for spec in specs)
+    return tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.has_gradient) for spec in specs
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stages_of_torch
@@ -79,10 +80,28 @@ class Stage(PipelineStage):
         """First messages to the neighbours; those that are on this rank itself cannot be reached by one in 2.11."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def want_gradients(self, infos: tuple[Any, ...]) -> None:
-        """Say of memory for tensors of a forward that a gradient goes back: torch 2.11 asks the memory itself."""
-        for info in infos if _SETS_UP_TOGETHER else ():
-            info.buffer.requires_grad_(True)
+    def wants_gradients(self) -> Sequence[bool]:
+        """Of which tensors that a forward receives a gradient goes back."""
+        raise NotImplementedError
+
+    def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
+        stages: list[int | None] = super()._create_grad_send_info(args_recv_info)
+        return [stage if wanted else None for stage, wanted in zip(stages, self.wants_gradients(), strict=True)]
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        """Receives of what there is memory for; torch 2.11 expects a gradient of every tensor."""
+        return super()._get_recv_ops(tuple(info for info in recv_infos if info.buffer is not None))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take gradients from a stage of the same rank; torch 2.11 has no word for one that there is not."""
+        if _SETS_UP_TOGETHER:
+            next_stage_bwd_outputs = tuple(torch.empty(0) if g is None else g for g in next_stage_bwd_outputs)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def note_gradients(self, infos: tuple[Any, ...]) -> None:
+        """Say it to the memory for what a forward receives, which torch 2.11 asks."""
+        for info, wanted in zip(infos, self.wants_gradients(), strict=True) if _SETS_UP_TOGETHER else ():
+            info.buffer.requires_grad_(wanted)
 
     def clear_runtime_states(self) -> None:
         """What a step leaves behind goes. The tensors received are gone already, which torch 2.11 would look into."""

@@ -22,7 +22,7 @@ gradients reduce-scattered inside are all-reduced across, once a step at every s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import PlanMismatch
-from autopar.ir.placed.storage import zero_divides
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.program import StageProgram
@@ -51,22 +50,14 @@ from autopar.runtime.torch_private import (
 )
 
 
-def zero_meshes(
-    program: StageProgram, plan: Plan, mesh: JobMesh, unmanaged: Container[str] = ()
-) -> dict[str, DeviceMesh]:
-    """Parameters that ZeRO applies to, with the mesh that FSDP shards each over. No scalars, none ``unmanaged``."""
-    zero_stages = {name: plan.zero_of(block.kind) for block in program.blocks for name in block.parameters}
-    axes = {layout.zero_axes for layout in program.parameters.values()}
-    meshes = {own: mesh.sharded(own, program.shard_axes) for own in sorted(axes)}
+def zero_meshes(program: StageProgram, mesh: JobMesh) -> dict[str, DeviceMesh]:
+    """Parameters of the units of ``program``, with the mesh that FSDP shards each over."""
     found = {}
-    for name, layout in program.parameters.items():
-        # Copies on several stages have to be cut alike.
-        zero_stage = plan.zero if len(layout.stages) > 1 else zero_stages.get(name, plan.zero)
-        own = meshes[layout.zero_axes]
-        parameter = layout.parameter
-        divided = zero_divides(zero_stage, requires_grad=parameter.requires_grad, shape=parameter.shape)
-        if own is not None and divided and name not in unmanaged:
-            found[name] = own
+    for unit in program.zero_units:
+        for parameter in unit.parameters.values():
+            own = mesh.sharded(program.parameters[parameter.name].zero_axes, program.shard_axes)
+            assert own is not None, "a unit has parameters of several data ranks"
+            found[parameter.name] = own
     return found
 
 
@@ -158,7 +149,7 @@ def apply_zero(
     find: Callable[[str], torch.Tensor],
     meshes: Mapping[str, DeviceMesh],
 ) -> ZeroEngine | None:
-    """Shard the parameters of ``stage``, each over its data axes; None if ZeRO applies to none.
+    """Shard the units of ``program``, the parameters of ``stage``, each over its data axes; None if there are none.
 
     find: gives a parameter by name. meshes: what to shard and over which mesh (``zero_meshes``); these parameters
     are on the meta device, and are until ``ZeroEngine.allocate``.
@@ -182,17 +173,13 @@ def apply_zero(
     placed = _placements({find(name): own for name, own in meshes.items()}, widest)
     modules: list[tuple[FSDPModule, int]] = []
     reshards: dict[FSDPModule, bool] = {}
-    kinds = {block.name: block.kind for block in program.blocks}
-    blocks = [block for block in stage.blocks if any(p not in ignored for p in block.parameters())]
-    for module in (*blocks, stage):
-        kind = kinds[module.name] if isinstance(module, BlockModule) else None
-        zero_stage = plan.zero if kind is None else plan.zero_of(kind)
-        # Backward begins with the last block, and what the stage itself owns is used until then.
-        reshard = kind is not None and plan.reshards(kind) and module is not blocks[-1]
+    blocks = {block.name: block for block in stage.blocks if isinstance(block, BlockModule)}
+    for unit in program.zero_units:
+        module = stage if unit.block is None else blocks[unit.block]
         fully_shard(
             module,
             mesh=widest,
-            reshard_after_forward=reshard,
+            reshard_after_forward=unit.reshards,
             shard_placement_fn=placed,
             mp_policy=policy,
             offload_policy=offload,
@@ -202,12 +189,10 @@ def apply_zero(
         # Sums instead of averages, without a scaling pass.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        modules.append((module, zero_stage))
-        reshards[module] = reshard
-    frozen = 0
-    if not program.received:  # no gradient goes further back than the first parameter that has one
-        trained = (any(p.requires_grad for p in block.parameters()) for block in blocks)
-        frozen = next((number for number, trains in enumerate(trained) if trains), len(blocks))
+        modules.append((module, unit.zero_stage))
+        reshards[module] = unit.reshards
+    # No gradient goes further back than the first parameter that has one.
+    frozen = next(number for number, unit in enumerate(program.zero_units) if unit.has_backward)
     _prefetch([module for module, _ in modules], plan.prefetch, frozen)
     return ZeroEngine(modules, frozenset(meshes), reshards)
 

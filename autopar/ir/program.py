@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.ir.graph import Buffer, Parameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.placed.zero_units import ZeroUnit
 from autopar.ir.placement import Layout, Placement
 
 Remat = Literal["none", "selective", "alternate", "full"]
@@ -58,11 +59,12 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Local shape and dtype of a tensor that crosses a stage cut."""
+    """Local shape and dtype of a tensor that crosses a stage cut. has_gradient: one comes back over the cut."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,8 @@ class StageProgram:
     ``shared_buffers`` (used by several blocks; under their own dotted names); blocks run in order and add
     their outputs.
 
-    received, sent: tensors from the previous and to the next stage; all are floating point and carry
-        gradients. A tensor needed further down passes through every stage between.
+    received, sent: tensors from the previous and to the next stage; all are floating point. A tensor needed further
+        down passes through every stage between.
     outputs: names of what is asked for: the loss, or all of the model's flat outputs, on the last stage, whichever
         stage computes them; None of the loss elsewhere.
     output_layouts, output_microbatches, output_specs: of each its placements over the mesh, its placement over the
@@ -83,6 +85,7 @@ class StageProgram:
     loss: name of this microbatch's loss, on the last stage. It is Partial on ``loss_partial_axes``, and the
         losses of all microbatches add up to the loss of the step.
     shard_axes: mesh axes that ZeRO shards over, none without ZeRO; the other data axes replicate the shards.
+    zero_units: the stage's parameters that ZeRO divides; none of a program that runs on the parameters of another.
     input_layouts: placeholder name -> layout in which the step input arrives (its batch over the data-parallel
         ranks).
     totals: what to run on every microbatch before the first; the results, added up, are step inputs of all of them
@@ -118,6 +121,7 @@ class StageProgram:
     unread: dict[str, ParameterLayout] = field(default_factory=dict)
     output_microbatches: tuple[Placement, ...] = ()
     output_specs: tuple[TensorSpec, ...] = ()
+    zero_units: tuple[ZeroUnit, ...] = ()
 
     @property
     def held(self) -> dict[str, ParameterLayout]:

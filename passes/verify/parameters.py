@@ -82,6 +82,7 @@ def check_layouts(captured: CapturedModel, programs: Sequence[StageProgram]) -> 
             if first.setdefault(name, layout) != layout:
                 raise Mistyped(f"stages {holders[name]} store parameter {name} in different ways")
             _check_layout(name, layout, program.mesh)
+        _check_units(program)
     for name, stages in holders.items():
         if tuple(stages) != first[name].stages:
             raise Mistyped(
@@ -101,3 +102,18 @@ def _check_layout(name: str, layout: ParameterLayout, mesh: Mesh) -> None:
             raise Mistyped(f"the gradient of {name} is summed over {mesh.names[axis]}, where ranks hold other pieces")
     if not set(layout.zero_axes) <= set(layout.partial_axes):
         raise Mistyped(f"ZeRO shards {name} over axes {layout.zero_axes}, its gradient is summed over others")
+
+
+def _check_units(program: StageProgram) -> None:
+    """Raise Mistyped unless ZeRO's units divide what their own blocks hold, each parameter once."""
+    held: dict[str | None, tuple[str, ...]] = {None: program.shared_parameters}
+    held |= {block.name: block.parameters for block in program.blocks}
+    units: dict[str, str | None] = {}
+    for unit in program.zero_units:
+        for parameter in unit.parameters.values():
+            if parameter.name in units or parameter.name not in held.get(unit.block, ()):
+                raise Mistyped(
+                    f"ZeRO gathers {parameter.name} with {unit.block or 'the shared parameters'} of stage "
+                    f"{program.stage}, which is not what alone reads it"
+                )
+            units[parameter.name] = unit.block

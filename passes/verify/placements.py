@@ -81,6 +81,16 @@ class _Proof:
             self._check_outputs(last, environment)
         if last.loss is not None or (len(self.programs) == 1 and self.mesh.sizes[TIME] == 1):
             type_gradients(self.stages.calls, self.mesh)
+            self._check_returned(environments)
+
+    def _check_returned(self, environments: Sequence[Environment]) -> None:
+        """A gradient that comes to what a stage has received is sent back."""
+        for program, environment in zip(self.programs, environments, strict=True):
+            for spec in program.received:
+                if environment[spec.name].gradients and not spec.has_gradient:
+                    raise Mistyped(
+                        f"stage {program.stage} computes a gradient of {spec.name}, which it does not send back"
+                    )
 
     @property
     def _is_training(self) -> bool:

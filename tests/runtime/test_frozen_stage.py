@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from benchmarks.issued import compared
 from tests.harness import run_ranks
 
 
@@ -59,3 +62,36 @@ def test_a_stage_of_frozen_layers_has_an_optimiser_too(tmp_path: Path) -> None:
     assert sorted(trained for _, _, trained in results) == [0, 2]
     for losses, alone, _ in results:
         torch.testing.assert_close(losses, alone)
+
+
+class Deep(Tower):
+    """Six layers, the first four of them frozen, so that the second stage of three begins with a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.layers[:4].requires_grad_(False)
+
+
+def sent(zero: int) -> tuple[list[str], list[float], list[float]]:
+    """What is sent otherwise than recorded; gradients and expected gradients of the trained layers."""
+    model, x = Deep(), torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    alone = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 6, example_inputs=x, dp=2, pp=3, zero=zero, num_microbatches=4)
+    found: list[str] = []
+    for step in range(2):
+        with compared(pm, found) if step else nullcontext():
+            pm.step(pm.shard_batch(x))
+    for _ in range(2):
+        alone(x).backward()
+    gradients, trained = pm.full_gradients(), [name for name, p in alone.named_parameters() if p.requires_grad]
+    norms = [gradients[name].norm().item() for name in trained]
+    return found, norms, [alone.get_parameter(name).grad.norm().item() for name in trained]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_no_gradient_goes_back_into_frozen_layers(zero: int) -> None:
+    """Nor are their parameters gathered for a backward: what is sent is what is recorded."""
+    for found, norms, expected in run_ranks(sent, 6, zero):
+        assert found == []
+        torch.testing.assert_close(norms, expected)

@@ -317,6 +317,9 @@ class _Spared(pipelining.Stage):
         self.asked = count
         return dict.fromkeys(range(count), infos)
 
+    def wants_gradients(self) -> list[bool]:
+        return [True] if self.stage_index else []
+
 
 def _pipeline_on_a_rank(vote: bool) -> tuple[int, int, int]:
     rank, count = dist.get_rank(), 4

@@ -1,8 +1,7 @@
 """Records of what parameters and their gradients cost: sums over ranks, and under ZeRO gathers and scatters.
 
-ZeRO works in units: the parameters that one block alone reads, and those of a stage that several blocks read. Within a
-unit parameters on one mesh travel together. How often a unit is gathered and its gradients are scattered follows from
-its ZeRO stage and from the order of passes:
+ZeRO works in units (``zero_units``), within which parameters on one mesh travel together. How often a unit is gathered
+and its gradients are scattered follows from its ZeRO stage and from the order of passes:
 
     ZeRO stage              gathered where it is not there      gone after             scattered after
     1                       before a pass                       the last backward      the last backward
@@ -17,14 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.analysis.gradient_flow import computed
-from autopar.ir.graph import op_nodes, tensor_operands
 from autopar.ir.lowered.inside import Phase
-from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
-from autopar.ir.placed.storage import zero_divides
+from autopar.ir.placed.zero_units import ZeroUnit, parameter_readers, stages_that_read, zero_units
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
 from autopar.ir.schedule import Action, Pipelining
@@ -59,78 +54,36 @@ def times_of(order: tuple[Action, ...], zero_stage: int, *, reshards: bool) -> T
 
 def parameter_communication(placed: PlacedModel, pipelining: Pipelining) -> tuple[Record, ...]:
     """Every collective over parameters and their gradients of a step under ``pipelining``."""
-    return tuple(_Units(placed, pipelining).records())
+    return tuple(_Step(placed, pipelining).records())
 
 
-class _Units:
-    """The units of every stage."""
+@dataclass(frozen=True)
+class _Step:
+    """A training step of a placed model."""
 
-    def __init__(self, placed: PlacedModel, pipelining: Pipelining) -> None:
-        self.placed, self.plan, self.pipelining = placed, placed.plan, pipelining
-        self.readers: dict[str, set[int]] = {}
-        # Blocks that a gradient comes back to, and what stages themselves hold.
-        self.flowing = {PRELUDE, *map(placed.analysis.block_of, placed.analysis.flow)}
-        operands, runs = Operands(placed=placed, results="loss"), computed(placed.captured)
-        for user in op_nodes(placed.captured.graph):
-            for position in range(len(tensor_operands(user)) if user in runs else 0):
-                use = operands.of(user, position)
-                if use.read is not None:
-                    self.readers.setdefault(use.tensor.name, set()).add(use.read.block)
-
-    def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that read a parameter."""
-        return tuple(sorted({0 if b == PRELUDE else self.plan.stage_of(b) for b in self.readers[name]}))
+    placed: PlacedModel
+    pipelining: Pipelining
 
     def records(self) -> Iterator[Record]:
-        units: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
-        for name in self.readers:
-            stages = self.stages_of(name)
-            managed = self._is_divided(name, stages)
-            yield from self._sums(name, stages, managed)
-            for stage in stages if managed else ():
-                block = self._unit(name, stage)
-                units.setdefault((stage, block, self.placed.storage[name].zero_axes), []).append(name)
-        for (stage, block, zero_axes), names in units.items():
-            yield from self._zero(stage, block, zero_axes, names, self._last_unit(units, stage))
-
-    @staticmethod
-    def _last_unit(units: dict[tuple[int, int, tuple[int, ...]], list[str]], stage: int) -> int:
-        return max((block for own, block, _ in units if own == stage), default=PRELUDE)
-
-    def _unit(self, name: str, stage: int) -> int:
-        """The block that alone reads a parameter in a stage; PRELUDE where several do."""
-        own = [b for b in self.readers[name] if (0 if b == PRELUDE else self.plan.stage_of(b)) == stage]
-        return own[0] if len(own) == 1 else PRELUDE
-
-    def _kind(self, block: int) -> int:
-        return self.placed.analysis.repetition.blocks[block].kind
-
-    def _is_divided(self, name: str, stages: tuple[int, ...]) -> bool:
-        """Whether ZeRO works on a parameter."""
-        block = self._unit(name, stages[0])
-        parameter = self.placed.captured.parameters[name]
-        ranks = set(map(self.pipelining.rank_of, stages))
-        if len(ranks) < len(stages):
-            return False  # FSDP cannot have one in two stages of a rank
-        mesh, axes = self.placed.mesh, self.placed.storage[name].zero_axes
-        if prod(mesh.sizes[axis] for axis in axes if axis in self.placed.shard_axes) == 1:
-            return False
-        shared = len(stages) > 1 or block == PRELUDE
-        zero_stage = self.plan.zero if shared else self.plan.zero_of(self._kind(block))
-        return zero_divides(zero_stage, requires_grad=parameter.requires_grad, shape=self._shape(name))
+        units = zero_units(self.placed)
+        divided = {name for unit in units for name in unit.parameters}
+        for name, blocks in parameter_readers(self.placed).items():
+            yield from self._sums(name, stages_that_read(self.placed, blocks), name in divided)
+        for unit in units:
+            yield from self._zero(unit)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Local shape of a parameter, before ZeRO."""
         node = self.placed.analysis.names[name]
         return tuple(local_shape(node.meta["val"].shape, self.placed.storage[name].layout, self.placed.mesh))
 
-    def _sums(self, name: str, stages: tuple[int, ...], managed: bool) -> Iterator[Record]:
+    def _sums(self, name: str, stages: tuple[int, ...], divided: bool) -> Iterator[Record]:
         placed, storage = self.placed, self.placed.storage[name]
         if name not in placed.analysis.trained:
             return
         itemsize = placed.analysis.names[name].meta["val"].dtype.itemsize
-        numel = self._shard_numel(name) if managed else prod(self._shape(name))
-        axes = tuple(a for a in storage.partial_axes if not (managed and a in storage.zero_axes))
+        numel = self._shard_numel(name) if divided else prod(self._shape(name))
+        axes = tuple(a for a in storage.partial_axes if not (divided and a in storage.zero_axes))
         if prod(placed.mesh.sizes[axis] for axis in axes) > 1:
             # Stages of one rank share their copy.
             for stage in {self.pipelining.rank_of(stage): stage for stage in stages}.values():
@@ -146,38 +99,40 @@ class _Units:
     def _shards(self, zero_axes: tuple[int, ...]) -> int:
         return prod(self.placed.mesh.sizes[axis] for axis in zero_axes if axis in self.placed.shard_axes)
 
-    def _zero(
-        self, stage: int, block: int, zero_axes: tuple[int, ...], names: list[str], last_unit: int
-    ) -> Iterator[Record]:
-        placed, plan = self.placed, self.plan
-        kind = None if block == PRELUDE else self._kind(block)
-        zero_stage = plan.zero if kind is None else plan.zero_of(kind)
-        # Backward begins with the last block, and what the stage itself owns is used until then.
-        reshards = kind is not None and plan.reshards(kind) and block != last_unit
-        order = [a for a in self.pipelining.orders()[self.pipelining.rank_of(stage)] if a.stage == stage]
-        if block not in self.flowing:
-            order = [action for action in order if action.kind == "F"]  # no gradient comes to its outputs
-        times = times_of(tuple(order), zero_stage, reshards=reshards)
+    def _zero(self, unit: ZeroUnit) -> Iterator[Record]:
+        order = [a for a in self.pipelining.orders()[self.pipelining.rank_of(unit.stage)] if a.stage == unit.stage]
+        if not unit.has_backward:
+            order = [action for action in order if action.kind == "F"]
+        times = times_of(tuple(order), unit.zero_stage, reshards=unit.reshards)
+        by_mesh: dict[tuple[int, ...], list[str]] = {}
+        for name in unit.parameters:
+            by_mesh.setdefault(self.placed.storage[name].zero_axes, []).append(name)
+        for zero_axes, names in by_mesh.items():
+            yield from self._together(unit, zero_axes, names, times)
+
+    def _together(self, unit: ZeroUnit, zero_axes: tuple[int, ...], names: list[str], times: Times) -> Iterator[Record]:
+        """What the parameters of a unit that are on one mesh cost."""
+        placed, precision, stages = self.placed, self.placed.plan.precision, (unit.stage,)
         shard = tuple(axis for axis in zero_axes if axis in placed.shard_axes)
         across = tuple(axis for axis in zero_axes if axis not in placed.shard_axes)
-        size, of = self._shards(zero_axes), "shared parameters" if kind is None else plan.blocks[kind].name
+        size, of = self._shards(zero_axes), unit.block or "shared parameters"
         values = {name: placed.analysis.names[name].meta["val"] for name in names}
-        gathered = sum(size * self._shard_numel(n) * itemsize_of(v.dtype, plan.precision) for n, v in values.items())
-        wide = narrow_dtype(plan.precision) is not None
+        gathered = sum(size * self._shard_numel(n) * itemsize_of(v.dtype, precision) for n, v in values.items())
+        wide = narrow_dtype(precision) is not None
         trained = sum(
             self._shard_numel(n) * (4 if wide else v.dtype.itemsize)
             for n, v in values.items()
             if n in placed.analysis.trained
         )
         if times.forward:
-            yield self._record("parameter", of, "all_gather", "forward", shard, gathered, times.forward, (stage,))
+            yield self._record("parameter", of, "all_gather", "forward", shard, gathered, times.forward, stages)
         if times.backward:
-            yield self._record("parameter", of, "all_gather", "backward", shard, gathered, times.backward, (stage,))
+            yield self._record("parameter", of, "all_gather", "backward", shard, gathered, times.backward, stages)
         if trained:
             scattered = size * trained, times.scattered
-            yield self._record("gradient", of, "reduce_scatter", "backward", shard, *scattered, (stage,))
+            yield self._record("gradient", of, "reduce_scatter", "backward", shard, *scattered, stages)
             if prod(placed.mesh.sizes[axis] for axis in across) > 1:
-                yield self._record("gradient", of, "all_reduce", "backward", across, trained, 1, (stage,))
+                yield self._record("gradient", of, "all_reduce", "backward", across, trained, 1, stages)
 
     def _record(
         self,

@@ -34,7 +34,9 @@ def _sends(placed: PlacedModel, num_microbatches: int) -> Iterator[Record]:
             if rank_of(stage) == rank_of(stage + 1):
                 continue  # stages of one rank hand tensors over
             ways: tuple[tuple[Phase, tuple[int, int]], ...]
-            ways = ("forward", (stage, stage + 1)), ("backward", (stage + 1, stage))
+            ways = (("forward", (stage, stage + 1)),)
+            if tensor in placed.analysis.flow:
+                ways = (*ways, ("backward", (stage + 1, stage)))
             for phase, pair in ways:
                 yield Record(
                     cause="stage",

@@ -97,10 +97,8 @@ def predict(
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
         for number in range(len(stages) - 1)
     ]
-    sends = [
-        point_to_point_time(blocks[stage.first].send_bytes or 0.0, link)
-        for stage, link in zip(stages[1:], links, strict=True)
-    ]
+    cuts = [(blocks[stage.first], link) for stage, link in zip(stages[1:], links, strict=True)]
+    sends, returns = [block.send_s(link) for block, link in cuts], [block.return_s(link) for block, link in cuts]
     copies = [0.0] * len(stages)
     if cluster.device.is_cpu:
         # The core that computes also sends and receives.
@@ -110,7 +108,7 @@ def predict(
                     copies[neighbour] += point_to_point_time(0.0, link)
         for passes in (forward, backward, inputs):
             passes[:] = map(sum, zip(passes, copies, strict=True))
-    timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends)
+    timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends, p2p_backward_s=returns)
     summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
     shared = sums_over_stages(pricing, priced, stages, shape)
     for holders, seconds in shared.items():
@@ -154,6 +152,7 @@ def predict(
             stages=stages,
             shape=shape,
             sends=sends,
+            returns=returns,
             shared_s=shared,
             passing_s=[own + passes / 2 for own, passes in zip(copies, delays.of_passes(), strict=True)],
             prefetch=pricing.prefetch,

@@ -31,9 +31,10 @@ STREAMS = (COMPUTE, GATHER, REDUCE, SEND)
 class StepCosts:
     """Costs of the tasks of a step.
 
-    sends: seconds from each stage to the next. prelude_s: of every microbatch of every stage. names: of the blocks.
-    launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute spent on sends and receives in a
-    pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to all-reduce their gradients.
+    sends, returns: seconds from each stage to the next, and of the gradients back. prelude_s: of every microbatch of
+    every stage. names: of the blocks. launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute
+    spent on sends and receives in a pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to
+    all-reduce their gradients.
     """
 
     blocks: Sequence[BlockPrice]
@@ -41,6 +42,7 @@ class StepCosts:
     stages: Sequence[Stage]
     shape: Pipelining
     sends: Sequence[float]
+    returns: Sequence[float]
     prefetch: int
     prelude_s: float
     launch_s: float
@@ -157,7 +159,7 @@ class StepTasks:
         backward = kind != "F"
         other = stage - 1 if backward else stage + 1
         if kind != "W" and 0 <= other < shape.num_stages and shape.rank_of(other) != rank:
-            seconds = costs.sends[min(stage, other)]
+            seconds = costs.returns[other] if backward else costs.sends[stage]
             number = self.arrival(other, microbatch, backward)
             self._add(rank, SEND, f"{action} to stage {other}", seconds, passed[-1:], own, number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TypeVar
 
 from torch import fx
@@ -12,6 +13,7 @@ from autopar.cost_model.communication.collectives import point_to_point_time
 from autopar.cost_model.communication.gradient_sync import SyncTime, branch_s, exposed_time, rematerialised_s
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.hardware.device import Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
 from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
@@ -39,7 +41,8 @@ class BlockPrice:
     while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level.
     peak: further bytes of the backward. gathered_bytes: parameters that ZeRO has gathered while the block runs, without
     prefetched ones; unsharded_bytes: their gradients, as computed; scattered_bytes: the buffer that those are scattered
-    from. send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut.
+    from. send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut. returned_bytes: of the
+    gradients that come back over the cut.
     """
 
     compute: OpTime
@@ -61,6 +64,15 @@ class BlockPrice:
     unsharded_bytes: float
     scattered_bytes: float
     send_bytes: float | None
+    returned_bytes: float
+
+    def send_s(self, link: Link) -> float:
+        """Seconds to send a microbatch over a cut before this block; infinite where it cannot be cut."""
+        return inf if self.send_bytes is None else point_to_point_time(self.send_bytes, link)
+
+    def return_s(self, link: Link) -> float:
+        """Seconds to send the gradients of a microbatch back over that cut; 0 where there are none."""
+        return point_to_point_time(self.returned_bytes, link) if self.returned_bytes else 0.0
 
     def working_bytes(self, prefetch: int) -> float:
         """Most bytes while the block runs backward, beside states and saved activations."""
@@ -128,7 +140,7 @@ class Priced:
             once = exposed_step_sync([block]) + block.optimiser_s
             send = 0.0
             if link is not None and number > 0:
-                send = float("inf") if block.send_bytes is None else 2 * point_to_point_time(block.send_bytes, link)
+                send = block.send_s(link) + block.return_s(link)
             plain = block.forward_s + sum(exposed_sync([block])) + once / count
             made = BlockCost(
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
@@ -172,8 +184,8 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
             reaches = workload.activations[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
-            send = _crossing_bytes(pricing, arrivals.crossing, layouts)
-            made[key] = own[block.kind].block(pricing, moved, left, held, send)
+            crossing = _crossing_bytes(pricing, arrivals.crossing, layouts)
+            made[key] = own[block.kind].block(pricing, moved, left, held, crossing)
         blocks.append(made[key])
     if workload.unread_bytes:
         # Parameters that no op reads are there all the time, on the first stage.
@@ -310,10 +322,10 @@ class _Ops:
         moved: Moves,
         past: Moves,
         held: tuple[ParameterPrice, ...],
-        send: float | None,
+        crossing: tuple[float | None, float],
     ) -> BlockPrice:
         """Price of a block. moved: redistributions into its ops. past: those of them that recomputation does not
-        reach."""
+        reach. crossing: bytes of a microbatch over a cut before the block, and of what comes back."""
         micro = sum((p.micro for p in held), ZERO)
         communication = self.inside + moved.all
         forward = self.compute.forward_s + communication.forward_s
@@ -343,7 +355,8 @@ class _Ops:
             gathered_bytes=gathered,
             unsharded_bytes=unsharded,
             scattered_bytes=scattered,
-            send_bytes=send,
+            send_bytes=crossing[0],
+            returned_bytes=crossing[1],
         )
 
 
@@ -363,11 +376,12 @@ def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     return Moves(sum(made.values(), ZERO), redone)
 
 
-def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> float | None:
-    """Bytes that cross the cut before a block; None if it cannot be cut there."""
+def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> tuple[float | None, float]:
+    """Bytes that cross the cut before a block, None if it cannot be cut there; of the gradients that come back."""
     if not all(tensor.floating for tensor in crossing):
-        return None
-    return sum(pricing.local_bytes(t, layouts.made(t.node, t.result)) for t in crossing)
+        return None, 0.0
+    sent = [pricing.local_bytes(tensor, layouts.made(tensor.node, tensor.result)) for tensor in crossing]
+    return sum(sent), sum(size for tensor, size in zip(crossing, sent, strict=True) if tensor.differentiable)
 
 
 def _parameters(

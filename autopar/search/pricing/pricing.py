@@ -25,7 +25,7 @@ from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.ir.mesh import Mesh
 from autopar.ir.placed.layouts import Need
-from autopar.ir.placed.storage import stored
+from autopar.ir.placed.storage import stored, zero_divides
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.primitives.read_parameter import ALONE_BYTES
 from autopar.ir.rule import Assignment
@@ -160,7 +160,7 @@ class Pricing:
         zero = self.zero if kind is None or self.zero_stages is None else self.zero_stages[kind]
         reshard = self.reshard if kind is None or self.reshards is None else self.reshards[kind]
         # Without a gradient and its moments a parameter has no state that stages 1 and 2 would divide.
-        divides = zero >= (1 if requires_grad else 3)
+        divides = zero_divides(zero, requires_grad=requires_grad, shape=(numel,))
         zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
         shards = self._size(zero_axes)
         if shards == 1:

@@ -93,6 +93,21 @@ def test_programs_of_experts_are_proved(plan: str) -> None:
     verify_placements(captured, programs, found)
 
 
+def test_a_gradient_that_is_not_sent_back_is_refused(tower: CapturedModel) -> None:
+    plan, (first, second) = programs_of(tower, *TOWER_PLANS["pp2"])
+    kept = tuple(replace(spec, has_gradient=False) for spec in second.received)
+    with pytest.raises(UnprovenProgram, match="which it does not send back"):
+        verify_placements(tower, (replace(first, sent=kept), replace(second, received=kept)), plan)
+
+
+def test_zero_gathers_what_a_block_alone_reads(tower: CapturedModel) -> None:
+    plan, (program,) = programs_of(tower, *TOWER_PLANS["dp2-tp2"])
+    first, second, *rest = program.zero_units
+    swapped = (replace(first, block=second.block), replace(second, block=first.block), *rest)
+    with pytest.raises(UnprovenProgram, match="not what alone reads it"):
+        verify_placements(tower, (replace(program, zero_units=swapped),), plan)
+
+
 # What no mutant of these kinds leaves as it was, whatever it was done to.
 ALWAYS_WRONG = (
     "collective dropped",

@@ -1,0 +1,107 @@
+"""Units of ZeRO: parameters of one stage that are gathered together, and whose gradients are scattered together.
+
+The parameters that one block alone reads are a unit, and those of a stage that several of its blocks read are the last
+one. Left whole are scalars, parameters that two stages of one rank read (FSDP cannot have one in both), and those on
+whose data axes there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.gradient_flow import computed
+from autopar.ir.graph import Parameter, op_nodes, tensor_operands
+from autopar.ir.placed.placed_model import PlacedModel
+from autopar.ir.placed.storage import zero_divides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroUnit:
+    """One unit of a stage.
+
+    block: name of the block whose parameters they are; None for those that several blocks of the stage read.
+    zero_stage: 0 to 3. reshards: after each forward of the unit.
+    parameters: by placeholder name; none where no parameter is shared.
+    has_backward: a gradient comes to what the unit computes.
+    """
+
+    stage: int
+    block: str | None
+    zero_stage: int
+    reshards: bool
+    parameters: Mapping[str, Parameter]
+    has_backward: bool = True
+
+
+def parameter_readers(placed: PlacedModel) -> Mapping[str, frozenset[int]]:
+    """Placeholder name of every parameter that a training step reads -> numbers of the blocks that read it."""
+    readers: dict[str, set[int]] = {}
+    runs = computed(placed.captured)
+    for user in op_nodes(placed.captured.graph):
+        for operand in tensor_operands(user) if user in runs else ():
+            if placed.is_parameter(operand):
+                readers.setdefault(operand.name, set()).add(placed.analysis.block_of(user))
+    return {name: frozenset(blocks) for name, blocks in readers.items()}
+
+
+def stages_that_read(placed: PlacedModel, blocks: frozenset[int]) -> tuple[int, ...]:
+    """The stages of ``blocks``, in order."""
+    return tuple(sorted({_stage_of(placed, block) for block in blocks}))
+
+
+def zero_units(placed: PlacedModel) -> tuple[ZeroUnit, ...]:
+    """The units of every stage that has any, in order of blocks, that of shared parameters last."""
+    found: dict[int, dict[int, dict[str, Parameter]]] = {}
+    for name, blocks in parameter_readers(placed).items():
+        for stage in _dividing_stages(placed, name, blocks):
+            unit = found.setdefault(stage, {}).setdefault(_block_alone(placed, blocks, stage), {})
+            unit[name] = placed.captured.parameters[name]
+    # Blocks that a gradient comes back to, and what stages themselves hold.
+    flowing = {PRELUDE, *map(placed.analysis.block_of, placed.analysis.flow)}
+    plan, repetition = placed.plan, placed.analysis.repetition
+    units = []
+    for stage in sorted(found):
+        last = max(found[stage])
+        for number in (*sorted(found[stage].keys() - {PRELUDE}), PRELUDE):
+            block = None if number == PRELUDE else repetition.blocks[number]
+            units.append(
+                ZeroUnit(
+                    stage=stage,
+                    block=None if block is None else block.name,
+                    zero_stage=plan.zero if block is None else plan.zero_of(block.kind),
+                    # Backward begins with the last block, and what the stage itself holds is used until then.
+                    reshards=block is not None and number != last and plan.reshards(block.kind),
+                    parameters=found[stage].get(number, {}),
+                    has_backward=number in flowing,
+                )
+            )
+    return tuple(units)
+
+
+def _stage_of(placed: PlacedModel, block: int) -> int:
+    return 0 if block == PRELUDE else placed.plan.stage_of(block)
+
+
+def _block_alone(placed: PlacedModel, blocks: frozenset[int], stage: int) -> int:
+    """The block that alone reads a parameter in a stage; PRELUDE where several do."""
+    own = [block for block in blocks if _stage_of(placed, block) == stage]
+    return own[0] if len(own) == 1 else PRELUDE
+
+
+def _dividing_stages(placed: PlacedModel, name: str, blocks: frozenset[int]) -> tuple[int, ...]:
+    """The stages in which ZeRO divides a parameter: all that read it, or none."""
+    plan, mesh, parameter = placed.plan, placed.mesh, placed.captured.parameters[name]
+    stages = stages_that_read(placed, blocks)
+    if len(set(map(plan.pipelining.rank_of, stages))) < len(stages):
+        return ()
+    if prod(mesh.sizes[axis] for axis in placed.storage[name].zero_axes if axis in placed.shard_axes) == 1:
+        return ()
+    block = _block_alone(placed, blocks, stages[0])
+    # Copies on several stages have to be cut alike.
+    shared = len(stages) > 1 or block == PRELUDE
+    zero_stage = plan.zero if shared else plan.zero_of(placed.analysis.repetition.blocks[block].kind)
+    divides = zero_divides(zero_stage, requires_grad=parameter.requires_grad, shape=parameter.shape)
+    return stages if divides else ()
