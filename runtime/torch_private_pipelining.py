@@ -88,9 +88,9 @@ class Stage(PipelineStage):
         stages: list[int | None] = super()._create_grad_send_info(args_recv_info)
         return [stage if wanted else None for stage, wanted in zip(stages, self.wants_gradients(), strict=True)]
 
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        """Receives of what there is memory for; torch 2.11 expects a gradient of every tensor."""
-        return super()._get_recv_ops(tuple(info for info in recv_infos if info.buffer is not None))
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...], *group: Any) -> list[dist.P2POp]:
+        """Receives of what there is memory for; torch 2.11 expects a gradient of every tensor, 2.14 is told a group."""
+        return super()._get_recv_ops(tuple(info for info in recv_infos if info.buffer is not None), *group)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take gradients from a stage of the same rank; torch 2.11 has no word for one that there is not."""

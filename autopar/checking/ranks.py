@@ -6,14 +6,16 @@ process claims to be any rank of any number; tensors have shapes and no values.
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch import nn
 
 from autopar.checking.recorder import Communication, Recorder
 from autopar.ir.errors import AutoparError
+from autopar.ir.fork import fork
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Batch, Plan
 from autopar.ir.program import StageProgram
@@ -59,27 +62,28 @@ def run_ranks(
 
     Raises AutoparError with what went wrong on a rank.
     """
-    context = multiprocessing.get_context("fork")
     waiting, found = list(ranks), dict[int, RankTrace]()
-    running: dict[Any, tuple[int, Any]] = {}
+    running: dict[Any, tuple[int, int]] = {}
     try:
         # From this thread alone: a fork beside other threads may find their locks taken.
         while waiting or running:
             while waiting and len(running) < processes:
                 rank = waiting.pop(0)
-                receiving, sending = context.Pipe(duplex=False)
-                arguments = (sending, build, captured, plan, programs(rank), rank)
-                process = context.Process(target=_main, args=arguments, daemon=True)
-                process.start()
+                receiving, sending = Pipe(duplex=False)
+                own = programs(rank)
+                process = fork()
+                if process == 0:
+                    _main(sending, build, captured, plan, own, rank)
                 sending.close()
                 running[receiving] = rank, process
             for ready in wait(list(running)):
                 rank, process = running.pop(ready)
                 found[rank] = _result(rank, ready)
-                process.join()
+                os.waitpid(process, 0)
     finally:
         for _, process in running.values():
-            process.kill()
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
     return [found[rank] for rank in ranks]
 
 
@@ -100,15 +104,17 @@ def _main(
     plan: Plan,
     programs: Sequence[StageProgram],
     rank: int,
-) -> None:
-    torch.set_num_threads(1)
+) -> NoReturn:
+    """Body of a copy: its rank's trace is sent, or what went wrong, and the copy ends."""
     try:
+        torch.set_num_threads(1)
         sending.send(run_rank(build, captured, plan, programs, rank))
     except Exception as error:
         lines = traceback.format_exc().splitlines() if not isinstance(error, AutoparError) else [str(error)]
         sending.send("\n".join(lines[-12:]))
     finally:
         sending.close()
+        os._exit(0)
 
 
 def run_rank(

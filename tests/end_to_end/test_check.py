@@ -24,6 +24,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
+from autopar.ir.torch_private import FakeTensorMode
 from autopar.load_model import load_model_file
 from autopar.model_file import ModelFile
 from autopar.passes.normalise import normalise
@@ -36,6 +37,10 @@ GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 
 @pytest.fixture(scope="module")
 def source() -> ModelFile:
+    # Builds of torch for GPUs start threads for a backward on fake tensors, as a capture may do one, and then refuse
+    # every backward in a fork.
+    with FakeTensorMode():
+        torch.ones(3, requires_grad=True).sum().backward()
     return load_model_file(str(GPT))
 
 

@@ -6,7 +6,6 @@ process (a fork, which knows every op that was registered here) the worst that i
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -14,12 +13,13 @@ import resource
 import select
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
 import torch
+
+from autopar.ir.fork import fork
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def isolated(function: Callable[[], T], *, limit_s: float) -> T | None:
     if not hasattr(os, "fork"):
         return None
     read_end, write_end = os.pipe()
-    child = _fork()
+    child = fork()
     if child == 0:
         os.close(read_end)
         _answer(function, write_end)
@@ -51,29 +51,6 @@ def isolated(function: Callable[[], T], *, limit_s: float) -> T | None:
         return pickle.loads(answer)  # type: ignore[no-any-return]  # what ``function`` returned
     except (EOFError, pickle.UnpicklingError):
         return None  # the copy died before it had written all
-
-
-def _fork() -> int:
-    """``os.fork`` without the handlers that libraries have set for it, where the C library has ``_Fork`` (POSIX 2024).
-
-    torch sets such a handler as soon as a backward has run where there is a GPU: every backward in a copy would be
-    refused, since the engine's threads of that GPU are not copied. A copy computes on the CPU, in its own thread alone.
-    """
-    try:
-        copy = ctypes.PyDLL(None)["_Fork"]
-    except AttributeError:
-        with warnings.catch_warnings():
-            # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return os.fork()
-    python = ctypes.pythonapi
-    python.PyOS_BeforeFork()
-    child: int = copy()
-    if child == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
-    return child
 
 
 def _answer(function: Callable[[], object], write_end: int) -> None:

@@ -1,0 +1,30 @@
+"""A copy of this process in which a backward may run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+
+
+def fork() -> int:
+    """``os.fork`` without the handlers that libraries have set for it, where the C library has ``_Fork`` (POSIX 2024).
+
+    torch sets such a handler as soon as a backward has run where there is a GPU: every backward in a copy would be
+    refused, since the engine's threads of that GPU are not copied. A copy computes on the CPU, in its own thread alone.
+    """
+    try:
+        copy = ctypes.PyDLL(None)["_Fork"]
+    except AttributeError:
+        with warnings.catch_warnings():
+            # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return os.fork()
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    child: int = copy()
+    if child == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return child
