@@ -1,14 +1,16 @@
-"""The programs of a model in train and in eval mode, with all of its arguments or fewer, under one plan.
+"""The programs of a model in train and in eval mode, with all of its arguments or fewer, at any size, under one plan.
 
 The plan is made for the model in train mode, whose capture is there from the start. Eval mode, and calls without some
 of the arguments (labels), are captured the first time that they are needed, of a copy of the module tree without
-parameters, since the model itself may be gone by then.
+parameters, since the model itself may be gone by then. For calls of another batch or length the model is captured once
+more, with symbols for them; where it has none, at every size that comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,10 @@ from torch import nn
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
-from autopar.ir.errors import InvalidInput
+from autopar.ir.capture.flat_call import Call
+from autopar.ir.capture.other_sizes import captured_at
+from autopar.ir.capture.symbols import named_dims
+from autopar.ir.errors import CaptureError, InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import PlacedModel, place_like
 from autopar.ir.program import StageProgram
@@ -25,23 +30,28 @@ from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
+from autopar.runtime.inputs import Sizes
 from autopar.runtime.variants import Results
 
+# Train mode with all arguments, for which plans are made, and at the plan's sizes.
 _WHOLE = True, frozenset[str]()
+_PLANNED: tuple[bool, frozenset[str], Sizes] = (*_WHOLE, ())
 
 
 @dataclass(slots=True)
 class Modes:
     """model: its module tree. example_inputs, example_target: on the meta device.
 
-    placed: by mode, True for train, and the keys of the step inputs that are absent.
+    placed: by mode, True for train, the keys of the step inputs that are absent, and sizes other than the plan's.
+    symbolic: captures with symbols, by mode and absent step inputs.
     """
 
     model: nn.Module
     example_inputs: Any
     loss_fn: Callable[..., Any] | None
     example_target: Any
-    placed: dict[tuple[bool, frozenset[str]], PlacedModel] = field(default_factory=dict)
+    placed: dict[tuple[bool, frozenset[str], Sizes], PlacedModel] = field(default_factory=dict)
+    symbolic: dict[tuple[bool, frozenset[str]], CapturedModel] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -55,33 +65,71 @@ class Modes:
         """placed: the model in train mode. The other arguments are those of ``capture``."""
         inputs, target = pytree.tree_map_only(torch.Tensor, _on_meta, (example_inputs, example_target))
         own_model, own_loss_fn = without_parameters(model, loss_fn)
-        return cls(own_model, inputs, own_loss_fn, target, {_WHOLE: placed})
+        return cls(own_model, inputs, own_loss_fn, target, {_PLANNED: placed})
 
     def programs(
-        self, results: Results, training: bool, absent: frozenset[str] = frozenset()
+        self, results: Results, training: bool, absent: frozenset[str] = frozenset(), sizes: Sizes = ()
     ) -> tuple[CapturedModel, tuple[StageProgram, ...]]:
         """The capture in a mode, and its programs of all stages. absent: keys of step inputs that are not given.
+        sizes: of the global batch and of lengths, where they are not the plan's.
 
         Raises CaptureError, PlanMismatch, or InvalidInput where arguments cannot be left out.
         """
-        trained = self.placed[_WHOLE]
-        if (training, absent) not in self.placed:
-            found = capture(
-                self.model,
-                _without(self.example_inputs, absent),
-                loss_fn=self.loss_fn,
-                example_target=self.example_target,
-                name=trained.captured.name,
-                training=training,
-            )
-            # No tokens are dropped when a model is evaluated.
-            capacity = trained.plan.expert_capacity if training else None
-            analysis = Analysis.of(normalise(found, check=False), capacity)
-            self.placed[training, absent] = place_like(analysis, trained)
-        placed = self.placed[training, absent]
+        placed = self._placed(training, absent, sizes)
         programs = partition(placed, outputs=results)
         verify_placements(placed.captured, programs, placed.plan)
         return placed.captured, programs
+
+    def _placed(self, training: bool, absent: frozenset[str], sizes: Sizes) -> PlacedModel:
+        key = training, absent, sizes
+        if key not in self.placed:
+            # Of a mode as in train mode at the same sizes, which is as the plan has it.
+            like = self.placed[_PLANNED] if (training, absent) == _WHOLE else self._placed(*_WHOLE, sizes)
+            # No tokens are dropped when a model is evaluated.
+            capacity = like.plan.expert_capacity if training else None
+            self.placed[key] = place_like(Analysis.of(self._captured(training, absent, sizes), capacity), like)
+        return self.placed[key]
+
+    def _captured(self, training: bool, absent: frozenset[str], sizes: Sizes) -> CapturedModel:
+        """In normal form."""
+        if sizes:
+            symbolic = self.symbolic.get((training, absent))
+            if symbolic is None:
+                symbolic = self.symbolic[training, absent] = self._capture(training, absent, (), symbolic=True)
+            with suppress(CaptureError):
+                return captured_at(symbolic, dict(sizes))
+        return self._capture(training, absent, sizes)
+
+    def _capture(
+        self, training: bool, absent: frozenset[str], sizes: Sizes, *, symbolic: bool = False
+    ) -> CapturedModel:
+        inputs, target = self._resized(dict(sizes))
+        model = self.placed[_PLANNED].captured
+        found = capture(
+            self.model,
+            _without(inputs, absent),
+            loss_fn=self.loss_fn,
+            example_target=target,
+            name=model.name,
+            training=training,
+            symbolic=symbolic,
+        )
+        # It is that model, though with symbols it may be spelled otherwise.
+        return normalise(replace(found, fingerprint=model.fingerprint), check=False)
+
+    def _resized(self, sizes: Mapping[str, int]) -> tuple[Any, Any]:
+        """The example inputs and target at other sizes."""
+        tensors = Call.of(self.model, self.example_inputs, self.loss_fn, self.example_target).tensors
+        names = {id(tensor): dims for tensor, dims in zip(tensors, named_dims(tensors), strict=True)}
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            dims = names.get(id(tensor), {})
+            return tensor.new_empty([sizes.get(dims.get(dim, ""), size) for dim, size in enumerate(tensor.shape)])
+
+        if not sizes:
+            return self.example_inputs, self.example_target
+        found: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, resized, (self.example_inputs, self.example_target))
+        return found
 
 
 def _without(inputs: Any, absent: frozenset[str]) -> Any:

@@ -245,8 +245,8 @@ class Engine:
 
     # Running programs of the stages.
 
-    def variant(self, results: Results, training: bool, absent: frozenset[str] = frozenset()) -> Variant:
-        """The program for a loss or for the model's outputs, in train or eval mode, without the step inputs ``absent``.
+    def variant(self, results: Results, training: bool, inputs: Mapping[str, torch.Tensor] | None = None) -> Variant:
+        """The program for a loss or for the model's outputs, in train or eval mode, of ``inputs``, those of a call.
 
         All ranks call together. Raises CaptureError or PlanMismatch, on every rank, if there is none.
         """
@@ -255,7 +255,10 @@ class Engine:
                 f"{self.captured.name} has no loss, so there is no training step.\n"
                 "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
             )
-        return self._variants.get(results, training, absent)
+        if inputs is None:
+            return self._variants.get(results, training)
+        absent = self.signature.absent(inputs) if results == "model" else frozenset()
+        return self._variants.get(results, training, absent, self.signature.sizes(inputs))
 
     def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
@@ -287,7 +290,7 @@ class Engine:
 
     def step(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
         """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
-        variant = self.variant("loss", training)
+        variant = self.variant("loss", training, inputs)
         self._check_gradients(variant)
         if self.scaler is None and self.plan.precision == "fp16":
             raise InvalidInput(
@@ -347,7 +350,7 @@ class Engine:
 
     def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> Any:
         """The model's output for this rank's rows, as the model would return it; differentiable without a pipeline."""
-        variant = self.variant("model", training, self.signature.absent(inputs))
+        variant = self.variant("model", training, inputs)
         outputs = variant.outputs
         assert outputs is not None, "of a plain forward"
         if self.program.num_stages > 1 and torch.is_grad_enabled():
@@ -371,7 +374,7 @@ class Engine:
     @torch.no_grad()
     def loss(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
         """The loss of the global batch, the same number on every rank, without gradients."""
-        variant = self.variant("loss", training)
+        variant = self.variant("loss", training, inputs)
         losses = [loss for (loss,) in self._run(variant, inputs, training)]
         if self.program.num_stages > 1:
             return self._loss_of_pipeline(variant, losses)

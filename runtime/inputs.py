@@ -11,21 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.capture.symbols import BATCH, named_dims
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.torch_private import pytree
 
+# Sizes of a call that are not those of the plan, by the names of ``symbols.SymbolicDims``: of the global batch, of
+# lengths.
+Sizes = tuple[tuple[str, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """given_as: the key of the captured call; key: the same by the name of the argument, if it has one."""
+    """given_as: the key of the captured call; key: the same by the name of the argument, if it has one. names: of the
+    dimensions that may have other sizes."""
 
     key: str
     given_as: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
+    names: Mapping[int, str]
 
     @property
     def label(self) -> str:
@@ -41,6 +48,7 @@ class Signature:
     inputs: dict[str, _Input]
     global_size: int
     data_parallel_size: int
+    num_microbatches: int
     positional: tuple[str, ...]
 
     @classmethod
@@ -55,13 +63,14 @@ class Signature:
         positional = tuple(names)
         values = {node.name: node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"}
         inputs = {}
-        for name, step_input in captured.inputs.items():
+        dims = named_dims([values[name] for name in captured.inputs])
+        for (name, step_input), symbols in zip(captured.inputs.items(), dims, strict=True):
             shape, dim = list(values[name].shape), step_input.batch_dim
             if dim is not None:
                 shape[dim] //= degree
             key = _by_name(step_input.key, positional)
-            inputs[name] = _Input(key, step_input.key, tuple(shape), values[name].dtype, dim)
-        return cls(inputs, plan.batch.global_size, degree, positional)
+            inputs[name] = _Input(key, step_input.key, tuple(shape), values[name].dtype, dim, symbols)
+        return cls(inputs, plan.batch.global_size, degree, plan.batch.num_microbatches, positional)
 
     def bind(
         self,
@@ -77,17 +86,32 @@ class Signature:
         """
         given = self._given(args, kwargs, target)
         bound: dict[str, torch.Tensor] = {}
+        sizes: dict[str, int] = {}
         for name, expected in self.inputs.items():
             value = given.pop(expected.key, None)
             if value is None:
                 continue
-            if tuple(value.shape) != expected.shape or value.dtype != expected.dtype:
+            if not _fits(value, expected, sizes):
                 problem = f"{expected.key} is {_tensor(tuple(value.shape), value.dtype)}"
                 raise InvalidInput(self._mismatch(problem, args, kwargs, target))
             bound[name] = value if value.device == device else value.to(device, non_blocking=True)
         if given:
             raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
+        rows = sizes.get(BATCH, 0)
+        if rows % self.num_microbatches:
+            problem = f"{rows} rows do not divide into {self.num_microbatches} microbatches"
+            raise InvalidInput(self._mismatch(problem, args, kwargs, target))
         return bound
+
+    def sizes(self, bound: Mapping[str, torch.Tensor]) -> Sizes:
+        """The sizes of a call that are not those of the plan."""
+        found: dict[str, int] = {}
+        for name, value in bound.items():
+            expected = self.inputs[name]
+            for dim, symbol in expected.names.items():
+                if value.shape[dim] != expected.shape[dim]:
+                    found[symbol] = value.shape[dim] * (self.data_parallel_size if dim == expected.batch_dim else 1)
+        return tuple(sorted(found.items()))
 
     def absent(self, bound: Container[str]) -> frozenset[str]:
         """Keys, in the captured call, of the arguments of the model that are not in ``bound``, those of a call."""
@@ -122,8 +146,9 @@ class Signature:
             f"the arguments do not fit the captured program: {problem}.\n"
             f"  expected, on each data-parallel rank ({rows}): {expected}\n"
             f"  got: {got or 'no tensors'}\n"
-            "  try: shard_batch(batch) takes this rank's rows of a global batch; another batch size or another set of "
-            "arguments needs another plan"
+            "  try: shard_batch(batch) takes this rank's rows of a global batch, of any number that divides into "
+            f"{self.num_microbatches} microbatches on each of {self.data_parallel_size} data-parallel ranks; another "
+            "set of arguments needs another plan"
         )
 
     def shard(self, batch: Any, rank: int) -> Any:
@@ -138,15 +163,27 @@ class Signature:
         def rows(value: torch.Tensor) -> torch.Tensor:
             if value.dim() == 0 or (tuple(value.shape), value.dtype) in whole:
                 return value
-            if value.shape[0] != self.global_size:
+            length, rest = divmod(value.shape[0], self.data_parallel_size)
+            if rest or not length:
                 raise InvalidInput(
                     f"a tensor of the batch is {_tensor(tuple(value.shape), value.dtype)}; expected the global batch, "
-                    f"{self.global_size} rows.\n  try: another plan for another batch size"
+                    f"rows for each of {self.data_parallel_size} data-parallel ranks.\n  try: {self.global_size} rows, "
+                    "as many as the plan is for"
                 )
-            length = self.global_size // self.data_parallel_size
             return value.narrow(0, rank * length, length)
 
         return pytree.tree_map_only(torch.Tensor, rows, batch)
+
+
+def _fits(value: torch.Tensor, expected: _Input, sizes: dict[str, int]) -> bool:
+    """Whether a tensor is an input. sizes: of the symbols, noted for the inputs that follow."""
+    if value.dtype != expected.dtype or value.dim() != len(expected.shape):
+        return False
+    for dim, (got, wanted) in enumerate(zip(value.shape, expected.shape, strict=True)):
+        wanted = sizes.setdefault(expected.names[dim], got) if dim in expected.names else wanted
+        if got != wanted or not got:
+            return False
+    return True
 
 
 def _by_name(key: str, positional: tuple[str, ...]) -> str:

@@ -117,10 +117,9 @@ class ParallelModule(nn.Module):
             )
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
         without = " without gradients" if call == "forward" and not has_gradients else ""
-        engine.agree_to(f"{call}({given}){without}", self.training, failure)
-        plain = call == "forward"
-        absent = engine.signature.absent(inputs) if plain else frozenset()
-        required = engine.variant("model" if plain else "loss", self.training, absent).required
+        sizes = "".join(f", {name} {size}" for name, size in engine.signature.sizes(inputs))
+        engine.agree_to(f"{call}({given}{sizes}){without}", self.training, failure)
+        required = engine.variant("model" if call == "forward" else "loss", self.training, inputs).required
         engine.signature.require(required, inputs, args, kwargs, target)
         return inputs
 

@@ -20,6 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, update_stages
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import BlockModule
+from autopar.runtime.inputs import Sizes
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import cast_reads
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 Results = Literal["loss", "model"]
 
-# The capture and the programs of every stage for what is wanted of the model, in train mode or not, and without some
-# step inputs, of which the keys are given.
-Programs = Callable[[Results, bool, frozenset[str]], tuple[CapturedModel, Sequence[StageProgram]]]
+# The capture and the programs of every stage for what is wanted of the model, in train mode or not, without some step
+# inputs, of which the keys are given, and at other sizes than the plan's.
+Programs = Callable[[Results, bool, frozenset[str], Sizes], tuple[CapturedModel, Sequence[StageProgram]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,25 +80,25 @@ class Variants:
         """captured: that of training. programs: makes those of variants that are not there yet."""
         self._captured, self._plan, self._mesh, self._local = captured, plan, mesh, tuple(local)
         self._device, self._random, self._programs = device, randomness, programs
-        self._made: dict[tuple[Results, bool, frozenset[str]], Variant] = {}
+        self._made: dict[tuple[Results, bool, frozenset[str], Sizes], Variant] = {}
         self._holders: Sequence[StageProgram] = ()
 
-    def get(self, results: Results, training: bool, absent: frozenset[str] = frozenset()) -> Variant:
+    def get(self, results: Results, training: bool, absent: frozenset[str] = frozenset(), sizes: Sizes = ()) -> Variant:
         """The variant for a loss or for the model's outputs. All ranks call together where it is not made yet.
 
-        absent: keys of the step inputs that are not given.
+        absent: keys of the step inputs that are not given. sizes: of those that are, where they are not the plan's.
         Raises CaptureError, PlanMismatch or InvalidInput, on every rank, if there is none.
         """
-        if (results, training, absent) not in self._made:
+        if (results, training, absent, sizes) not in self._made:
             make = self._programs
             if make is None:
                 raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
             # The random numbers of the caller go on as if nothing had been captured.
             with torch.random.fork_rng(devices=[]):
-                captured, programs = agree(lambda: self._checked(*make(results, training, absent), training))
+                captured, programs = agree(lambda: self._checked(*make(results, training, absent, sizes), training))
             self._mesh.make_groups(programs, self._holders)
-            self.add(results, training, captured, programs, absent)
-        return self._made[results, training, absent]
+            self.add(results, training, captured, programs, absent, sizes)
+        return self._made[results, training, absent, sizes]
 
     def add(
         self,
@@ -106,10 +107,12 @@ class Variants:
         captured: CapturedModel,
         programs: Sequence[StageProgram],
         absent: frozenset[str] = frozenset(),
+        sizes: Sizes = (),
     ) -> None:
         """Add a variant; the first one is what the stages were made for. programs: of every stage."""
         self._holders = self._holders or programs
-        name = " ".join((_mode(training), results, *(f"without {key}" for key in sorted(absent))))
+        other = (*(f"without {key}" for key in sorted(absent)), *(f"{symbol} {size}" for symbol, size in sizes))
+        name = " ".join((_mode(training), results, *other))
         own = tuple(programs[stage.program.stage] for stage in self._local)
         totals: list[tuple[StageModule, str, tuple[str, ...]]] = []
         for stage, program in zip(self._local, own, strict=True):
@@ -123,7 +126,7 @@ class Variants:
                 stage.module.add_variant(f"{name} total {number}", alone, block.outputs, self._device)
                 totals.append((stage.module, f"{name} total {number}", block.outputs))
         managed = {name for stage in self._local if stage.zero is not None for name in stage.zero.managed}
-        self._made[results, training, absent] = Variant(
+        self._made[results, training, absent, sizes] = Variant(
             name=name,
             programs=own,
             required=tuple(dict.fromkeys(given for program in programs for given in program.inputs)),

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.sizes import Size, expressed
 from autopar.ir.torch_private import FakeTensor, FakeTensorMode, pytree
+from autopar.ir.torch_private_symbols import expression_of_symbol, hint_of, is_symbolic, python_kernels, symbolic_size
 
 Operation = Callable[..., Any]
 
@@ -36,6 +38,53 @@ def fake_call(target: Operation, args: Any, kwargs: Any, mode: FakeTensorMode) -
         return target(*value_of(args), **value_of(kwargs))
 
 
+def static_value(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake value at the sizes of the capture, of one whose sizes are symbols."""
+
+    def static(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return like_shape(leaf, mode) if _has_symbols(leaf) else leaf
+        return hint_of(leaf) if is_symbolic(leaf) else leaf
+
+    return pytree.tree_map(static, value)
+
+
+def like_shape(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype, at the sizes of the capture."""
+    shape, stride = (tuple(map(_static_size, sizes)) for sizes in (tensor.shape, tensor.stride()))
+    on_meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    return mode.fake_tensor_converter.from_meta_and_device(mode, on_meta, torch.device("cpu"))
+
+
+def symbolic_value(target: Operation, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    """The fake result of an op whose operands have symbols as sizes; None if they have none, or ops cannot tell."""
+
+    def symbolic(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return argument.meta.get("symbolic", argument.meta["val"])
+        return symbolic_size(mode, argument.expression, int(argument)) if isinstance(argument, Size) else argument
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    sized = (isinstance(leaf, Size) or (isinstance(leaf, fx.Node) and "symbolic" in leaf.meta) for leaf in leaves)
+    if not any(sized):
+        return None
+    args, kwargs = pytree.tree_unflatten(map(symbolic, leaves), spec)
+    try:
+        with mode, torch.no_grad(), python_kernels():
+            value = getattr(target, "of_any_size", target)(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return value if any(map(_has_symbols, pytree.tree_leaves(value))) else None
+
+
+def _static_size(size: Any) -> int:
+    return int(hint_of(size)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _has_symbols(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape)
+
+
 def add_call(
     graph: fx.Graph,
     mode: FakeTensorMode,
@@ -52,7 +101,14 @@ def add_call(
     """
     node = graph.call_function(target, args, kwargs or {})
     node.meta.update({key: like.meta[key] for key in ORIGIN if key in like.meta})
-    node.meta["val"] = fake_call(target, args, kwargs or {}, mode) if value is None else value
+    symbolic = value if any(map(_has_symbols, pytree.tree_leaves(value))) else None
+    if symbolic is None:
+        symbolic = symbolic_value(target, args, kwargs or {}, mode)
+    if value is None:
+        value = fake_call(target, args, kwargs or {}, mode)
+    node.meta["val"] = static_value(value, mode)
+    if symbolic is not None:
+        node.meta["symbolic"] = symbolic
     return node
 
 
@@ -67,8 +123,21 @@ def remove_dead(graph: fx.Graph) -> int:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Global shape of a node's tensor."""
-    return tuple(node.meta["val"].shape)
+    """Global shape of a node's tensor; its sizes know what they are of the symbols of a capture."""
+    return _sizes(node.meta["val"], node.meta.get("symbolic"))
+
+
+def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Global shapes of the tensors that a node makes several of, as of ``shape_of``."""
+    values, symbolic = node.meta["val"], node.meta.get("symbolic")
+    return tuple(map(_sizes, values, [None] * len(values) if symbolic is None else symbolic))
+
+
+def _sizes(value: torch.Tensor, symbolic: torch.Tensor | None) -> tuple[int, ...]:
+    if symbolic is None:
+        return tuple(value.shape)
+    sizes = zip(value.shape, symbolic.shape, strict=True)
+    return tuple(expressed(size, expression_of_symbol(symbol)) for size, symbol in sizes)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

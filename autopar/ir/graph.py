@@ -9,10 +9,11 @@ and ``node.meta["source"]`` the user's source line, as ``file.py:12 in forward: 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import fx, nn
 
@@ -120,6 +121,7 @@ class CapturedModel:
     constants: tensors lifted by capture, by placeholder name (real tensors).
     batch_size: global batch in the example inputs.
     fingerprint: hash of parameter names and shapes and of the ops, to tell whether a plan fits a model.
+    symbols: of sizes of the step inputs, by name; none of a capture of one size.
     """
 
     graph_module: fx.GraphModule
@@ -134,6 +136,7 @@ class CapturedModel:
     batch_size: int
     name: str
     fingerprint: str
+    symbols: Mapping[str, sympy.Symbol] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

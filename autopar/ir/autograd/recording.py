@@ -21,6 +21,7 @@ from autopar.ir.capture.module_equality import plain, shape_key
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import line_of_code
 from autopar.ir.torch_private import pytree
+from autopar.ir.torch_private_symbols import is_symbolic
 
 
 @torch.library.custom_op("autopar::function", mutates_args=())
@@ -90,6 +91,8 @@ class Recording:
     def call(self, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
         """In place of ``function.apply(*args)``, one of whose tensors requires a gradient."""
         leaves, spec = pytree.tree_flatten(args)
+        if any(is_symbolic(size) for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape):
+            raise TypeError(f"the autograd function {function.__name__} is captured on tensors of one shape")
         key = (
             function,
             str(spec),

@@ -17,6 +17,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
@@ -42,6 +43,7 @@ from autopar.ir.capture.python_state.second_call import check_second_call
 from autopar.ir.capture.repeated_modules import NotAlike, RepeatedCall, Repetition
 from autopar.ir.capture.rolling import roll_loops
 from autopar.ir.capture.simplify import simplify
+from autopar.ir.capture.symbols import SymbolicDims
 from autopar.ir.capture.value_checks import drop_value_checks
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
@@ -83,6 +85,7 @@ def capture(
     example_target: Any = None,
     name: str | None = None,
     training: bool = True,
+    symbolic: bool = False,
 ) -> CapturedModel:
     """Capture a model, in train or eval mode, over the batch of the example inputs.
 
@@ -94,6 +97,8 @@ def capture(
         scalar; a model that has none of these is captured without a loss.
     training: the mode. If the model is in it, each submodule is captured in the mode that it has, so that one that is
         frozen stays so; if not, all are, as after ``model.train(training)``.
+    symbolic: with the batch and the lengths as symbols (``symbols.SymbolicDims``) where the model lets them be, so that
+        ``captured_at`` gives the capture of other sizes.
 
     Raises CaptureError, naming the line of the model, if torch.export cannot follow it.
     """
@@ -102,10 +107,12 @@ def capture(
     refuse_hooks(model, title)
     _refuse_lazy(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
-    try:
-        traced = _trace(model, call, loss_fn, training, Repetition())
-    except (*_FAILURES, NotAlike):
-        traced = _traced_whole(title, model, call, loss_fn, training)
+    traced = _traced_with_symbols(model, call, loss_fn, training) if symbolic else None
+    if traced is None:
+        try:
+            traced = _trace(model, call, loss_fn, training, Repetition())
+        except (*_FAILURES, NotAlike):
+            traced = _traced_whole(title, model, call, loss_fn, training)
     refuse_unknown_sizes(title, traced.program.graph)
     traced.recording.refuse_reading(traced.twin.output.changed)
     if traced.twin.output.changed:
@@ -120,6 +127,15 @@ def _refuse_lazy(model: nn.Module, title: str) -> None:
                 f"{title} cannot be captured: {name!r} has no shape until the first call of a lazy module.\n"
                 "  try: a call of the model on one batch before this"
             )
+
+
+def _traced_with_symbols(model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace | None:
+    """The trace with the batch and the lengths as symbols; None if it fails with them, or they all become numbers."""
+    for repetition in (Repetition(), None):
+        with suppress(*_FAILURES, NotAlike):
+            traced = _trace(model, call, loss_fn, training, repetition, SymbolicDims.of(call.tensors))
+            return traced if traced.symbols else None
+    return None
 
 
 def _traced_whole(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace:
@@ -153,7 +169,8 @@ def _check_second_call(title: str, model: nn.Module, call: Call, loss_fn: LossFu
 class _Trace:
     """What torch.export made of ``twin``.
 
-    repeats: what stands for calls that were not followed. recording: the calls of autograd functions.
+    repeats: what stands for calls that were not followed. recording: the calls of autograd functions. symbols: of sizes
+    of the step inputs, by name.
     """
 
     twin: FlatModel
@@ -161,15 +178,21 @@ class _Trace:
     program: torch.export.ExportedProgram
     repeats: Mapping[int, RepeatedCall]
     recording: Recording
+    symbols: Mapping[str, sympy.Symbol]
 
 
 def _trace(
-    model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool, repetition: Repetition | None
+    model: nn.Module,
+    call: Call,
+    loss_fn: LossFunction | None,
+    training: bool,
+    repetition: Repetition | None,
+    dims: SymbolicDims | None = None,
 ) -> _Trace:
-    """Modules that are alike are traced a few times if ``repetition`` is given."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    """Modules that are alike are traced a few times if ``repetition`` is given. dims: those that are symbols."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if dims is None else ShapeEnv())
     own_model, own_loss_fn = fake_model(model, loss_fn, mode, training)
-    twin = FlatModel(own_model, call, own_loss_fn)
+    twin = FlatModel(own_model, call, own_loss_fn, dims)
     if own_loss_fn is not None:
         keep_lines_of(own_loss_fn)  # a trace keeps lines of functions called forward, and of those
     switch(twin.model)
@@ -184,10 +207,23 @@ def _trace(
         checks_pass(),
         intercepted(twin.model) as recording,
     ):
-        program = torch.export.export(twin, fakes, strict=False)
+        shapes = None if dims is None else dims.dynamic_shapes
+        program = torch.export.export(twin, fakes, dynamic_shapes=shapes, strict=False)
     drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
-    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats, recording=recording)
+    symbols: Mapping[str, sympy.Symbol] = {}
+    if dims is not None:
+        inputs = _traced_inputs(program)
+        # Symbols are those of the mode that torch.export has made for them.
+        symbols, mode = dims.found(inputs), inputs[0].fake_mode  # type: ignore[attr-defined]  # fake tensors
+    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats, recording=recording, symbols=symbols)
+
+
+def _traced_inputs(program: torch.export.ExportedProgram) -> list[Tensor]:
+    """The step inputs as they were traced."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    return [nodes[spec.arg.name].meta["val"] for spec in specs if spec.kind is InputKind.USER_INPUT]
 
 
 @contextmanager
@@ -268,6 +304,8 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
     inputs: dict[str, StepInput] = {}
     for key, tensor, spec in zip(call.tensor_keys(), call.tensors, kinds.get("USER_INPUT", ()), strict=True):
         node = place(_identifier("", key.removeprefix("kwargs")), fake_like(tensor, mode))
+        if traced.symbols:
+            node.meta["symbolic"] = sources[spec.arg.name].meta["val"]
         batched = tensor.dim() > 0 and tensor.shape[0] == batch_size
         inputs[node.name] = StepInput(key=key, batch_dim=0 if batched else None)
         arguments[sources[spec.arg.name]] = node
@@ -319,6 +357,7 @@ def _assemble(model: nn.Module, title: str, call: Call, traced: _Trace) -> Captu
         batch_size=batch_size,
         name=title,
         fingerprint=_fingerprint(parameters, graph),
+        symbols=traced.symbols,
     )
     lines = {arguments[n].name: origin_of(op)[1] for n, op in writer.written.items() if n.op == "placeholder"}
     lines = {name: line for name, line in lines.items() if name not in buffers}

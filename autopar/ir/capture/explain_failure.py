@@ -11,8 +11,7 @@ from autopar.ir.capture.library_switches import hint
 from autopar.ir.errors import CaptureError
 from autopar.ir.source import origin_of, user_frame
 from autopar.ir.torch_private import CONTROL_FLOW_FILES, pytree
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from autopar.ir.torch_private_symbols import is_unknown
 
 # Text in torch's message -> what it means, and what to try. The first that fits is used.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -64,7 +63,7 @@ def refuse_unknown_sizes(title: str, graph: fx.Graph) -> None:
     for node in graph.nodes:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             numbers = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
-            if any(isinstance(number, _SYMBOLS) for number in numbers):
+            if any(is_unknown(number) for number in numbers):
                 cause, change = _cause_of(str(node.target) if isinstance(leaf, torch.Tensor) else "item")
                 where = origin_of(node)[1]
                 change = hint(where) or change

@@ -13,6 +13,7 @@ from autopar.ir.capture.flat_call import Call
 from autopar.ir.capture.known_values import ConstantsAreKnown
 from autopar.ir.capture.python_state.second_call import is_update
 from autopar.ir.capture.python_state.state import Snapshot
+from autopar.ir.capture.symbols import SymbolicDims
 from autopar.ir.errors import CaptureError
 from autopar.ir.torch_private import pytree
 
@@ -36,16 +37,21 @@ class Output:
 class FlatModel(nn.Module):
     """The model from a flat list of tensors to a flat list of tensors, the loss first if there is one."""
 
-    def __init__(self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, dims: SymbolicDims | None = None
+    ) -> None:
+        """dims: of the tensors, those that are symbols in a trace."""
         super().__init__()
         self.model = model
-        self._call = call
+        self._call, self._dims = call, dims
         self._loss_fn = [loss_fn]  # in a list: a module here would become part of the model
         self.output = Output()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Outputs of a call on ``tensors``, then new values of the attributes that it updates; restores Python
         state."""
+        if self._dims is not None:
+            self._dims.check(tensors)
         state = Snapshot.take(self.model, self._loss_fn[0])
         try:
             outputs = self.outputs(*tensors)

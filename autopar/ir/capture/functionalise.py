@@ -33,11 +33,12 @@ from autopar.ir.autograd.derivatives import DERIVATIVE, Derivative
 from autopar.ir.autograd.function_op import below_hooks, is_hook
 from autopar.ir.autograd.recording import FUNCTION, Recorded, Recording
 from autopar.ir.autograd.scans import SLOT, STEPS, scan_op, writes_outside
-from autopar.ir.building import add_call, fake_call
+from autopar.ir.building import add_call, fake_call, shape_of
 from autopar.ir.capture.functional_twins import functional_twin, has_writes, writes, written
 from autopar.ir.capture.noted_value import noted_value
 from autopar.ir.capture.repeated_modules import EDGE, REPEATED_CALL, RepeatedCall
 from autopar.ir.capture.strided_views import strided_view
+from autopar.ir.capture.symbols import number_of
 from autopar.ir.capture.view_writes import piece, written_base
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import has_gradient_dtype
@@ -53,6 +54,7 @@ from autopar.ir.torch_private import (
     schema_of,
     storage_of,
 )
+from autopar.ir.torch_private_symbols import is_symbolic
 
 aten = torch.ops.aten
 
@@ -178,7 +180,9 @@ class Functionaliser:
         args, kwargs = self._read(node.args), self._read(node.kwargs)
         if self._frozen:
             self._without_gradient.add(node)
-        if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+        if is_symbolic(node.meta.get("val")):
+            self.values[node] = number_of(node.meta["val"])  # a size
+        elif node.target is operator.getitem and not isinstance(args[0], fx.Node):
             self.values[node] = args[0][args[1]]  # of an inlined region
         else:
             self.values[node] = self._call(node, node.target, args, kwargs, noted_value(node))
@@ -269,7 +273,7 @@ class Functionaliser:
         if source.meta["val"].dtype != value.dtype:
             source = self._call(node, TO_COPY, (source,), {"dtype": value.dtype})
         if source.meta["val"].shape != value.shape:
-            source = self._call(node, aten.expand.default, (source, list(value.shape)), {})
+            source = self._call(node, aten.expand.default, (source, list(shape_of(destination))), {})
         return source
 
     def _assign(self, node: fx.Node, new: fx.Node, write: fx.Node, *, hidden: bool = False) -> None:
@@ -406,7 +410,7 @@ class Functionaliser:
         elif name == "wrap_with_autocast" and not node.args[2]:
             enabled, region, operands = True, node.args[4], list(node.args[5:])
         elif name == "wrap_with_autocast":
-            inside = _first_op(self.values[regions[0]].graph)
+            inside = next(n for n in self.values[regions[0]].graph.nodes if n.op == "call_function")
             raise _refused(inside, "switches autocast on", "without it: the plan's precision takes its place")
         else:
             raise _refused(node, f"uses {name}", "plain tensor ops")
@@ -435,12 +439,6 @@ class Functionaliser:
 def _share(x: Any, y: Any) -> bool:
     """Whether two fake tensors have one storage."""
     return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and storage_of(x) == storage_of(y)
-
-
-def _first_op(graph: fx.Graph) -> fx.Node:
-    first = next(node for node in graph.nodes if node.op == "call_function")
-    assert isinstance(first, fx.Node)
-    return first
 
 
 def _refused(node: fx.Node, what: str, remedy: str = "an out-of-place version") -> CaptureError:

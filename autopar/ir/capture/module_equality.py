@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.torch_private import own_buffers, own_parameters
+from autopar.ir.torch_private_symbols import expression_of_symbol, is_symbolic
 
 # Attributes of every nn.Module that say nothing about what it computes, or are compared on their own.
 _OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -111,7 +112,11 @@ def _signature(module: nn.Module, counted: frozenset[str]) -> Hashable:
 
 def shape_key(tensor: Tensor | None) -> Hashable:
     """Shape, strides, dtype and requires_grad of a tensor; None for None."""
-    return None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    if tensor is None:
+        return None
+    sizes = (*tensor.shape, *tensor.stride())
+    keys = tuple(expression_of_symbol(size) if is_symbolic(size) else size for size in sizes)
+    return keys, tensor.dtype, tensor.requires_grad
 
 
 _DATA = (int, float, str, bytes, complex, torch.dtype, torch.device, type, type(None))

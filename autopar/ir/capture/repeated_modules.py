@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from autopar.ir.capture.module_equality import Group, groups_alike, is_plain, plain, shape_key, state_of
 from autopar.ir.torch_private import pytree, storage_of, writes_to
+from autopar.ir.torch_private_symbols import expression_of_symbol, is_symbolic
 
 # With fewer modules alike there is nothing to save.
 _AT_LEAST = 4
@@ -293,7 +294,8 @@ def _body(call: Followed, graph: fx.Graph, edges: Mapping[tuple[int, bool], dict
     while node not in ends:
         if node.op == "output":
             raise NotAlike(f"the results of {call.path} come before what it is given")
-        nodes.append(node)
+        if not is_symbolic(node.meta.get("val")):  # a size, which is the same in all calls or compared with others
+            nodes.append(node)
         node = node.next
     inside = {*nodes, *ends, *entries.values()}
     for own in (*nodes, *entries.values()):
@@ -357,6 +359,8 @@ class _Comparison:
     def _same_leaf(self, p: Any, q: Any, same: Mapping[fx.Node, fx.Node], paths: tuple[str, str]) -> bool:
         if not isinstance(p, fx.Node) or not isinstance(q, fx.Node):
             return plain(p) == plain(q)
+        if is_symbolic(p.meta.get("val")) and is_symbolic(q.meta.get("val")):
+            return bool(expression_of_symbol(p.meta["val"]) == expression_of_symbol(q.meta["val"]))
         if p in same:
             return same[p] is q
         if p.op != "placeholder" or q.op != "placeholder":

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from autopar.ir.autograd.function_op import is_own
-from autopar.ir.building import remove_dead
+from autopar.ir.building import remove_dead, shape_of, sizes_of
+from autopar.ir.sizes import same_sizes
 from autopar.ir.torch_private import ASSERT_METADATA, ASSERTIONS, TO_COPY, UNSAFE_VIEW, OpOverload
 
 aten = torch.ops.aten
@@ -126,16 +127,18 @@ def _canonical(node: fx.Node) -> None:
         assert isinstance(source, fx.Node)
         if source.target is aten.reshape.default:
             source = source.args[0]
-        node.target, node.args, node.kwargs = aten.reshape.default, (source, list(value.shape)), {}
+        node.target, node.args, node.kwargs = aten.reshape.default, (source, list(shape_of(node))), {}
     elif node.target is aten.chunk.default:
         source, dim = node.args[0], node.args[2] if len(node.args) > 2 else 0
         assert isinstance(dim, int)
         node.target = aten.split.Tensor
-        node.args, node.kwargs = (source, value[0].shape[dim], dim), {}
+        node.args, node.kwargs = (source, sizes_of(node)[0][dim], dim), {}
     elif node.target in _CASTS:
         node.target, node.args, node.kwargs = TO_COPY, (node.args[0],), {"dtype": value.dtype}
     elif node.target is aten.expand_as.default:
-        node.target, node.args = aten.expand.default, (node.args[0], list(value.shape))
+        node.target, node.args = aten.expand.default, (node.args[0], list(shape_of(node)))
+    elif node.target is aten.slice.Tensor and len(node.args) > 2 and node.args[2] is None:
+        node.args = (*node.args[:2], 0, *node.args[3:])
     elif node.target is aten.cat.default:
         parts, *dim = node.args
         assert isinstance(parts, (list, tuple))
@@ -143,7 +146,7 @@ def _canonical(node: fx.Node) -> None:
     elif any(key in node.kwargs for key in _FOLDABLE_KWARGS):
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _FOLDABLE_KWARGS}
     if node.target is aten.expand.default:
-        node.args, node.kwargs = (node.args[0], list(value.shape)), {}
+        node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
 
 
 def _adds_nothing(part: Any, whole: torch.Tensor) -> bool:
@@ -162,7 +165,7 @@ def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
     if not isinstance(source.meta.get("val"), torch.Tensor):
         return None
     before, after = source.meta["val"], node.meta["val"]
-    if before.shape != after.shape or before.dtype != after.dtype:
+    if not same_sizes(shape_of(source), shape_of(node)) or before.dtype != after.dtype:
         return None
     target = node.target
     if target is aten.cat.default or target in _COPIES or target in _RESHAPES or target in _CASTS or target in _VIEWS:
@@ -205,7 +208,7 @@ def _frozen(argument: Any) -> Any:
         return argument
     if isinstance(argument, float) and math.isnan(argument):
         return (float, "nan")
-    return (type(argument), argument)
+    return (type(argument), argument, getattr(argument, "expression", None))
 
 
 def _is_number(argument: Any, number: float) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.ir.capture.functional_twins import writes
 from autopar.ir.torch_private import ASSERTIONS, READ_SCALAR
+from autopar.ir.torch_private_symbols import is_symbolic
 
 aten = torch.ops.aten
 
@@ -35,5 +37,5 @@ def drop_value_checks(graph: fx.Graph) -> None:
             continue
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if node.target in _CHECKS or any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+        if node.target in _CHECKS or (any(map(is_symbolic, sizes)) and not writes(node)):
             graph.erase_node(node)

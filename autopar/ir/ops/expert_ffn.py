@@ -88,7 +88,7 @@ def combine(x: Tensor, expert_weight: Tensor, rows: Tensor, experts: Callable[[T
     tokens = x.reshape(-1, x.shape[-1])
     token = rows // expert_weight.shape[-1]
     weighted = experts(tokens.index_select(0, token)) * expert_weight.reshape(-1)[rows][:, None]
-    summed: Tensor = _SumRows.apply(weighted.to(tokens.dtype), token, len(tokens))  # type: ignore[no-untyped-call]
+    summed: Tensor = _SumRows.apply(weighted.to(tokens.dtype), token, tokens.shape[0])  # type: ignore[no-untyped-call]
     return summed.reshape(x.shape)
 
 

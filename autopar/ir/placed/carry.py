@@ -1,4 +1,4 @@
-"""Carry a plan over to another capture of the model that it was made for: the model in eval mode.
+"""Carry a plan over to another capture of the model that it was made for: in eval mode, or at other sizes.
 
     train:  linear -> batch_norm(batch statistics)   -> relu -> dropout -> linear
     eval:   linear -> batch_norm(running statistics) -> relu ->            linear
@@ -62,18 +62,27 @@ def carry(
 
 def _counterparts(captured: CapturedModel, trained: CapturedModel) -> dict[fx.Node, fx.Node]:
     """Op of ``captured`` -> the op of ``trained`` that is the same one: of several alike, in the same order."""
-    known = {key: node for node, key in _keys(trained).items()}
-    return {node: known[key] for node, key in _keys(captured).items() if key in known}
+    own, others = _input_shapes(captured), _input_shapes(trained)
+    sized = all(own[key] == others[key] for key in own.keys() & others.keys())
+    known = {key: node for node, key in _keys(trained, sized=sized).items()}
+    return {node: known[key] for node, key in _keys(captured, sized=sized).items() if key in known}
 
 
-def _keys(captured: CapturedModel) -> dict[fx.Node, Hashable]:
+def _input_shapes(captured: CapturedModel) -> dict[str, tuple[int, ...]]:
+    values = {node.name: node.meta["val"] for node in captured.graph.nodes if node.name in captured.inputs}
+    return {captured.inputs[name].key: tuple(value.shape) for name, value in values.items()}
+
+
+def _keys(captured: CapturedModel, *, sized: bool) -> dict[fx.Node, Hashable]:
+    """What ops are told apart by. sized: by the shapes of their results, not just by the number of dimensions."""
     seen: Counter[Hashable] = Counter()
     keys: dict[fx.Node, Hashable] = {}
     for node in call_nodes(captured.graph):
         if is_getitem(node):
             continue
         read = tuple(captured.parameters[n.name].name for n in node.all_input_nodes if n.name in captured.parameters)
-        shapes = tuple((tuple(result.shape), result.dtype) for result in tensor_results(node))
+        results = tensor_results(node)
+        shapes = tuple((tuple(result.shape) if sized else result.dim(), result.dtype) for result in results)
         key = (node.meta.get("path"), op_name(node), read, shapes)
         seen[key] += 1
         keys[node] = (key, seen[key])

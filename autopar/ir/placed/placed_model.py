@@ -134,11 +134,14 @@ def place_captured(captured: CapturedModel, plan: Plan) -> PlacedModel:
 
 
 def place_like(analysis: Analysis, like: PlacedModel) -> PlacedModel:
-    """The model in another mode, its parameters stored and its ops placed as in ``like``.
+    """The model in another mode or at other sizes, its parameters stored and its ops placed as in ``like``.
 
-    Raises PlanMismatch where it uses parameters that ``like`` does not have in the same pieces.
+    An op whose sizes do not divide as there takes its operands as they come. The plan is that of ``like`` for the batch
+    of ``analysis``. Raises PlanMismatch where it uses parameters that ``like`` does not have in the same pieces.
     """
-    plan, captured = like.plan, analysis.captured
+    captured = analysis.captured
+    batch = like.plan.batch.model_copy(update={"global_size": captured.batch_size})
+    plan = like.plan.model_copy(update={"batch": batch})
     _check_batch(analysis, plan)
     stored = {like.captured.parameters[name].name: storage for name, storage in like.storage.items()}
     for parameter in captured.parameters.values():

@@ -1,0 +1,113 @@
+"""Steps of other batches and lengths than the plan's equal those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from benchmarks.models import CASES
+from tests.harness import run_ranks
+from tests.parity import relative
+
+# Rows of the global batch, and length; the plan is for 8 and 16.
+SIZES = ((8, 16), (4, 10), (16, 7), (4, 10), (4, 24))
+
+
+def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Tokens of that batch and length, part of the labels left out."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in CASES[case].batch(0).items():
+        shape = [rows, length] if tensor.dim() == 2 else [rows, *tensor.shape[1:]]
+        if tensor.is_floating_point():
+            found[name] = torch.randn(shape, generator=generator)
+        elif name == "attention_mask":
+            found[name] = torch.ones(shape, dtype=tensor.dtype)
+        else:
+            found[name] = torch.randint(3, 8, shape, generator=generator)
+    if "labels" in found:
+        found["labels"][:, -2:] = -100
+    return found
+
+
+def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, Any]) -> list[float]:
+    """Largest error of each step: of the loss, and of any gradient."""
+    torch.manual_seed(0)
+    model = CASES[case].build()
+    alone = copy.deepcopy(model)
+    given = batch_of(case, 8, 16, 0)
+    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **constraints)
+    one = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    many = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    errors = []
+    for step, (rows, length) in enumerate(sizes):
+        given = batch_of(case, rows, length, step)
+        one.zero_grad()
+        many.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        got = parallel.step(**parallel.shard_batch(given))
+        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
+        one.step()
+        many.step()
+    parallel.eval()
+    alone.eval()
+    with torch.no_grad():
+        given = batch_of(case, *sizes[1], 99)
+        errors.append(abs(parallel.loss(**parallel.shard_batch(given)).item() / alone(**given).loss.item() - 1))
+    return errors
+
+
+PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama zero3": ("llama", 2, {"dp": 2, "zero": 3}),
+    "llama tp2 sp": ("llama", 2, {"tp": 2, "sp": True}),
+    "llama pp2": ("llama", 2, {"pp": 2, "num_microbatches": 2}),
+    "t5 dp2 tp2": ("t5", 4, {"dp": 2, "tp": 2}),
+    "llama cp2": ("llama", 2, {"cp": 2}),
+    "mixtral ep2": ("mixtral", 2, {"ep": 2}),
+    "bert dp2 pp2 zb-h1": ("bert", 4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
+    "llama zero3 tp2 pp2": ("llama", 8, {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "num_microbatches": 1}),
+}
+FAST = ("llama zero3", "t5 dp2 tp2")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS])
+def test_steps_of_other_sizes_are_exact(name: str) -> None:
+    case, ranks, constraints = PLANS[name]
+    for errors in run_ranks(train, ranks, case, SIZES, constraints):
+        assert max(errors) < 1e-4, errors
+
+
+class Sum(nn.Module):
+    """A model that has no symbols: it writes the batch into its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).reshape(len(x), 4).square().mean()
+
+
+def fixed() -> list[float]:
+    torch.manual_seed(0)
+    model = Sum()
+    alone = copy.deepcopy(model)
+    parallel = autopar.parallelize(model, 2, example_inputs=torch.ones(8, 4), dp=2)
+    errors = []
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        errors.append(abs(parallel.step(parallel.shard_batch(x)).item() / alone(x).item() - 1))
+    return errors
+
+
+def test_a_model_without_symbols_is_captured_again() -> None:
+    for errors in run_ranks(fixed, 2):
+        assert max(errors) < 1e-5
