@@ -248,7 +248,7 @@ class _Request:
             captured,
             plan,
             programs,
-            more=modes.programs,
+            more=modes,
             seed=int(seed),
             compile_blocks=self.compile,
             values=self.values,

@@ -20,11 +20,12 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
 from autopar.ir.capture.flat_call import Call
-from autopar.ir.capture.other_sizes import captured_at
+from autopar.ir.capture.other_sizes import captured_at, same_program, sizes_of_inputs
 from autopar.ir.capture.symbols import named_dims
 from autopar.ir.errors import CaptureError, InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import PlacedModel, place_like
+from autopar.ir.placed.uneven import uneven_obstacle
 from autopar.ir.program import StageProgram
 from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
@@ -43,7 +44,8 @@ class Modes:
     """model: its module tree. example_inputs, example_target: on the meta device.
 
     placed: by mode, True for train, the keys of the step inputs that are absent, and sizes other than the plan's.
-    symbolic: captures with symbols, by mode and absent step inputs.
+    symbolic: captures with symbols, and uneven: why ranks cannot have other sizes than others, both by mode and absent
+    step inputs.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class Modes:
     example_target: Any
     placed: dict[tuple[bool, frozenset[str], Sizes], PlacedModel] = field(default_factory=dict)
     symbolic: dict[tuple[bool, frozenset[str]], CapturedModel] = field(default_factory=dict)
+    uneven: dict[tuple[bool, frozenset[str]], str | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -80,6 +83,34 @@ class Modes:
         verify_placements(placed.captured, programs, placed.plan)
         return placed.captured, programs
 
+    def uneven_obstacle(self, training: bool, absent: frozenset[str]) -> str | None:
+        """Why ranks with other rows may not have them of other sizes; None if they may."""
+        key = training, absent
+        if key not in self.uneven:
+            placed = self._placed(training, absent, ())
+            self.uneven[key] = uneven_obstacle(placed, self._symbolic(training, absent))
+        return self.uneven[key]
+
+    def _symbolic(self, training: bool, absent: frozenset[str]) -> CapturedModel:
+        """The capture in a mode, with symbols, in normal form; without any where it holds for its own sizes alone."""
+        if (training, absent) not in self.symbolic:
+            found = self._capture(training, absent, (), symbolic=True)
+            # All sizes are others in a capture to compare with, so that a number that came of one shows.
+            other = {name: size - 1 if size > 2 else size + 1 for name, size in sizes_of_inputs(found).items()}
+            if other and not self._holds_at(found, training, absent, other):
+                found = replace(found, symbols={})
+            self.symbolic[training, absent] = found
+        return self.symbolic[training, absent]
+
+    def _holds_at(
+        self, symbolic: CapturedModel, training: bool, absent: frozenset[str], sizes: Mapping[str, int]
+    ) -> bool:
+        try:
+            expected = self._capture(training, absent, tuple(sizes.items()))
+            return same_program(captured_at(symbolic, sizes), expected)
+        except CaptureError:
+            return False
+
     def _placed(self, training: bool, absent: frozenset[str], sizes: Sizes) -> PlacedModel:
         key = training, absent, sizes
         if key not in self.placed:
@@ -93,11 +124,8 @@ class Modes:
     def _captured(self, training: bool, absent: frozenset[str], sizes: Sizes) -> CapturedModel:
         """In normal form."""
         if sizes:
-            symbolic = self.symbolic.get((training, absent))
-            if symbolic is None:
-                symbolic = self.symbolic[training, absent] = self._capture(training, absent, (), symbolic=True)
             with suppress(CaptureError):
-                return captured_at(symbolic, dict(sizes))
+                return captured_at(self._symbolic(training, absent), dict(sizes))
         return self._capture(training, absent, sizes)
 
     def _capture(

@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -61,9 +61,13 @@ class WaitingWarning(UserWarning):
 class Accord:
     """Agreement of the ranks of a job. All ranks make one together."""
 
-    def __init__(self, subjects: tuple[str, ...], patience: timedelta = _PATIENCE) -> None:
-        """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits."""
-        self._subjects, self._patience = subjects, patience
+    def __init__(
+        self, subjects: tuple[str, ...], patience: timedelta = _PATIENCE, free: Collection[str] = frozenset()
+    ) -> None:
+        """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits. free:
+        subjects in which ranks may differ.
+        """
+        self._subjects, self._patience, self._free = subjects, patience, free
         self._alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
         self._number = 0
@@ -76,15 +80,16 @@ class Accord:
         """Name of the process group that ranks agree over; None before the first call."""
         return None if self._group is None else self._group.group_name
 
-    def check(self, statements: Statements, failure: Exception | None = None) -> None:
+    def check(self, statements: Statements, failure: Exception | None = None) -> bool:
         """Raise the same error on every rank if one has a ``failure``, or if they disagree in a statement.
 
-        statements: by subject. All ranks call together. On the rank that has it the failure itself is raised.
+        statements: by subject. All ranks call together. On the rank that has it the failure itself is raised. Returns
+        whether they agree where they need not.
         """
         if self._alone:
             if failure is not None:
                 raise failure
-            return
+            return True
         digests = [_digest(statements.get(subject)) for subject in self._subjects]
         told = [int(failure is not None)]
         for digest in digests:
@@ -94,9 +99,11 @@ class Accord:
         with self.watched():
             self._wait(dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group, async_op=True), statements)
         failed, *rest = seen.tolist()
-        if not failed and all(a == -b or a == _SILENT for a, b in zip(rest[::2], rest[1::2], strict=True)):
-            return
-        self._raise(statements, failure)
+        pairs = zip(self._subjects, rest[::2], rest[1::2], strict=True)
+        differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)}
+        if failed or differing.difference(self._free):
+            self._raise(statements, failure)
+        return not differing
 
     def _wait(self, work: dist.Work, statements: Statements) -> None:
         """Wait for all ranks; of those that do not come in a while, say which they are, or raise why they have ended.
@@ -157,6 +164,8 @@ class Accord:
             if other is not None:
                 raise LaunchError(f"on rank {rank}: {other}")
         for subject in self._subjects:
+            if subject in self._free:
+                continue
             said = {r: str(told[subject]) for r, (_, told) in enumerate(reports) if told.get(subject) is not None}
             if len(set(said.values())) > 1:
                 usual, _ = Counter(said.values()).most_common(1)[0]

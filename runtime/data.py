@@ -41,7 +41,7 @@ class Dataloader:
         drop_last: bool = True,
         pin_memory: bool = False,
         failed: Callable[[Exception], NoReturn] | None = None,
-        agreed: Callable[[str], None] | None = None,
+        agreed: Callable[[str], object] | None = None,
     ) -> None:
         """batch_size: of the global batch. rank, ranks: which of how many runs of its rows this rank gets.
 

@@ -22,7 +22,7 @@ from autopar.runtime.expert_load import sum_loads
 from autopar.runtime.frozen_parameters import FrozenParameters
 from autopar.runtime.fused_steps import register_fused_steps
 from autopar.runtime.gradients import GradientReducer
-from autopar.runtime.inputs import Signature
+from autopar.runtime.inputs import Signature, Sizes
 from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.loss_scaler import LossScaler
@@ -40,6 +40,7 @@ from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 # What ranks say of themselves before each call.
 _CALL, _OPTIMIZER, _GROUPS = "the call", "the optimizer", "the optimizer's settings on pipeline rank {}"
+_SIZES, _PIECE = "sizes of the inputs", "sizes of the inputs of data-parallel rank {}"
 
 
 class Engine:
@@ -107,7 +108,10 @@ class Engine:
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self.randomness = Randomness(seed, self.device)
         ranks = range(self.mesh.num_pipeline_ranks)
-        self.accord = Accord((_CALL, _OPTIMIZER, *(_GROUPS.format(rank) for rank in ranks)))
+        # Without other axes nobody shares the rows of a rank.
+        pieces = range(plan.data_parallel_size if plan.data_parallel_size < plan.num_ranks else 0)
+        subjects = (*(_GROUPS.format(rank) for rank in ranks), *(_PIECE.format(piece) for piece in pieces))
+        self.accord = Accord((_CALL, _OPTIMIZER, *subjects, _SIZES), free={_SIZES})
         self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
         self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
@@ -228,16 +232,33 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    def agree_to(self, call: str, training: bool | None = None, failure: Exception | None = None) -> None:
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this rank's piece of rows of a global batch."""
+        rank = 0
+        for axis, coordinate in zip(self.mesh.stage_mesh.axes, self.mesh.coordinates, strict=True):
+            if axis.name in self.plan.inputs:
+                rank = rank * axis.size + coordinate
+        return rank
+
+    def agree_to(
+        self,
+        call: str,
+        training: bool | None = None,
+        failure: Exception | None = None,
+        sizes: Sizes | None = None,
+    ) -> bool:
         """Before a call that all ranks make together: raise the same error on all if one has a ``failure`` or differs.
 
-        training: the mode, of a call that runs the model. Optimisers are set alike on ranks of one stage, not of all.
+        training: the mode, of a call that runs the model. sizes: of its inputs, the same on ranks with the same rows.
+        Optimisers are set alike on ranks of one stage, not of all. Returns whether all ranks have the same sizes.
         """
         calls, mode = self.randomness.calls, "train" if training else "eval"
         when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
         groups = _GROUPS.format(self.mesh.pipeline_rank)
         said = {_CALL: f"{call}, {when}", _OPTIMIZER: self._settings.made(), groups: self._settings.groups()}
-        self.accord.check(said, failure)
+        piece = _PIECE.format(self.data_parallel_rank)
+        return self.accord.check(said | {_SIZES: sizes, piece: sizes}, failure)
 
     def _parameters_here(self) -> dict[str, torch.Tensor]:
         self.reshard()
@@ -245,10 +266,13 @@ class Engine:
 
     # Running programs of the stages.
 
-    def variant(self, results: Results, training: bool, inputs: Mapping[str, torch.Tensor] | None = None) -> Variant:
+    def variant(
+        self, results: Results, training: bool, inputs: Mapping[str, torch.Tensor] | None = None, *, even: bool = True
+    ) -> Variant:
         """The program for a loss or for the model's outputs, in train or eval mode, of ``inputs``, those of a call.
 
-        All ranks call together. Raises CaptureError or PlanMismatch, on every rank, if there is none.
+        even: all ranks have inputs of the same sizes. All ranks call together. Raises CaptureError or PlanMismatch, on
+        every rank, if there is none.
         """
         if results == "loss" and not self.captured.has_loss:
             raise PlanMismatch(
@@ -258,6 +282,8 @@ class Engine:
         if inputs is None:
             return self._variants.get(results, training)
         absent = self.signature.absent(inputs) if results == "model" else frozenset()
+        if not even:
+            self._variants.make_own(results, training, absent, self.signature.sizes(inputs), self.accord)
         return self._variants.get(results, training, absent, self.signature.sizes(inputs))
 
     def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

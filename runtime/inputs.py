@@ -163,14 +163,14 @@ class Signature:
         def rows(value: torch.Tensor) -> torch.Tensor:
             if value.dim() == 0 or (tuple(value.shape), value.dtype) in whole:
                 return value
-            length, rest = divmod(value.shape[0], self.data_parallel_size)
-            if rest or not length:
+            length, longer = divmod(value.shape[0], self.data_parallel_size)
+            if not length:
                 raise InvalidInput(
                     f"a tensor of the batch is {_tensor(tuple(value.shape), value.dtype)}; expected the global batch, "
-                    f"rows for each of {self.data_parallel_size} data-parallel ranks.\n  try: {self.global_size} rows, "
-                    "as many as the plan is for"
+                    f"a row at least for each of {self.data_parallel_size} data-parallel ranks.\n"
+                    f"  try: {self.global_size} rows, as many as the plan is for"
                 )
-            return value.narrow(0, rank * length, length)
+            return value.narrow(0, rank * length + min(rank, longer), length + (rank < longer))
 
         return pytree.tree_map_only(torch.Tensor, rows, batch)
 

@@ -117,9 +117,9 @@ class ParallelModule(nn.Module):
             )
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
         without = " without gradients" if call == "forward" and not has_gradients else ""
-        sizes = "".join(f", {name} {size}" for name, size in engine.signature.sizes(inputs))
-        engine.agree_to(f"{call}({given}{sizes}){without}", self.training, failure)
-        required = engine.variant("model" if call == "forward" else "loss", self.training, inputs).required
+        sizes = engine.signature.sizes(inputs)
+        even = engine.agree_to(f"{call}({given}){without}", self.training, failure, sizes)
+        required = engine.variant("model" if call == "forward" else "loss", self.training, inputs, even=even).required
         engine.signature.require(required, inputs, args, kwargs, target)
         return inputs
 
@@ -171,11 +171,7 @@ class ParallelModule(nn.Module):
     @property
     def data_parallel_rank(self) -> int:
         """Number of this rank's piece of rows of a global batch."""
-        mesh, rank = self.engine.mesh, 0
-        for axis, coordinate in zip(mesh.stage_mesh.axes, mesh.coordinates, strict=True):
-            if axis.name in self.plan.inputs:
-                rank = rank * axis.size + coordinate
-        return rank
+        return self.engine.data_parallel_rank
 
     def shard_batch(self, batch: Any) -> Any:
         """This rank's rows of every tensor in ``batch`` (a tensor, or containers of them) of the global batch."""

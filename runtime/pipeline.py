@@ -106,7 +106,7 @@ class _Stage(Stage):
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
             elif last_backward:
                 self._stage.end_without_backward()
-        return tuple(map(_taken_gradient, received)), later
+        return tuple(map(_taken_gradient, received, self.wants_gradients())), later
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engines reduced during the last backward."""
@@ -222,9 +222,9 @@ def _given_loss(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch
     return output[0]
 
 
-def _taken_gradient(value: torch.Tensor) -> torch.Tensor | None:
+def _taken_gradient(value: torch.Tensor, wanted: bool) -> torch.Tensor | None:
     """The gradient that arrived at a received tensor, to be sent on; zeros if none did, None if none is wanted."""
-    if not value.requires_grad:
+    if not wanted:
         return None
     gradient, value.grad = value.grad, None
     return torch.zeros_like(value) if gradient is None else gradient.contiguous()

@@ -7,17 +7,18 @@ is there from the start, every other is captured, partitioned and added when it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from autopar.ir.errors import PlanMismatch
+from autopar.ir.errors import AutoparError, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, update_stages
+from autopar.runtime.accord import Accord
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import BlockModule
 from autopar.runtime.inputs import Sizes
@@ -35,9 +36,18 @@ if TYPE_CHECKING:
 
 Results = Literal["loss", "model"]
 
-# The capture and the programs of every stage for what is wanted of the model, in train mode or not, without some step
-# inputs, of which the keys are given, and at other sizes than the plan's.
-Programs = Callable[[Results, bool, frozenset[str], Sizes], tuple[CapturedModel, Sequence[StageProgram]]]
+
+class Programs(Protocol):
+    """Makes programs when they are needed."""
+
+    def programs(
+        self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes
+    ) -> tuple[CapturedModel, Sequence[StageProgram]]:
+        """The capture and the programs of every stage for what is wanted of the model, in train mode or not, without
+        the step inputs of the keys ``absent``, and at other sizes than the plan's."""
+
+    def uneven_obstacle(self, training: bool, absent: frozenset[str]) -> str | None:
+        """Why ranks with other rows may not have them of other sizes; None if they may."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,15 +100,39 @@ class Variants:
         Raises CaptureError, PlanMismatch or InvalidInput, on every rank, if there is none.
         """
         if (results, training, absent, sizes) not in self._made:
-            make = self._programs
-            if make is None:
-                raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
-            # The random numbers of the caller go on as if nothing had been captured.
-            with torch.random.fork_rng(devices=[]):
-                captured, programs = agree(lambda: self._checked(*make(results, training, absent, sizes), training))
+            captured, programs = agree(lambda: self._make(results, training, absent, sizes))
             self._mesh.make_groups(programs, self._holders)
             self.add(results, training, captured, programs, absent, sizes)
         return self._made[results, training, absent, sizes]
+
+    def make_own(self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes, accord: Accord) -> None:
+        """Make the variant of this rank's ``sizes``, where other ranks have others. All ranks call together.
+
+        Raises PlanMismatch, on every rank, if the results would depend on what others have, or the errors of ``get``.
+        """
+        self.get(results, training, absent)  # whose process groups it shares
+        failure: AutoparError | None = None
+        try:
+            obstacle = None if self._programs is None else self._programs.uneven_obstacle(training, absent)
+            if obstacle is not None:
+                raise PlanMismatch(
+                    f"data-parallel ranks have batches of different sizes, of which {self._captured.name} does not "
+                    f"allow: {obstacle}.\n  try: as many rows, of the same length, on each"
+                )
+            if (results, training, absent, sizes) not in self._made:
+                self.add(results, training, *self._make(results, training, absent, sizes), absent, sizes)
+        except AutoparError as error:
+            failure = error
+        accord.check({}, failure)
+
+    def _make(
+        self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes
+    ) -> tuple[CapturedModel, Sequence[StageProgram]]:
+        if self._programs is None:
+            raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
+        # The random numbers of the caller go on as if nothing had been captured.
+        with torch.random.fork_rng(devices=[]):
+            return self._checked(*self._programs.programs(results, training, absent, sizes), training)
 
     def add(
         self,

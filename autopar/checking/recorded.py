@@ -82,7 +82,7 @@ def expected_of(placed: PlacedModel, records: Iterable[Record], rank: int, *, ph
             ranks = ()  # which of the two neighbours, the ring knows
         if record.cause in _IN_BULK:
             found.bulk[record.kind, ranks] += record.times * round(record.payload_bytes)
-        elif record.dispatch:
+        elif record.dispatch and record.kind == "all_to_all":  # what is counted before has a size that is known
             found.dispatched[record.kind, phase, ranks] += record.times
             found.dispatched_bytes += record.times * record.payload_bytes
         else:

@@ -4,17 +4,17 @@
                                                    view(x, [128, 256])           128 is batch*length
 
 A ``Size`` is the integer of the capture, and behaves as it: what reads a graph need not know of symbols. Arithmetic
-hands the expression on. ``at`` gives the integer for another batch or length. ``Ratio`` is the same for numbers that
-are divided by sizes, as a mean is.
+hands the expression on, but where a float is on the left (write ``1 / size``, not ``1.0 / size``). ``at`` gives the
+number for another batch or length. ``Ratio`` is the same for numbers that are divided by sizes, as a mean is.
 
-Expressions are sympy's, over the symbols of one capture (``symbols_of``).
+Expressions are sympy's, over the symbols of one capture (``CapturedModel.symbols``).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
 import sympy
@@ -125,7 +125,15 @@ def _made(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 def expression_of(number: complex) -> sympy.Expr:
     """What a number is of the symbols; itself if it is none of them."""
-    return number.expression if isinstance(number, _Expressed) else sympy.sympify(number)
+    if isinstance(number, _Expressed):
+        return number.expression
+    # A float is the fraction that it is, so that nothing is rounded before the end.
+    return sympy.Rational(number) if isinstance(number, float) else sympy.sympify(number)
+
+
+def product(sizes: Sequence[int]) -> int:
+    """Of all sizes, with its expression; ``math.prod`` drops that."""
+    return reduce(operator.mul, sizes, 1)
 
 
 def same_sizes(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -145,7 +153,9 @@ def at(number: T, point: Point) -> T:
     if not isinstance(number, _Expressed):
         return number
     value = evaluated(number.expression, tuple(point.items()))
-    return int(value) if isinstance(number, Size) else float(value)  # type: ignore[return-value]  # of the same kind
+    if isinstance(number, Size):
+        return int(value)  # type: ignore[return-value]  # of the same kind
+    return value.p / value.q if value.is_Rational else float(value)  # type: ignore[return-value]  # likewise
 
 
 @lru_cache(maxsize=1 << 16)

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from autopar.ir.building import add_call, dtype_of, fake_mode_of
+from autopar.ir.building import add_call, dtype_of, fake_mode_of, shape_of
 from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.sizes import product
 from autopar.passes.contract import Pass
 
 aten = torch.ops.aten
@@ -36,11 +37,11 @@ class SplitMeans(Pass[CapturedModel]):
             if node.target in _SUMS:
                 source: Any = node.args[0]
                 assert isinstance(source, fx.Node)
-                count = source.meta["val"].numel() // max(node.meta["val"].numel(), 1)
+                count = product(shape_of(source)) // max(product(shape_of(node)), 1)
                 with graph.inserting_before(node):
                     kwargs = {"dtype": dtype_of(node)} if dtype_of(node) != dtype_of(source) else {}
                     total = add_call(graph, mode, _SUMS[node.target], node.args, kwargs, like=node)
-                    mean = add_call(graph, mode, aten.mul.Tensor, (total, 1.0 / count), like=node)
+                    mean = add_call(graph, mode, aten.mul.Tensor, (total, 1 / count), like=node)
                 node.replace_all_uses_with(mean)
                 graph.erase_node(node)
         return captured

@@ -111,3 +111,77 @@ def fixed() -> list[float]:
 def test_a_model_without_symbols_is_captured_again() -> None:
     for errors in run_ranks(fixed, 2):
         assert max(errors) < 1e-5
+
+
+# Rows of the global batch, and the length of each rank's rows.
+UNEVEN = ((5, (16, 16)), (3, (9, 9)), (8, (7, 24)), (5, (31, 4)))
+
+
+def train_unevenly(constraints: dict[str, Any]) -> list[float]:
+    """Every rank has the length of its own rows, as a collator gives it that pads to the longest; the others are
+    padded for one process, by positions without a label."""
+    torch.manual_seed(0)
+    model = CASES["llama"].build()
+    alone = copy.deepcopy(model)
+    parallel = autopar.parallelize(
+        model, dist.get_world_size(), example_inputs=batch_of("llama", 8, 16, 0), **constraints
+    )
+    errors = []
+    for step, (rows, lengths) in enumerate(UNEVEN):
+        given = batch_of("llama", rows, max(lengths), step)
+        for piece, length in zip(given["labels"].tensor_split(len(lengths)), lengths, strict=True):
+            piece[:, length:] = -100
+        alone.zero_grad()
+        parallel.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        length = lengths[parallel.data_parallel_rank]
+        got = parallel.step(**{name: value[:, :length] for name, value in parallel.shard_batch(given).items()})
+        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
+    return errors
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"dp": 2, "zero": 3, "num_microbatches": 1},
+        pytest.param({"dp": 2, "tp": 2, "num_microbatches": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "pp": 2, "num_microbatches": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_may_have_rows_of_other_numbers_and_lengths(constraints: dict[str, Any]) -> None:
+    ranks = constraints["dp"] * constraints.get("tp", 1) * constraints.get("pp", 1)
+    for errors in run_ranks(train_unevenly, ranks, constraints):
+        assert max(errors) < 1e-4, errors
+
+
+def refused() -> list[str]:
+    """What is said where a mean is over all rows, and where ranks with the same rows have others."""
+    found = []
+    torch.manual_seed(0)
+    parallel = autopar.parallelize(Mean(), 4, example_inputs=torch.ones(8, 4), dp=2, tp=2)
+    rows = torch.ones(3 - parallel.data_parallel_rank, 4)
+    other = torch.ones(3 + dist.get_rank() % 2, 4)
+    for given in (rows, other):
+        try:
+            parallel.step(given)
+        except autopar.AutoparError as error:
+            found.append(str(error))
+    return found
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_uneven_rows_are_refused_where_a_number_comes_of_them() -> None:
+    for uneven, other in run_ranks(refused, 4):
+        assert "a number depends on the size of the batch" in uneven
+        assert "square().mean()" in uneven
+        assert "does not do what the others do; sizes of the inputs of data-parallel rank" in other

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
 from tests.harness import run_ranks
@@ -178,6 +181,20 @@ def test_training(case: str, trained: dict[int, list[dict[str, Any]]]) -> None:
         assert "layers.0.up.weight" not in results[1]["names"]
 
 
+@dataclass
+class _Plain:
+    """Programs of plain forwards."""
+
+    captured: CapturedModel
+    plan: Plan
+
+    def programs(self, results: Any, *_: object) -> Any:
+        return self.captured, data_parallel_programs(self.captured, self.plan, outputs=results)
+
+    def uneven_obstacle(self, *_: object) -> str | None:
+        return None
+
+
 def _forward_each() -> Any:
     return [_forward(zero) for zero in (0, 3)]
 
@@ -191,7 +208,7 @@ def _forward(zero: int) -> Any:
             captured,
             plan,
             data_parallel_programs(captured, plan),
-            more=lambda results, training, absent: (captured, data_parallel_programs(captured, plan, outputs=results)),
+            more=_Plain(captured, plan),
         )
     )
     found = []

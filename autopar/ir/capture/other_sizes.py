@@ -57,6 +57,29 @@ def captured_at(captured: CapturedModel, sizes: Mapping[str, int]) -> CapturedMo
     return replace(captured, graph_module=module_of(graph), batch_size=batch, symbols={})
 
 
+def same_program(a: CapturedModel, b: CapturedModel) -> bool:
+    """Whether two captures run the same ops on the same shapes with the same numbers, in the same order."""
+    return _described_graph(a.graph) == _described_graph(b.graph)
+
+
+def _described_graph(graph: fx.Graph) -> list[Any]:
+    number = {node: place for place, node in enumerate(graph.nodes)}
+    described = []
+    for node in graph.nodes:
+        given, spec = pytree.tree_flatten((node.args, node.kwargs))
+        made = pytree.tree_leaves(node.meta.get("val"))
+        described.append(
+            (
+                node.op,
+                node.target if node.op == "call_function" else "",
+                str(spec),
+                [("operand", number[leaf]) if isinstance(leaf, fx.Node) else (type(leaf), leaf) for leaf in given],
+                [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in made],
+            )
+        )
+    return described
+
+
 def sizes_of_inputs(captured: CapturedModel) -> dict[str, int]:
     """The size that each symbol stands for in a capture."""
     names = {symbol: name for name, symbol in captured.symbols.items()}
