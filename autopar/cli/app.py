@@ -16,6 +16,7 @@ from autopar import __version__
 from autopar.cli import options as opt
 from autopar.cli.json_output import print_json
 from autopar.cli.request import Request
+from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cli.train import train
 from autopar.ir.errors import AutoparError
 from autopar.ir.plan import Plan
@@ -55,8 +56,9 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         gpu: opt.Gpu = None,
         gpus_per_node: opt.GpusPerNode = None,
         cluster: opt.ClusterFile = None,
-        global_batch: opt.GlobalBatch = None,
-        seq: opt.Seq = None,
+        global_batch: opt.GlobalBatches = None,
+        seq: opt.Seqs = None,
+        mixture: opt.Mixture = None,
         pp: opt.Pp = None,
         dp: opt.Dp = None,
         tp: opt.Tp = None,
@@ -88,7 +90,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
     ) -> None:
         Request(
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
-            global_batch=global_batch, seq=seq, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
+            global_batches=sizes_of(global_batch, "--global-batch"), seqs=sizes_of(seq, "--seq"),
+            mixture=shares_of(mixture), pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
             reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
@@ -106,6 +109,7 @@ app.command(
     epilog=_example(
         "autopar search examples/gpt.py --gpus 16",
         "autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 -o plan.yaml",
+        "autopar search examples/llama3_70b.py --gpus 64 --global-batch 256:1024 --seq 2048,8192 --mixture 0.8,0.2",
         "autopar search model.py:large --gpus 32 --tp 8 --report plan.html",
     ),
 )(_planner(pin_degrees=False))

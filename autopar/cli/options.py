@@ -79,6 +79,34 @@ Seq = Annotated[
     int | None, typer.Option("--seq", min=1, help="sequence length; the model file's default", rich_help_panel=_SIZE)
 ]
 
+GlobalBatches = Annotated[
+    str | None,
+    typer.Option(
+        "--global-batch",
+        metavar="N[,N..] | N:N",
+        help="samples a step, or several: 256,512, or 256:4096 for doublings; the model file's default",
+        rich_help_panel=_SIZE,
+    ),
+]
+Seqs = Annotated[
+    str | None,
+    typer.Option(
+        "--seq",
+        metavar="N[,N..] | N:N",
+        help="sequence length, or several: 2048,8192, or 2048:8192 for doublings; the model file's default",
+        rich_help_panel=_SIZE,
+    ),
+]
+Mixture = Annotated[
+    str | None,
+    typer.Option(
+        "--mixture",
+        metavar="S[,S..]",
+        help="shares of the steps that have each length of --seq; equal ones if not given",
+        rich_help_panel=_SIZE,
+    ),
+]
+
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="number of GPUs", rich_help_panel=_CLUSTER)]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU type, h100-sxm if not given", rich_help_panel=_CLUSTER)]
 GpusPerNode = Annotated[

@@ -36,8 +36,9 @@ class Request:
     gpu: str | None = None
     gpus_per_node: int | None = None
     cluster_file: Path | None = None
-    global_batch: int | None = None
-    seq: int | None = None
+    global_batches: tuple[int, ...] = ()
+    seqs: tuple[int, ...] = ()
+    mixture: tuple[float, ...] = ()
     pp: int | None = None
     dp: int | None = None
     tp: int | None = None
@@ -67,6 +68,16 @@ class Request:
     trace: Path | None = None
     json: bool = False
     pin_degrees: bool = False
+
+    @property
+    def global_batch(self) -> int | None:
+        """The one global batch; None for the model's own."""
+        return self.global_batches[0] if self.global_batches else None
+
+    @property
+    def seq(self) -> int | None:
+        """The one sequence length; None for the model's own."""
+        return self.seqs[0] if self.seqs else None
 
     def cluster(self) -> Cluster:
         """The cluster file, overridden by flags. Raises InvalidCluster."""
@@ -133,6 +144,11 @@ class Request:
 
     def run(self) -> None:
         """Search, write the files that were asked for, print. Raises AutoparError."""
+        if len(self.global_batches) > 1 or len(self.seqs) > 1 or self.mixture:
+            from autopar.cli.several_sizes import run_sizes
+
+            run_sizes(self)
+            return
         cluster = self.cluster()
         constraints = self.constraints(cluster)
         source = load_model_file(self.model)

@@ -1,0 +1,96 @@
+"""``search`` for several batches and lengths: one capture, the plans of single searches, and one over a mixture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.cli.main import main
+from autopar.cli.sizes import shares_of, sizes_of
+from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.errors import InvalidInput
+from autopar.ir.plan import Plan
+from autopar.load_model import load_model_file
+from autopar.planning import find_plan
+from autopar.planning_sizes import find_plans
+from autopar.search.api import predict_plan
+from autopar.search.problem.constraints import Constraints
+
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+
+
+def autopar(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["autopar", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_sizes_are_lists_and_doublings() -> None:
+    assert sizes_of(None, "--seq") == ()
+    assert sizes_of("2048,8192", "--seq") == (2048, 8192)
+    assert sizes_of("256:2048", "--seq") == (256, 512, 1024, 2048)
+    assert sizes_of("1,8:16", "--seq") == (1, 8, 16)
+    assert shares_of("0.8,2") == (0.8, 2.0)
+
+
+@pytest.mark.parametrize("text", ["", "x", "256:300", "8:4", "0", "8,8", "1:2:4", "-4"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--seq"):
+        sizes_of(text, "--seq")
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1,2", "0,0", "nan", "inf"])
+def test_other_shares_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--mixture"):
+        shares_of(text)
+
+
+def test_plans_are_those_of_single_searches() -> None:
+    source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
+    limits = Constraints(precision="bf16")
+    found = find_plans(
+        source.meta_model(), cluster, source.meta_inputs, (16, 64), (256, 4096), mixture=(3, 1), constraints=limits
+    )
+    assert found.num_captures == 2  # with symbols, and at the first size, to compare
+    assert [(own.batch, own.length) for own in found.found] == [(16, 256), (16, 4096), (64, 256), (64, 4096)]
+    for own in found.found:
+        alone = find_plan(
+            source.meta_model(), cluster, source.meta_inputs(own.batch, own.length), constraints=limits
+        ).result
+        assert own.result is not None
+        assert own.result.plan.prediction == alone.plan.prediction
+        assert own.result.plan.blocks == alone.plan.blocks
+    for batch, mixed in zip((16, 64), found.mixed, strict=True):
+        short, long = (own.result for own in found.found if own.batch == batch)
+        assert short is not None
+        assert long is not None
+        assert mixed.step_time_s == pytest.approx((3 * mixed.at[256] + mixed.at[4096]) / 4)
+        assert mixed.at[256] >= short.predicted.step_time_s * (1 - 1e-9)
+        for plan in (short.plan, long.plan):
+            times = [predict_plan(r.workload.captured, cluster, plan).step_time_s for r in (short, long)]
+            assert mixed.step_time_s <= (3 * times[0] + times[1]) / 4 * (1 + 1e-9)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--gpus", "8", "--global-batch", "16", "--seq", "256,1024", "--mixture", "0.9,0.1"]
+    assert autopar(monkeypatch, "search", GPT, *sizes, "-o", str(tmp_path / "plans")) == 0
+    out = capsys.readouterr().out
+    assert "batch 16, over the mixture: the one for" in out
+    names = ["batch16-mixture.yaml", "batch16-seq1024.yaml", "batch16-seq256.yaml"]
+    assert sorted(path.name for path in (tmp_path / "plans").iterdir()) == names
+    plan = Plan.load(tmp_path / "plans" / "batch16-seq1024.yaml")
+    assert (plan.batch.global_size, plan.model.seq) == (16, 1024)
+    assert autopar(monkeypatch, "search", GPT, *sizes, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [one["seq"] for one in data["plans"]] == [256, 1024]
+    assert data["mixtures"][0]["step_time_s_by_seq"].keys() == {"256", "1024"}
+    assert autopar(monkeypatch, "search", GPT, *sizes, "--report", str(tmp_path / "plan.html")) == 2
+    assert "--report is about one plan" in capsys.readouterr().err
+
+
+def test_a_share_for_every_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert autopar(monkeypatch, "search", GPT, "--gpus", "8", "--seq", "256,1024", "--mixture", "1") == 2
+    assert "--mixture has 1 share for 2 lengths" in capsys.readouterr().err
