@@ -100,3 +100,72 @@ def test_the_trainer_evaluates(constraints: dict[str, int], tmp_path: Path) -> N
         assert within[-1]["eval_accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-6)
         assert within[-1]["eval_rows"] == wanted["rows"] == 16
         assert loss_only["eval_loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+
+
+def ragged(seed: int) -> list[dict[str, Any]]:
+    """Samples of different lengths, each with its number."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, SEQ + 1, (ROWS,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(0, 48, (length,), generator=generator), "number": number}
+        for number, length in enumerate(lengths)
+    ]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """As a collator with dynamic padding makes a batch: to its longest row, with a mask, and no label on padding."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    tokens, labels = torch.zeros(len(rows), longest, dtype=torch.long), torch.full((len(rows), longest), -100)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for place, row in enumerate(rows):
+        length = len(row["input_ids"])
+        tokens[place, :length] = labels[place, :length] = row["input_ids"]
+        mask[place, :length] = 1
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def train_padded(folder: str) -> tuple[float, set[int]]:
+    """Largest difference of a parameter from one process after four steps; the lengths of this rank's batches."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from autopar.huggingface.trainer import ParallelTrainer
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=SEQ, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    alone = copy.deepcopy(model)
+    data, seen, lengths = ragged(0), list[list[int]](), set[int]()
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        seen.append([row["number"] for row in rows])
+        batch = padded(rows)
+        lengths.add(batch["input_ids"].shape[1])
+        return batch
+
+    pm = autopar.parallelize(model, 2, example_inputs=padded(data[:BATCH]), dp=2, num_microbatches=1)
+    settings = TrainingArguments(
+        output_dir=folder, max_steps=4, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=1e9, remove_unused_columns=False,
+    )  # fmt: skip
+    ParallelTrainer(pm, settings, train_dataset=data, data_collator=collate).train()
+    batches: list[list[list[int]]] = [[], []]
+    dist.all_gather_object(batches, seen[:4])
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for pieces in zip(*batches, strict=True):
+        optimizer.zero_grad()
+        alone(**padded([data[number] for own in pieces for number in own])).loss.backward()
+        optimizer.step()
+    state = pm.full_state_dict()
+    return max(float((state[n] - p).abs().max() / p.abs().max()) for n, p in alone.named_parameters()), lengths
+
+
+def test_the_trainer_takes_batches_that_are_padded_to_their_longest_row(tmp_path: Path) -> None:
+    found = run_ranks(train_padded, 2, str(tmp_path))
+    assert found[0][1] != found[1][1], "ranks have batches of different lengths"
+    for error, lengths in found:
+        assert len(lengths) > 1
+        assert error < 1e-5
