@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from autopar.ir.errors import AutoparError, PlanMismatch
+from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, update_stages
@@ -111,7 +111,7 @@ class Variants:
         Raises PlanMismatch, on every rank, if the results would depend on what others have, or the errors of ``get``.
         """
         self.get(results, training, absent)  # whose process groups it shares
-        failure: AutoparError | None = None
+        failure: Exception | None = None
         try:
             obstacle = None if self._programs is None else self._programs.uneven_obstacle(training, absent)
             if obstacle is not None:
@@ -121,7 +121,7 @@ class Variants:
                 )
             if (results, training, absent, sizes) not in self._made:
                 self.add(results, training, *self._make(results, training, absent, sizes), absent, sizes)
-        except AutoparError as error:
+        except Exception as error:  # the others wait for this rank's answer, whatever it is
             failure = error
         accord.check({}, failure)
 
