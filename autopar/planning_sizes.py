@@ -76,7 +76,7 @@ def find_plans(
     batches: Sequence[int | None],
     lengths: Sequence[int | None],
     *,
-    mixture: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
     constraints: Constraints | None = None,
     pin_degrees: bool = False,
     name: str | None = None,
@@ -84,7 +84,7 @@ def find_plans(
 ) -> SizedPlans:
     """The best plan under ``constraints`` for every batch and length.
 
-    model: on any device, meta included. mixture: shares of the steps that have each of ``lengths``; equal ones if it is
+    model: on any device, meta included. shares: shares of the steps that have each of ``lengths``; equal ones if it is
     not given. pin_degrees: as ``planning.find_plan`` has it. Raises CaptureError.
     """
     constraints = constraints or Constraints()
@@ -105,7 +105,7 @@ def find_plans(
                 result, reason = None, str(error)
             own.append(SizedPlan(batch=captured.batch_size, length=length, result=result, reason=reason))
         found += own
-        best = _best_over(own, cluster, mixture or [1.0] * len(lengths))
+        best = _best_over(own, cluster, shares or [1.0] * len(lengths))
         mixed += [] if best is None else [best]
     return SizedPlans(
         found=tuple(found),
@@ -179,7 +179,7 @@ def _tensors(inputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _best_over(found: Sequence[SizedPlan], cluster: Cluster, mixture: Sequence[float]) -> MixedPlan | None:
+def _best_over(found: Sequence[SizedPlan], cluster: Cluster, shares: Sequence[float]) -> MixedPlan | None:
     """Of the plans for one batch that with the least seconds over all lengths; None if none fits them all."""
     best: MixedPlan | None = None
     if len(found) == 1 or any(own.result is None for own in found):
@@ -187,7 +187,7 @@ def _best_over(found: Sequence[SizedPlan], cluster: Cluster, mixture: Sequence[f
     for own in found:
         assert own.result is not None
         times = {other.length: _step_time(own.result.plan, other, cluster) for other in found}
-        mean = sum(share * times[other.length] for share, other in zip(mixture, found, strict=True)) / sum(mixture)
+        mean = sum(share * times[other.length] for share, other in zip(shares, found, strict=True)) / sum(shares)
         if mean < (inf if best is None else best.step_time_s):
             best = MixedPlan(batch=own.batch, length=own.length, plan=own.result.plan, step_time_s=mean, at=times)
     return best

@@ -107,11 +107,9 @@ class Engine:
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self.randomness = Randomness(seed, self.device)
-        ranks = range(self.mesh.num_pipeline_ranks)
-        # Without other axes nobody shares the rows of a rank.
-        pieces = range(plan.data_parallel_size if plan.data_parallel_size < plan.num_ranks else 0)
-        subjects = (*(_GROUPS.format(rank) for rank in ranks), *(_PIECE.format(piece) for piece in pieces))
-        self.accord = Accord((_CALL, _OPTIMIZER, *subjects, _SIZES), free={_SIZES})
+        pieces = range(plan.data_parallel_size) if plan.data_parallel_size < plan.num_ranks else ()
+        subjects = (*map(_GROUPS.format, range(self.mesh.num_pipeline_ranks)), *map(_PIECE.format, pieces), _SIZES)
+        self.accord = Accord((_CALL, _OPTIMIZER, *subjects), free={_SIZES})
         self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
         self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
@@ -232,21 +230,8 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """Number of this rank's piece of rows of a global batch."""
-        rank = 0
-        for axis, coordinate in zip(self.mesh.stage_mesh.axes, self.mesh.coordinates, strict=True):
-            if axis.name in self.plan.inputs:
-                rank = rank * axis.size + coordinate
-        return rank
-
     def agree_to(
-        self,
-        call: str,
-        training: bool | None = None,
-        failure: Exception | None = None,
-        sizes: Sizes | None = None,
+        self, call: str, training: bool | None = None, failure: Exception | None = None, sizes: Sizes | None = None
     ) -> bool:
         """Before a call that all ranks make together: raise the same error on all if one has a ``failure`` or differs.
 
@@ -257,7 +242,7 @@ class Engine:
         when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
         groups = _GROUPS.format(self.mesh.pipeline_rank)
         said = {_CALL: f"{call}, {when}", _OPTIMIZER: self._settings.made(), groups: self._settings.groups()}
-        piece = _PIECE.format(self.data_parallel_rank)
+        piece = _PIECE.format(self.mesh.piece(self.plan.inputs))
         return self.accord.check(said | {_SIZES: sizes, piece: sizes}, failure)
 
     def _parameters_here(self) -> dict[str, torch.Tensor]:
@@ -267,24 +252,26 @@ class Engine:
     # Running programs of the stages.
 
     def variant(
-        self, results: Results, training: bool, inputs: Mapping[str, torch.Tensor] | None = None, *, even: bool = True
+        self,
+        results: Results,
+        training: bool,
+        absent: frozenset[str] = frozenset(),
+        sizes: Sizes = (),
+        even: bool = True,
     ) -> Variant:
-        """The program for a loss or for the model's outputs, in train or eval mode, of ``inputs``, those of a call.
+        """The program for a loss or for the model's outputs, in train or eval mode, without the step inputs ``absent``.
 
-        even: all ranks have inputs of the same sizes. All ranks call together. Raises CaptureError or PlanMismatch, on
-        every rank, if there is none.
+        sizes: of inputs, where they are not the plan's. even: the same on all ranks, which call together. Raises
+        CaptureError or PlanMismatch, on every rank, if there is none.
         """
         if results == "loss" and not self.captured.has_loss:
             raise PlanMismatch(
                 f"{self.captured.name} has no loss, so there is no training step.\n"
                 "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
             )
-        if inputs is None:
-            return self._variants.get(results, training)
-        absent = self.signature.absent(inputs) if results == "model" else frozenset()
         if not even:
-            self._variants.make_own(results, training, absent, self.signature.sizes(inputs), self.accord)
-        return self._variants.get(results, training, absent, self.signature.sizes(inputs))
+            self._variants.make_own(results, training, absent, sizes, self.accord)
+        return self._variants.get(results, training, absent, sizes)
 
     def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
@@ -314,9 +301,9 @@ class Engine:
 
     # A training step.
 
-    def step(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
+    def step(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> torch.Tensor:
         """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
-        variant = self.variant("loss", training, inputs)
+        variant = self.variant("loss", training, sizes=sizes)
         self._check_gradients(variant)
         if self.scaler is None and self.plan.precision == "fp16":
             raise InvalidInput(
@@ -374,9 +361,9 @@ class Engine:
 
     # Forward alone.
 
-    def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> Any:
+    def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> Any:
         """The model's output for this rank's rows, as the model would return it; differentiable without a pipeline."""
-        variant = self.variant("model", training, inputs)
+        variant = self.variant("model", training, self.signature.absent(inputs), sizes)
         outputs = variant.outputs
         assert outputs is not None, "of a plain forward"
         if self.program.num_stages > 1 and torch.is_grad_enabled():
@@ -398,9 +385,9 @@ class Engine:
         return outputs.as_returned(results)
 
     @torch.no_grad()
-    def loss(self, inputs: Mapping[str, torch.Tensor], training: bool = True) -> torch.Tensor:
+    def loss(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> torch.Tensor:
         """The loss of the global batch, the same number on every rank, without gradients."""
-        variant = self.variant("loss", training, inputs)
+        variant = self.variant("loss", training, sizes=sizes)
         losses = [loss for (loss,) in self._run(variant, inputs, training)]
         if self.program.num_stages > 1:
             return self._loss_of_pipeline(variant, losses)

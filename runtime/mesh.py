@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -171,6 +171,14 @@ class JobMesh:
     def first_on(self, axes: Iterable[int]) -> bool:
         """Whether this rank is the first one along each of ``axes``."""
         return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def piece(self, inputs: Container[str]) -> int:
+        """Number of this rank's piece of what is divided over the stage axes ``inputs``, the first being the major."""
+        number = 0
+        for axis, coordinate in zip(self.stage_mesh.axes, self.coordinates, strict=True):
+            if axis.name in inputs:
+                number = number * axis.size + coordinate
+        return number
 
     def _names(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.stage_mesh.names[axis] for axis in sorted(axes) if self.stage_mesh.sizes[axis] > 1)

@@ -15,6 +15,7 @@ from autopar.runtime.checkpoint.finite import check_finite_parameters
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
+from autopar.runtime.inputs import Sizes
 from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
 from autopar.runtime.torch_private import incompatible_keys
@@ -72,9 +73,9 @@ class ParallelModule(nn.Module):
         In eval mode the model computes as it does there, with gradients all the same.
         Raises InvalidInput if the arguments do not fit.
         """
-        inputs = self._agreed("step", args, kwargs, target)
+        inputs, sizes = self._agreed("step", args, kwargs, target)
         with self.engine.accord.watched():
-            return self.engine.step(inputs, self.training)
+            return self.engine.step(inputs, self.training, sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, in train or eval mode; gradients flow through it.
@@ -85,9 +86,9 @@ class ParallelModule(nn.Module):
         with DistributedDataParallel. Under a pipeline every rank gets the output of the last stage, within
         ``torch.no_grad()`` only. All ranks call together.
         """
-        inputs = self._agreed("forward", args, kwargs, None)
+        inputs, sizes = self._agreed("forward", args, kwargs, None)
         with self.engine.accord.watched():
-            return self.engine.forward(inputs, self.training)
+            return self.engine.forward(inputs, self.training, sizes)
 
     def loss(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, without gradients; the arguments are those of ``step``. For held-out data.
@@ -95,12 +96,14 @@ class ParallelModule(nn.Module):
         Returns the same number on every rank, under every plan. In eval mode nothing of training changes: no buffer,
         no random number. All ranks call together. Raises InvalidInput if the arguments do not fit.
         """
-        inputs = self._agreed("loss", args, kwargs, target)
+        inputs, sizes = self._agreed("loss", args, kwargs, target)
         with self.engine.accord.watched():
-            return self.engine.loss(inputs, self.training)
+            return self.engine.loss(inputs, self.training, sizes)
 
-    def _agreed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, torch.Tensor]:
-        """The inputs of a call that all ranks make, or the same error on every rank."""
+    def _agreed(
+        self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[dict[str, torch.Tensor], Sizes]:
+        """The inputs of a call that all ranks make, and their sizes, or the same error on every rank."""
         args, kwargs, target = self._first_call(args, kwargs, target)
         engine = self.engine
         failure = engine.frozen.failure()
@@ -119,9 +122,11 @@ class ParallelModule(nn.Module):
         without = " without gradients" if call == "forward" and not has_gradients else ""
         sizes = engine.signature.sizes(inputs)
         even = engine.agree_to(f"{call}({given}){without}", self.training, failure, sizes)
-        required = engine.variant("model" if call == "forward" else "loss", self.training, inputs, even=even).required
-        engine.signature.require(required, inputs, args, kwargs, target)
-        return inputs
+        plain = call == "forward"
+        absent = engine.signature.absent(inputs) if plain else frozenset()
+        variant = engine.variant("model" if plain else "loss", self.training, absent, sizes, even=even)
+        engine.signature.require(variant.required, inputs, args, kwargs, target)
+        return inputs, sizes
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
         """Capture if that has waited for this call; its arguments are the global batch, of which we take our rows."""
@@ -171,7 +176,7 @@ class ParallelModule(nn.Module):
     @property
     def data_parallel_rank(self) -> int:
         """Number of this rank's piece of rows of a global batch."""
-        return self.engine.data_parallel_rank
+        return self.engine.mesh.piece(self.plan.inputs)
 
     def shard_batch(self, batch: Any) -> Any:
         """This rank's rows of every tensor in ``batch`` (a tensor, or containers of them) of the global batch."""

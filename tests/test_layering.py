@@ -26,9 +26,11 @@ ALLOWED = {
     "autopar.huggingface": ("autopar.ir", "autopar.runtime", "autopar.model_file"),
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
     "autopar.planning": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units"),
+    "autopar.planning_sizes": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search"),
     "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
     "autopar.report": (
-        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.planning", "autopar.profiling", "autopar.units",
+        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.planning", "autopar.planning_sizes",
+        "autopar.profiling", "autopar.units",
     ),
     "autopar.training": (
         "autopar.ir", "autopar.runtime", "autopar.data", "autopar.load_model", "autopar.model_file",

@@ -16,6 +16,7 @@ from autopar import __version__
 from autopar.cli import options as opt
 from autopar.cli.json_output import print_json
 from autopar.cli.request import Request
+from autopar.cli.several_sizes import run_sizes
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cli.train import train
 from autopar.ir.errors import AutoparError
@@ -58,7 +59,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         cluster: opt.ClusterFile = None,
         global_batch: opt.GlobalBatches = None,
         seq: opt.Seqs = None,
-        mixture: opt.Mixture = None,
+        shares: opt.Shares = None,
         pp: opt.Pp = None,
         dp: opt.Dp = None,
         tp: opt.Tp = None,
@@ -88,17 +89,21 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         trace: opt.Trace = None,
         json: opt.Json = False,
     ) -> None:
-        Request(
+        request = Request(
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batches=sizes_of(global_batch, "--global-batch"), seqs=sizes_of(seq, "--seq"),
-            mixture=shares_of(mixture), pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
+            shares=shares_of(shares), pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
             reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
             precision=precision, remat=remat,
             constrain=tuple(constrain or ()), like=like, forbid=tuple(forbid or ()),
             output=output, report=report, vary=vary, trace=trace, json=json, pin_degrees=pin_degrees,
-        ).run()  # fmt: skip
+        )  # fmt: skip
+        if request.has_several_sizes:
+            run_sizes(request)
+        else:
+            request.run()
 
     return command
 
@@ -109,7 +114,7 @@ app.command(
     epilog=_example(
         "autopar search examples/gpt.py --gpus 16",
         "autopar search examples/llama3_70b.py --gpus 64 --gpu a100-80gb --global-batch 512 --seq 4096 -o plan.yaml",
-        "autopar search examples/llama3_70b.py --gpus 64 --global-batch 256:1024 --seq 2048,8192 --mixture 0.8,0.2",
+        "autopar search examples/llama3_70b.py --gpus 64 --global-batch 256:1024 --seq 2048,8192 --shares 0.8,0.2",
         "autopar search model.py:large --gpus 32 --tp 8 --report plan.html",
     ),
 )(_planner(pin_degrees=False))

@@ -97,10 +97,10 @@ Seqs = Annotated[
         rich_help_panel=_SIZE,
     ),
 ]
-Mixture = Annotated[
+Shares = Annotated[
     str | None,
     typer.Option(
-        "--mixture",
+        "--shares",
         metavar="S[,S..]",
         help="shares of the steps that have each length of --seq; equal ones if not given",
         rich_help_panel=_SIZE,

@@ -38,7 +38,7 @@ class Request:
     cluster_file: Path | None = None
     global_batches: tuple[int, ...] = ()
     seqs: tuple[int, ...] = ()
-    mixture: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
     pp: int | None = None
     dp: int | None = None
     tp: int | None = None
@@ -68,6 +68,11 @@ class Request:
     trace: Path | None = None
     json: bool = False
     pin_degrees: bool = False
+
+    @property
+    def has_several_sizes(self) -> bool:
+        """Whether plans for several batches or lengths are asked for."""
+        return len(self.global_batches) > 1 or len(self.seqs) > 1 or bool(self.shares)
 
     @property
     def global_batch(self) -> int | None:
@@ -144,11 +149,6 @@ class Request:
 
     def run(self) -> None:
         """Search, write the files that were asked for, print. Raises AutoparError."""
-        if len(self.global_batches) > 1 or len(self.seqs) > 1 or self.mixture:
-            from autopar.cli.several_sizes import run_sizes
-
-            run_sizes(self)
-            return
         cluster = self.cluster()
         constraints = self.constraints(cluster)
         source = load_model_file(self.model)

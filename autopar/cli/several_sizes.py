@@ -36,7 +36,7 @@ def run_sizes(request: Request) -> None:
             source.meta_inputs,
             request.global_batches or (None,),
             request.seqs or (None,),
-            mixture=request.mixture or None,
+            shares=request.shares or None,
             constraints=constraints,
             pin_degrees=request.pin_degrees,
             name=source.name,
@@ -58,10 +58,10 @@ def _check(request: Request) -> None:
     for flag, given in (("--report", request.report), ("--trace", request.trace), ("--like", request.like)):
         if given is not None:
             raise InvalidInput(f"{flag} is about one plan, and there are several sizes.\n  try: one size")
-    if request.mixture and len(request.mixture) != max(1, len(request.seqs)):
+    if request.shares and len(request.shares) != max(1, len(request.seqs)):
         lengths = plural(max(1, len(request.seqs)), "length")
         raise InvalidInput(
-            f"--mixture has {plural(len(request.mixture), 'share')} for {lengths} of --seq.\n  expected one for each"
+            f"--shares has {plural(len(request.shares), 'share')} for {lengths} of --seq.\n  expected one for each"
         )
 
 

@@ -35,7 +35,7 @@ def shares_of(text: str | None) -> tuple[float, ...]:
     try:
         found = tuple(map(float, text.split(",")))
     except ValueError:
-        raise InvalidInput(f"--mixture {text!r} is not understood.\n  expected numbers: 0.8,0.2") from None
+        raise InvalidInput(f"--shares {text!r} is not understood.\n  expected numbers: 0.8,0.2") from None
     if not all(0 <= share < float("inf") for share in found) or not sum(found):
-        raise InvalidInput(f"--mixture {text!r}: expected shares of 0 or more, one of them above 0")
+        raise InvalidInput(f"--shares {text!r}: expected shares of 0 or more, one of them above 0")
     return found

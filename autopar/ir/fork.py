@@ -6,16 +6,22 @@ import ctypes
 import os
 import warnings
 
+import torch
+
 
 def fork() -> int:
-    """``os.fork`` without the handlers that libraries have set for it, where the C library has ``_Fork`` (POSIX 2024).
+    """``os.fork``; under builds of torch for GPUs without the handlers that libraries have set for it, where the C
+    library has ``_Fork`` (POSIX 2024).
 
-    torch sets such a handler as soon as a backward has run where there is a GPU: every backward in a copy would be
-    refused, since the engine's threads of that GPU are not copied. A copy computes on the CPU, in its own thread alone.
+    Such builds set a handler as soon as a backward has run: every backward in a copy would be refused, since the
+    engine's threads of the GPUs are not copied. A copy computes on the CPU, in its own thread alone.
     """
     try:
-        copy = ctypes.PyDLL(None)["_Fork"]
+        built_for_gpus = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+        copy = ctypes.PyDLL(None)["_Fork"] if built_for_gpus else None
     except AttributeError:
+        copy = None
+    if copy is None:
         with warnings.catch_warnings():
             # Python warns of threads that a fork does not copy. The copy starts none and waits for none.
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -43,14 +43,14 @@ def print_sizes(found: SizedPlans, *, console: Console | None = None) -> None:
         )
     console.print(table)
     for mixed in found.mixed:
-        console.print(_mixture(mixed), soft_wrap=True)
+        console.print(_over_lengths(mixed), soft_wrap=True)
     once = "once" if found.num_captures == 1 else f"{found.num_captures} times"
     console.print(
         Text(f"captured {once} in {seconds(found.capture_time_s)}, searched in {seconds(found.search_time_s)}", "dim")
     )
 
 
-def _mixture(mixed: MixedPlan) -> Text:
+def _over_lengths(mixed: MixedPlan) -> Text:
     at = ", ".join(f"{seconds(time)} at {length}" for length, time in mixed.at.items())
     of = f"the one for {mixed.length}, {one_line(mixed.plan)}"
-    return Text(f"batch {mixed.batch}, over the mixture: {of}: {seconds(mixed.step_time_s)} a step in the mean ({at})")
+    return Text(f"batch {mixed.batch}, over the shares: {of}: {seconds(mixed.step_time_s)} a step in the mean ({at})")

@@ -44,7 +44,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "-1,2", "0,0", "nan", "inf"])
 def test_other_shares_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="--mixture"):
+    with pytest.raises(InvalidInput, match="--shares"):
         shares_of(text)
 
 
@@ -52,7 +52,7 @@ def test_plans_are_those_of_single_searches() -> None:
     source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
     limits = Constraints(precision="bf16")
     found = find_plans(
-        source.meta_model(), cluster, source.meta_inputs, (16, 64), (256, 4096), mixture=(3, 1), constraints=limits
+        source.meta_model(), cluster, source.meta_inputs, (16, 64), (256, 4096), shares=(3, 1), constraints=limits
     )
     assert found.num_captures == 2  # with symbols, and at the first size, to compare
     assert [(own.batch, own.length) for own in found.found] == [(16, 256), (16, 4096), (64, 256), (64, 4096)]
@@ -75,10 +75,10 @@ def test_plans_are_those_of_single_searches() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--gpus", "8", "--global-batch", "16", "--seq", "256,1024", "--mixture", "0.9,0.1"]
+    sizes = ["--gpus", "8", "--global-batch", "16", "--seq", "256,1024", "--shares", "0.9,0.1"]
     assert autopar(monkeypatch, "search", GPT, *sizes, "-o", str(tmp_path / "plans")) == 0
     out = capsys.readouterr().out
-    assert "batch 16, over the mixture: the one for" in out
+    assert "batch 16, over the shares: the one for" in out
     names = ["batch16-mixture.yaml", "batch16-seq1024.yaml", "batch16-seq256.yaml"]
     assert sorted(path.name for path in (tmp_path / "plans").iterdir()) == names
     plan = Plan.load(tmp_path / "plans" / "batch16-seq1024.yaml")
@@ -92,5 +92,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_a_share_for_every_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert autopar(monkeypatch, "search", GPT, "--gpus", "8", "--seq", "256,1024", "--mixture", "1") == 2
-    assert "--mixture has 1 share for 2 lengths" in capsys.readouterr().err
+    assert autopar(monkeypatch, "search", GPT, "--gpus", "8", "--seq", "256,1024", "--shares", "1") == 2
+    assert "--shares has 1 share for 2 lengths" in capsys.readouterr().err

@@ -171,7 +171,8 @@ def _by_level(cases: list[tuple[int, int]]) -> list[dict[str, float]]:
         parallel.step(**rows)
         with CollectiveCounter() as counter:
             parallel.step(**rows)
-        large = [one for one in counter.issued if one.payload_bytes > 64]
+        agreement = parallel.engine.accord.group_name
+        large = [one for one in counter.issued if one.payload_bytes > 64 and one.group != agreement]
         found.append({kind: sum(one.sent_bytes for one in large if one.kind == kind) for kind in KINDS[:3]})
     return found
 

@@ -162,7 +162,7 @@ def refused() -> list[str]:
     pm.eval()
     said = []
     own = batch(0)
-    for call in (lambda: pm(**own), lambda: pm.loss(x=own["x"][:3], labels=own["labels"][:3])):
+    for call in (lambda: pm(**own), lambda: pm.loss(x=own["x"][:3], labels=own["labels"][:2])):
         try:
             call()
         except AutoparError as error:
@@ -173,4 +173,4 @@ def refused() -> list[str]:
 def test_what_cannot_be_evaluated_is_said() -> None:
     for with_gradients, other_rows in run_ranks(refused, 2):
         assert "2 pipeline stages" in with_gradients and "torch.no_grad()" in with_gradients
-        assert "float32[3, 8]" in other_rows and "float32[8, 8]" in other_rows
+        assert "[2" in other_rows and "float32[3, 8]" in other_rows and "float32[8, 8]" in other_rows
