@@ -20,7 +20,7 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
 from autopar.ir.capture.flat_call import Call
-from autopar.ir.capture.other_sizes import captured_at, same_program, sizes_of_inputs
+from autopar.ir.capture.other_sizes import captured_at, holds_at, sizes_of_inputs
 from autopar.ir.capture.symbols import named_dims
 from autopar.ir.errors import CaptureError, InvalidInput
 from autopar.ir.graph import CapturedModel
@@ -97,19 +97,13 @@ class Modes:
             found = self._capture(training, absent, (), symbolic=True)
             # All sizes are others in a capture to compare with, so that a number that came of one shows.
             other = {name: size - 1 if size > 2 else size + 1 for name, size in sizes_of_inputs(found).items()}
-            if other and not self._holds_at(found, training, absent, other):
+            holds = False
+            with suppress(CaptureError):  # the model may not run at those
+                holds = holds_at(found, other, self._capture(training, absent, tuple(other.items())))
+            if not holds:
                 found = replace(found, symbols={})
             self.symbolic[training, absent] = found
         return self.symbolic[training, absent]
-
-    def _holds_at(
-        self, symbolic: CapturedModel, training: bool, absent: frozenset[str], sizes: Mapping[str, int]
-    ) -> bool:
-        try:
-            expected = self._capture(training, absent, tuple(sizes.items()))
-            return same_program(captured_at(symbolic, sizes), expected)
-        except CaptureError:
-            return False
 
     def _placed(self, training: bool, absent: frozenset[str], sizes: Sizes) -> PlacedModel:
         key = training, absent, sizes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.analysis.gradient_paths import gradient_graph
-from autopar.ir.op_graph import between
+from autopar.ir.analysis.gradient_flow import flow_to
 from autopar.ir.placed.zero_units import zero_units
 from autopar.ir.program import ParameterLayout, StageProgram, TensorSpec
 from autopar.passes.block_graphs import BlockGraphs
@@ -19,7 +18,8 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
     captured, plan, storage = placed.captured, placed.plan, placed.storage
     cut = StageCut(program)
     graphs = BlockGraphs(cut)
-    flow = _gradient_flow(program)
+    ends = [] if outputs == "model" else program.outputs[:1]  # a plain forward hands no gradient back
+    flow = flow_to(program.graph, captured.parameters, ends)
     readers, idle = cut.parameter_stages(), cut.idle_parameters()
     layouts = {
         name: ParameterLayout(
@@ -89,16 +89,3 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
 def _spec(node: fx.Node, *, has_gradient: bool = False) -> TensorSpec:
     value = node.meta["val"]
     return TensorSpec(name=node.name, shape=tuple(value.shape), dtype=value.dtype, has_gradient=has_gradient)
-
-
-def _gradient_flow(program: PlacedProgram) -> set[fx.Node]:
-    """The values of a training step that have a gradient; none of a plain forward."""
-    if program.results == "model":
-        return set()
-    parameters = program.placed.captured.parameters
-    trained = (
-        node
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node.name in parameters and parameters[node.name].requires_grad
-    )
-    return between(gradient_graph(program.graph), trained, program.outputs[:1])

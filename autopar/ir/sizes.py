@@ -69,6 +69,12 @@ class _Expressed:
     def __neg__(self) -> Any:
         return self * -1
 
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), (_PLAIN[type(self)](self), self.expression)
+
 
 class Size(_Expressed, int):
     """An integer of a capture. ``expression``: what it is for any batch and length."""
@@ -82,12 +88,6 @@ class Size(_Expressed, int):
     __hash__ = int.__hash__
     __repr__ = int.__repr__
 
-    def __deepcopy__(self, memo: object) -> Size:
-        return self
-
-    def __reduce__(self) -> Any:
-        return Size, (int(self), self.expression)
-
 
 class Ratio(_Expressed, float):
     """A number of a capture that sizes divide. ``expression``: what it is for any batch and length."""
@@ -100,12 +100,6 @@ class Ratio(_Expressed, float):
 
     __hash__ = float.__hash__
     __repr__ = float.__repr__
-
-    def __deepcopy__(self, memo: object) -> Ratio:
-        return self
-
-    def __reduce__(self) -> Any:
-        return Ratio, (float(self), self.expression)
 
 
 _PLAIN: dict[type, Callable[[Any], Any]] = {Size: int, Ratio: float}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -99,5 +101,8 @@ def test_sizes_carry_their_expressions() -> None:
         assert isinstance(found, Size | Ratio)
         assert type(at(found, point)) in (int, float)
     assert type(rows - rows + 5) is int
+    for number in (rows, 1 / rows):
+        for copied in (copy.deepcopy(number), pickle.loads(pickle.dumps(number))):
+            assert (type(copied), copied, copied.expression) == (type(number), number, number.expression)
     assert not same_sizes((Size(8, batch),), (8,))
     assert same_sizes((Size(8, batch), 4), (rows, 4))

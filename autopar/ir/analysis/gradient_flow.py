@@ -10,12 +10,12 @@ alone, nor what only other outputs than the loss read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
 from autopar.ir.analysis.gradient_paths import gradient_graph
-from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.graph import CapturedModel, Parameter, call_nodes
 from autopar.ir.op_graph import between, dependencies, op_graph
 
 
@@ -24,9 +24,14 @@ def gradient_flow(captured: CapturedModel, *, every_output: bool = False) -> fro
 
     Without a loss, or with ``every_output``, as if every output of the model were part of one.
     """
-    trained = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
-    starts = (node for node in captured.graph.nodes if node.op == "placeholder" and node.name in trained)
-    return frozenset(between(gradient_graph(captured.graph), starts, _ends(captured, every_output)))
+    return flow_to(captured.graph, captured.parameters, _ends(captured, every_output))
+
+
+def flow_to(graph: fx.Graph, parameters: Mapping[str, Parameter], ends: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """What of a graph has a gradient, if ``ends`` have one. parameters: by placeholder name."""
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    starts = (node for node in graph.nodes if node.op == "placeholder" and node.name in trained)
+    return frozenset(between(gradient_graph(graph), starts, ends))
 
 
 def computed(captured: CapturedModel) -> frozenset[fx.Node]:

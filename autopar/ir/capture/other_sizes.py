@@ -57,6 +57,14 @@ def captured_at(captured: CapturedModel, sizes: Mapping[str, int]) -> CapturedMo
     return replace(captured, graph_module=module_of(graph), batch_size=batch, symbols={})
 
 
+def holds_at(symbolic: CapturedModel, sizes: Mapping[str, int], expected: CapturedModel) -> bool:
+    """Whether a capture with symbols gives at ``sizes`` the program of ``expected``, which was captured there."""
+    try:
+        return same_program(captured_at(symbolic, sizes), expected)
+    except CaptureError:
+        return False
+
+
 def same_program(a: CapturedModel, b: CapturedModel) -> bool:
     """Whether two captures run the same ops on the same shapes with the same numbers, in the same order."""
     return _described_graph(a.graph) == _described_graph(b.graph)

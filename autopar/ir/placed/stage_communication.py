@@ -1,4 +1,5 @@
-"""Records of what stages of a pipeline send each other: tensors forward, and a gradient of each of them backward."""
+"""Records of what stages of a pipeline send each other: tensors forward, and the gradients of those that have one
+backward."""
 
 from __future__ import annotations
 
