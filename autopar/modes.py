@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.any_size import any_size_programs
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.fake_twins import without_parameters
@@ -31,7 +32,7 @@ from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
-from autopar.runtime.inputs import Sizes
+from autopar.runtime.call_sizes import Sizes
 from autopar.runtime.variants import Results
 
 # Train mode with all arguments, for which plans are made, and at the plan's sizes.
@@ -44,8 +45,8 @@ class Modes:
     """model: its module tree. example_inputs, example_target: on the meta device.
 
     placed: by mode, True for train, the keys of the step inputs that are absent, and sizes other than the plan's.
-    symbolic: captures with symbols, and uneven: why ranks cannot have other sizes than others, both by mode and absent
-    step inputs.
+    symbolic: captures with symbols, by mode and absent step inputs. uneven: why microbatches cannot differ, by these
+    and the symbols in which they do.
     """
 
     model: nn.Module
@@ -54,7 +55,7 @@ class Modes:
     example_target: Any
     placed: dict[tuple[bool, frozenset[str], Sizes], PlacedModel] = field(default_factory=dict)
     symbolic: dict[tuple[bool, frozenset[str]], CapturedModel] = field(default_factory=dict)
-    uneven: dict[tuple[bool, frozenset[str]], str | None] = field(default_factory=dict)
+    uneven: dict[tuple[bool, frozenset[str], frozenset[str]], str | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -74,22 +75,38 @@ class Modes:
         self, results: Results, training: bool, absent: frozenset[str] = frozenset(), sizes: Sizes = ()
     ) -> tuple[CapturedModel, tuple[StageProgram, ...]]:
         """The capture in a mode, and its programs of all stages. absent: keys of step inputs that are not given.
-        sizes: of the global batch and of lengths, where they are not the plan's.
+        sizes: of the global batch and of lengths, where they are not the plan's; where the capture has symbols for
+        them, the programs are for all sizes that divide alike.
 
         Raises CaptureError, PlanMismatch, or InvalidInput where arguments cannot be left out.
         """
+        if sizes:
+            sizes = self._changed(sizes)
+            symbolic = self._symbolic(training, absent)
+            if symbolic.symbols.keys() >= dict(sizes).keys():
+                like = self._placed(training, absent, ())
+                capacity = like.plan.expert_capacity if training else None
+                found = any_size_programs(symbolic, like, results, dict(sizes), capacity)
+                if found is not None:
+                    return found
         placed = self._placed(training, absent, sizes)
         programs = partition(placed, outputs=results)
         verify_placements(placed.captured, programs, placed.plan)
         return placed.captured, programs
 
-    def uneven_obstacle(self, training: bool, absent: frozenset[str]) -> str | None:
-        """Why ranks with other rows may not have them of other sizes; None if they may."""
-        key = training, absent
+    def uneven_obstacle(self, training: bool, absent: frozenset[str], varying: frozenset[str]) -> str | None:
+        """Why microbatches, on one rank or on several, may not differ in the symbols ``varying``; None if they may."""
+        key = training, absent, varying
         if key not in self.uneven:
             placed = self._placed(training, absent, ())
-            self.uneven[key] = uneven_obstacle(placed, self._symbolic(training, absent))
+            self.uneven[key] = uneven_obstacle(placed, self._symbolic(training, absent), varying)
         return self.uneven[key]
+
+    def _changed(self, sizes: Sizes) -> Sizes:
+        """Those that are not the plan's."""
+        given = Call.of(self.model, self.example_inputs, self.loss_fn, self.example_target).tensors
+        planned = {name: t.shape[dim] for t, dims in zip(given, named_dims(given)) for dim, name in dims.items()}
+        return tuple((name, size) for name, size in sizes if planned.get(name) != size)
 
     def _symbolic(self, training: bool, absent: frozenset[str]) -> CapturedModel:
         """The capture in a mode, with symbols, in normal form; without any where it holds for its own sizes alone."""

@@ -113,7 +113,7 @@ class _Sweep:
 
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
-        new.meta.update(val=node.meta["val"], block=PRELUDE)
+        new.meta.update(_value(node), block=PRELUDE)
         self.place(new, self.placed.layout(node), self.placed.over_time(node))
         self.made[node] = new
 
@@ -190,7 +190,7 @@ class _Sweep:
             name = move.step.forward.value if move.step.forward is not Collective.NONE else "identity"
             kwargs = keywords_of(move.step, self.placed.mesh)
             new = self.graph.create_node("call_function", redistribution, (node,), kwargs, name=name)
-            new.meta.update(val=move.tensor.meta["val"], block=move.block)
+            new.meta.update(_value(move.tensor), block=move.block)
             return self.place(new, move.after, node.meta["over_time"])
 
         return self.once(move, make)
@@ -244,3 +244,8 @@ class _Sweep:
     def place(node: fx.Node, layout: Layout, over_time: Placement) -> fx.Node:
         node.meta.update(layout=layout, over_time=over_time)
         return node
+
+
+def _value(node: fx.Node) -> dict[str, Any]:
+    """The global tensor that a node makes, with and without symbols."""
+    return {key: node.meta[key] for key in ("val", "symbolic") if key in node.meta}

@@ -10,6 +10,7 @@ from torch import fx
 from autopar.ir.placed.operands import Results
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placement import Layout, Placement
+from autopar.ir.program_sizes import ProgramSizes
 from autopar.passes.contract import Pass, check_order
 
 
@@ -21,7 +22,8 @@ class PlacedProgram:
     microbatches, and ``meta["block"]``, PRELUDE for what depends on no parameter. origin: the captured op of an op.
     outputs: the flat outputs asked for, in order, with their layouts and placements over the microbatches. updates:
     buffer -> its new value. summed: those of which every microbatch has a summand; the others are the same in each.
-    provides: what the passes that have run have made of it.
+    sizes: the symbols of local shapes, None if they are numbers. provides: what the passes that have run have made of
+    it.
     """
 
     placed: PlacedModel
@@ -33,6 +35,7 @@ class PlacedProgram:
     output_microbatches: tuple[Placement, ...]
     updates: Mapping[str, fx.Node]
     summed: frozenset[str]
+    sizes: ProgramSizes | None = None
     provides: frozenset[str] = frozenset()
 
 

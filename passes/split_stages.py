@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ir.analysis.gradient_flow import flow_to
+from autopar.ir.building import dtype_of, shape_of
 from autopar.ir.placed.zero_units import zero_units
 from autopar.ir.program import ParameterLayout, StageProgram, TensorSpec
 from autopar.passes.block_graphs import BlockGraphs
@@ -20,6 +21,7 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
     graphs = BlockGraphs(cut)
     ends = [] if outputs == "model" else program.outputs[:1]  # a plain forward hands no gradient back
     flow = flow_to(program.graph, captured.parameters, ends)
+    trained = frozenset(captured.parameters[n.name].name for n in flow if n.name in captured.parameters)
     readers, idle = cut.parameter_stages(), cut.idle_parameters()
     layouts = {
         name: ParameterLayout(
@@ -77,15 +79,16 @@ def split_stages(program: PlacedProgram) -> tuple[StageProgram, ...]:
                 shard_axes=placed.shard_axes,
                 input_layouts={name: layout for name, layout in input_layouts.items() if name in wanted},
                 totals=totals,
+                trained=trained & held,
                 unread={captured.parameters[n].name: layouts[n] for n, stage in idle.items() if stage == number},
                 output_microbatches=program.output_microbatches if whole else (),
                 output_specs=tuple(map(_spec, program.outputs)) if whole else (),
                 zero_units=tuple(unit for unit in units if unit.stage == number),
+                sizes=program.sizes,
             )
         )
     return tuple(programs)
 
 
 def _spec(node: fx.Node, *, has_gradient: bool = False) -> TensorSpec:
-    value = node.meta["val"]
-    return TensorSpec(name=node.name, shape=tuple(value.shape), dtype=value.dtype, has_gradient=has_gradient)
+    return TensorSpec(name=node.name, shape=shape_of(node), dtype=dtype_of(node), has_gradient=has_gradient)

@@ -4,8 +4,8 @@
     rank 1   step 12, but its batch has 3 rows         InvalidInput: the arguments do not fit ...
 
 One all-reduce of a few integers between processes carries it: whether a rank has an error, and of each statement that
-has to be the same its digest and the negated one, whose maxima are opposite if all ranks agree. Only if something is
-wrong words are exchanged, and every rank raises the same error, before anything else is sent.
+has to be the same its digest (of a number itself) and the negated one, whose maxima are opposite if all ranks agree.
+Only if something is wrong words are exchanged, and every rank raises the same error, before anything else is sent.
 
 A rank that ends breaks its connections. It leaves a note of why in the store of the job, which the others raise. One
 that does not come, because it runs something else, is waited for; after a while those that wait say which it is.
@@ -71,6 +71,8 @@ class Accord:
         self._alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
         self._number = 0
+        self.numbers: dict[str, int] = {}
+        """Subject -> what was said of it in the last check, where it is a number, by any rank."""
         if not self._alone:
             _leave_notes()
             self._group = _between_cpus()
@@ -89,6 +91,7 @@ class Accord:
         if self._alone:
             if failure is not None:
                 raise failure
+            self.numbers = {subject: said for subject, said in statements.items() if isinstance(said, int)}
             return True
         digests = [_digest(statements.get(subject)) for subject in self._subjects]
         told = [int(failure is not None)]
@@ -99,8 +102,9 @@ class Accord:
         with self.watched():
             self._wait(dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group, async_op=True), statements)
         failed, *rest = seen.tolist()
-        pairs = zip(self._subjects, rest[::2], rest[1::2], strict=True)
+        pairs = list(zip(self._subjects, rest[::2], rest[1::2], strict=True))
         differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)}
+        self.numbers = {subject: a for subject, a, _ in pairs if a != _SILENT}
         if failed or differing.difference(self._free):
             self._raise(statements, failure)
         return not differing
@@ -189,8 +193,8 @@ class Accord:
 
 
 def _digest(statement: object) -> int | None:
-    if statement is None:
-        return None
+    if statement is None or isinstance(statement, int):
+        return statement
     digest = hashlib.blake2b(repr(statement).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 

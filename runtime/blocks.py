@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from operator import truediv
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 
@@ -13,7 +15,10 @@ from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.scan import AssociativeScan, Scan
 from autopar.ir.primitives.collectives import bind_groups
+from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.program import BlockProgram, Remat
+from autopar.ir.program_sizes import FIXED
+from autopar.ir.sizes import Ratio, Size
 from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.rematerialised import mark, rematerialised
@@ -82,8 +87,8 @@ class CodeLibrary:
 
     def function(
         self, program: BlockProgram, shared: Container[str]
-    ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
-        """A function of the block's state and then its other inputs; the names of the state; those of the inputs.
+    ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[sympy.Expr, ...], tuple[str, ...]]:
+        """A function of the block's state, then its sizes, then its other inputs; what these are.
 
         State is what the block reads by ``get_attr`` and its inputs that are in ``shared``: parameters and
         buffers of the stage. They are read where they are; passed in, they would go through FSDP's hooks.
@@ -95,12 +100,24 @@ class CodeLibrary:
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         for node, name in zip(placeholders, program.inputs, strict=True):
             (state if name in shared else values)[node] = name
-        for prefix, nodes in (("w", state), ("x", values)):
-            for number, node in enumerate(nodes):
-                copied[node] = graph.placeholder(f"{prefix}{number}")
+        sizes: dict[sympy.Expr, fx.Node] = {}
+        for number, node in enumerate(state):
+            copied[node] = graph.placeholder(f"w{number}")
+        for number, expression in enumerate(_expressions(program.graph)):
+            sizes[expression] = graph.placeholder(f"s{number}")
+        for number, node in enumerate(values):
+            copied[node] = graph.placeholder(f"x{number}")
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Node):
+                return copied[leaf]
+            if isinstance(leaf, Ratio):  # a compiler takes a float argument for a constant, and not a quotient
+                return graph.call_function(truediv, tuple(sizes.get(part, part) for part in _quotient(leaf)))
+            return sizes[leaf.expression] if isinstance(leaf, Size) else leaf
+
         for node in program.graph.nodes:
             if node.op == "call_function":
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: copied[n])
+                args, kwargs = pytree.tree_map(own, (node.args, node.kwargs))
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
                 copied[node] = graph.create_node("call_function", node.target, args, kwargs)
             elif node.op == "output":
@@ -112,7 +129,7 @@ class CodeLibrary:
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:
             self._functions[key] = fx.GraphModule(nn.Module(), graph, class_name=f"Block{len(self._functions)}")
-        return self._functions[key], tuple(state.values()), tuple(values.values())
+        return self._functions[key], tuple(state.values()), tuple(sizes), tuple(values.values())
 
     def callable(self, function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
         """``function`` at a level of rematerialisation, compiled if asked for."""
@@ -132,6 +149,37 @@ class CodeLibrary:
         return self._callables[key]
 
 
+def _expressions(graph: fx.Graph) -> list[sympy.Expr]:
+    """What the sizes in a graph are, each once, in order; of a quotient its parts."""
+    found: dict[sympy.Expr, None] = {}
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, Size):
+                found[leaf.expression] = None
+            elif isinstance(leaf, Ratio):
+                found.update((part, None) for part in _quotient(leaf) if isinstance(part, sympy.Expr))
+    return list(found)
+
+
+def _quotient(ratio: Ratio) -> tuple[sympy.Expr | int, sympy.Expr | int]:
+    """Numerator and denominator, both integers."""
+    parts = ratio.expression.as_numer_denom()
+    one, other = (int(part) if part.is_Integer else part for part in parts)
+    return one, other
+
+
+def _with_gradients(results: tuple[torch.Tensor, ...], trained: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``results``, which give each of ``trained`` a gradient, of zeros.
+
+    Of no rows some ops give none at all to what they add to them, as attention to its bias; other ranks, which have
+    rows, wait for it.
+    """
+    if not trained or not torch.is_grad_enabled():
+        return results
+    nothing = sum(read_parameter(value).flatten()[:0].sum() for value in trained)
+    return tuple(value + nothing if value.requires_grad else value for value in results)
+
+
 class BlockModule(nn.Module):
     """One block instance. ``forward(*inputs)`` returns the flat tuple of the block's outputs.
 
@@ -145,15 +193,28 @@ class BlockModule(nn.Module):
         self._variants: dict[str, Callable[..., Any]] = {}
         self._functions: dict[str, tuple[fx.GraphModule, ...]] = {}
         self._slots: dict[str, tuple[Slot, ...]] = {}
+        self._sizes: dict[str, tuple[sympy.Expr, ...]] = {}
+        self._trained: dict[str, tuple[int, ...]] = {}
         self._selected = ""
+        self.sizes = FIXED
+        """Of the forward at hand."""
 
     def add_variant(
-        self, variant: str, function: fx.GraphModule, call: Callable[..., Any], slots: Iterable[Slot]
+        self,
+        variant: str,
+        function: fx.GraphModule,
+        call: Callable[..., Any],
+        slots: Iterable[Slot],
+        sizes: tuple[sympy.Expr, ...] = (),
+        trained: Sequence[int] = (),
     ) -> None:
-        """Add a function of ``slots`` and then the block's inputs. call: what runs it."""
+        """Add a function of ``slots``, ``sizes`` and then the block's inputs. call: what runs it. trained: numbers of
+        the slots that get a gradient.
+        """
         # In a tuple, so that nn.Module does not take the shared function for a child.
         self._functions[variant] = (function,)
         self._slots[variant] = tuple(slots)
+        self._sizes[variant], self._trained[variant] = sizes, tuple(trained)
         self._variants[variant] = call
         self._selected = self._selected or variant
 
@@ -170,7 +231,10 @@ class BlockModule(nn.Module):
         """Outputs of the block on this rank's local inputs, as a flat tuple."""
         variant = self._selected
         state = [slot.read() for slot in self._slots[variant]]
-        result: tuple[torch.Tensor, ...] = self._variants[variant](*state, *inputs)
+        sizes = [self.sizes[expression] for expression in self._sizes[variant]]
+        result: tuple[torch.Tensor, ...] = self._variants[variant](*state, *sizes, *inputs)
+        if not self.sizes.has_rows:
+            result = _with_gradients(result, [state[number] for number in self._trained[variant]])
         return result
 
     def extra_repr(self) -> str:

@@ -27,7 +27,9 @@ def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callab
     What cannot be traced (a mixture of experts reads how many tokens chose each) runs between compiled parts.
     """
     body, reads = _without_reads(function.graph)
-    compiled = torch.compile(remat(body.forward), dynamic=False)
+    # A size that changes becomes a symbol: what changes for the first time is compiled once more, and not again.
+    has_sizes = any(node.op == "placeholder" and node.name.startswith("s") for node in function.graph.nodes)
+    compiled = torch.compile(remat(body.forward), dynamic=None if has_sizes else False)
 
     def run(*args: torch.Tensor) -> Any:
         return compiled(*[read(args[number]) for number, read in reads])  # type: ignore[no-untyped-call]

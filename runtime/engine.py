@@ -17,15 +17,17 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.runtime.accord import Accord
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
+from autopar.runtime.call_sizes import CallSizes, GivenSizes, SizeAgreement
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.expert_load import sum_loads
 from autopar.runtime.frozen_parameters import FrozenParameters
 from autopar.runtime.fused_steps import register_fused_steps
 from autopar.runtime.gradients import GradientReducer
-from autopar.runtime.inputs import Signature, Sizes
+from autopar.runtime.inputs import Signature
 from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.loss_scaler import LossScaler
+from autopar.runtime.losses import loss_of_pipeline, start_sum
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
 from autopar.runtime.optimizer_settings import OptimizerSettings
@@ -40,7 +42,6 @@ from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 # What ranks say of themselves before each call.
 _CALL, _OPTIMIZER, _GROUPS = "the call", "the optimizer", "the optimizer's settings on pipeline rank {}"
-_SIZES, _PIECE = "sizes of the inputs", "sizes of the inputs of data-parallel rank {}"
 
 
 class Engine:
@@ -107,19 +108,25 @@ class Engine:
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self.randomness = Randomness(seed, self.device)
-        pieces = range(plan.data_parallel_size) if plan.data_parallel_size < plan.num_ranks else ()
-        subjects = (*map(_GROUPS.format, range(self.mesh.num_pipeline_ranks)), *map(_PIECE.format, pieces), _SIZES)
-        self.accord = Accord((_CALL, _OPTIMIZER, *subjects), free={_SIZES})
+        self._sizes = SizeAgreement(
+            piece=self.mesh.piece(plan.inputs),
+            pieces=plan.data_parallel_size,
+            shared=plan.data_parallel_size < plan.num_ranks,
+            num_microbatches=program.num_microbatches,
+            planned=self.signature.planned,
+        )
+        subjects = (*map(_GROUPS.format, range(self.mesh.num_pipeline_ranks)), *self._sizes.subjects)
+        self.accord = Accord((_CALL, _OPTIMIZER, *subjects), free=self._sizes.free)
         self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
-        self._variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
-        self._variants.add("loss" if captured.has_loss else "model", True, captured, programs)
+        self.variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
+        self.variants.add("loss" if captured.has_loss else "model", True, captured, programs)
         self.background = Background()
         self.scaler: LossScaler | None = None
         self.losses: list[torch.Tensor] = []
         """This rank's partial sums of the last step's loss, one for each microbatch; none before the last stage."""
         # Made now, by all ranks together.
-        self.pipeline = self._variants.steps(self._variants.get("loss", True)) if program.num_stages > 1 else None
+        self.pipeline = self.variants.steps(self.variants.get("loss", True)) if program.num_stages > 1 else None
 
     def _local_stage(self, program: StageProgram, state: Mapping[str, torch.Tensor]) -> LocalStage:
         """state: of all stages of this rank. What two of them read is one tensor in both; the first has the rest."""
@@ -199,10 +206,10 @@ class Engine:
             self.local[-1].module.loss_scale = self.scaler.scale
             self.scaler.before_backward(self._gradients())
 
-    def _finish(self) -> None:
+    def _finish(self, sizes: CallSizes | None = None) -> None:
         """After the last one."""
         self._copies.drop()
-        self.reducer.finish()
+        self.reducer.finish(in_any_order=sizes is not None and sizes.some_empty)
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)
 
@@ -230,20 +237,26 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    def agree_to(
-        self, call: str, training: bool | None = None, failure: Exception | None = None, sizes: Sizes | None = None
-    ) -> bool:
-        """Before a call that all ranks make together: raise the same error on all if one has a ``failure`` or differs.
+    def agree_to(self, call: str) -> None:
+        """Before a call that all ranks make together: raise the same error on all of them if one differs."""
+        self._agree_to(call, None, None, {})
 
-        training: the mode, of a call that runs the model. sizes: of its inputs, the same on ranks with the same rows.
-        Optimisers are set alike on ranks of one stage, not of all. Returns whether all ranks have the same sizes.
+    def agree_to_run(self, call: str, training: bool, failure: Exception | None, given: GivenSizes) -> CallSizes:
+        """``agree_to`` a call that runs the model in a mode. failure: of this rank, raised on all. given: sizes of its
+        inputs, the same on ranks with the same rows.
         """
+        same = self._agree_to(call, training, failure, self._sizes.statements(given))
+        return self._sizes.agreed(given, self.accord, same)
+
+    def _agree_to(
+        self, call: str, training: bool | None, failure: Exception | None, statements: Mapping[str, object]
+    ) -> bool:
+        """Optimisers are set alike on ranks of one stage, not of all. Returns whether what may differ is the same."""
         calls, mode = self.randomness.calls, "train" if training else "eval"
         when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
         groups = _GROUPS.format(self.mesh.pipeline_rank)
         said = {_CALL: f"{call}, {when}", _OPTIMIZER: self._settings.made(), groups: self._settings.groups()}
-        piece = _PIECE.format(self.mesh.piece(self.plan.inputs))
-        return self.accord.check(said | {_SIZES: sizes, piece: sizes}, failure)
+        return self.accord.check({**said, **statements}, failure)
 
     def _parameters_here(self) -> dict[str, torch.Tensor]:
         self.reshard()
@@ -256,52 +269,50 @@ class Engine:
         results: Results,
         training: bool,
         absent: frozenset[str] = frozenset(),
-        sizes: Sizes = (),
-        even: bool = True,
+        sizes: CallSizes | None = None,
     ) -> Variant:
         """The program for a loss or for the model's outputs, in train or eval mode, without the step inputs ``absent``.
 
-        sizes: of inputs, where they are not the plan's. even: the same on all ranks, which call together. Raises
-        CaptureError or PlanMismatch, on every rank, if there is none.
+        sizes: None for those of the plan. Raises CaptureError or PlanMismatch, on every rank, if there is none.
         """
         if results == "loss" and not self.captured.has_loss:
             raise PlanMismatch(
                 f"{self.captured.name} has no loss, so there is no training step.\n"
                 "  try: parallelize(..., loss_fn=...), or labels among the example inputs"
             )
-        if not even:
-            self._variants.make_own(results, training, absent, sizes, self.accord)
-        return self._variants.get(results, training, absent, sizes)
+        if sizes is None or sizes.planned:
+            return self.variants.get(results, training, absent)
+        if sizes.even:
+            return self.variants.get(results, training, absent, sizes)
+        return self.variants.get_own(results, training, absent, sizes, self.accord)
 
-    def _select(self, variant: Variant, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Choose the programs that run; what they take: step inputs, and sums over all microbatches of these."""
-        own = {name: inputs[name] for name in variant.inputs}
+    def _select(
+        self, variant: Variant, inputs: Mapping[str, torch.Tensor], sizes: CallSizes | None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Choose the programs that run; what they take, for each microbatch: step inputs, and sums over all of them."""
+        given = self.variants.microbatches({name: inputs[name] for name in variant.inputs})
+        values = variant.size_values(sizes, len(given))
+        for stage in self.local:
+            stage.module.set_sizes(values)
         for module, total, names in variant.totals:
             module.select(total)
-            with torch.no_grad():
-                # Not through hooks: no parameter is read.
-                parts = [module.forward(**microbatch) for microbatch in self._microbatches(own)]
-            own |= {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
+            parts = []
+            for number, microbatch in enumerate(given):
+                module.begin(number)
+                with torch.no_grad():
+                    parts.append(module.forward(**microbatch))  # not through hooks: no parameter is read
+            sums = {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
+            given = [{**microbatch, **sums} for microbatch in given]
         for stage in self.local:
             stage.module.select(variant.name)
             stage.module.updates = {}
-        return own
-
-    def _microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        chunks = self.program.num_microbatches
-        if chunks == 1:
-            return [dict(inputs)]
-        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(chunks)]
-        for name, value in inputs.items():
-            dim = self._variants.batch_dim(name)
-            parts = [value] * chunks if dim is None else value.chunk(chunks, dim)
-            for batch, part in zip(batches, parts, strict=True):
-                batch[name] = part
-        return batches
+        return given
 
     # A training step.
 
-    def step(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> torch.Tensor:
+    def step(
+        self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: CallSizes | None = None
+    ) -> torch.Tensor:
         """Forward, backward and gradient sums over this rank's batch. Returns the loss of the global batch."""
         variant = self.variant("loss", training, sizes=sizes)
         self._check_gradients(variant)
@@ -310,7 +321,7 @@ class Engine:
                 "the plan computes in float16, whose small gradients vanish unless the loss is scaled.\n"
                 "  try: scaler = autopar.LossScaler(pm), and scaler.step(optimizer); or a plan in bf16"
             )
-        own = self._select(variant, inputs)
+        microbatches, partial_axes = self._select(variant, inputs, sizes), variant.programs[-1].loss_partial_axes
         for stage in self.local:
             stage.module.expert_loads = []
         self._begin()
@@ -318,13 +329,14 @@ class Engine:
         self.randomness.next_call()
         self.losses = []
         if self.program.num_stages > 1:
-            losses = self.losses = self._variants.steps(variant).step(own)
-            self._finish()
+            losses = self.losses = self.variants.steps(variant).step(microbatches)
+            self._finish(sizes)
             self._update_buffers(variant)
-            return self._loss_of_pipeline(variant, losses)
+            return loss_of_pipeline(losses, partial_axes, self.mesh, self.device)
         total: torch.Tensor | None = None
         summed: dist.Work | None = None
-        for number, microbatch in enumerate(self._microbatches(own)):
+        for number, microbatch in enumerate(microbatches):
+            self.stage.begin(number)
             with self.randomness.of(self.stage, number):
                 (loss,) = self.stage(**microbatch)
             value = loss.detach()
@@ -332,36 +344,20 @@ class Engine:
             total = value.clone() if total is None else total.add_(value)
             last = number == self.program.num_microbatches - 1
             if last:
-                summed = self._sum_loss(variant, total)
+                summed = start_sum(total, partial_axes, self.mesh)
             self.local[0].before_backward(last)
             loss.backward()
             del loss
-        self._finish()
+        self._finish(sizes)
         self._update_buffers(variant)
         if summed is not None:
             summed.wait()
         assert total is not None
         return total
 
-    def _sum_loss(self, variant: Variant, loss: torch.Tensor) -> dist.Work | None:
-        """Start the sum of the loss over the axes on which it is partial; it overlaps with backward."""
-        group = self.mesh.group(variant.programs[-1].loss_partial_axes)
-        return None if group is None else dist.all_reduce(loss, group=group, async_op=True)
-
-    def _loss_of_pipeline(self, variant: Variant, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The same number on every rank of every stage: each summand is counted by one rank of the last stage."""
-        partial = variant.programs[-1].loss_partial_axes
-        whole = [axis for axis in range(len(self.mesh.coordinates)) if axis not in partial]
-        if losses and self.mesh.first_on(whole):
-            total = torch.stack([loss.detach() for loss in losses]).sum().float()
-        else:
-            total = torch.zeros((), device=self.device)
-        dist.all_reduce(total)
-        return total
-
     # Forward alone.
 
-    def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> Any:
+    def forward(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: CallSizes | None = None) -> Any:
         """The model's output for this rank's rows, as the model would return it; differentiable without a pipeline."""
         variant = self.variant("model", training, self.signature.absent(inputs), sizes)
         outputs = variant.outputs
@@ -373,11 +369,10 @@ class Engine:
             )
         if torch.is_grad_enabled():
             self._check_gradients(variant)
-        parts = self._run(variant, inputs, training)
+        parts = self._run(variant, inputs, training, sizes)
         if self.program.num_stages > 1:
-            count = self.program.num_microbatches
-            results = outputs.merge(parts) if parts else outputs.blank(count, self.device)
-            results = self._variants.forwards(variant).share(results)
+            results = outputs.merge(parts) if parts else outputs.blank(self.stage.sizes, self.device)
+            results = self.variants.forwards(variant).share(results)
         else:
             results = outputs.merge(parts)
         if torch.is_grad_enabled():
@@ -385,23 +380,26 @@ class Engine:
         return outputs.as_returned(results)
 
     @torch.no_grad()
-    def loss(self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: Sizes = ()) -> torch.Tensor:
+    def loss(
+        self, inputs: Mapping[str, torch.Tensor], training: bool = True, sizes: CallSizes | None = None
+    ) -> torch.Tensor:
         """The loss of the global batch, the same number on every rank, without gradients."""
         variant = self.variant("loss", training, sizes=sizes)
-        losses = [loss for (loss,) in self._run(variant, inputs, training)]
+        losses = [loss for (loss,) in self._run(variant, inputs, training, sizes)]
+        partial_axes = variant.programs[-1].loss_partial_axes
         if self.program.num_stages > 1:
-            return self._loss_of_pipeline(variant, losses)
+            return loss_of_pipeline(losses, partial_axes, self.mesh, self.device)
         total = torch.stack(losses).sum(0)
-        summed = self._sum_loss(variant, total)
+        summed = start_sum(total, partial_axes, self.mesh)
         if summed is not None:
             summed.wait()
         return total
 
     def _run(
-        self, variant: Variant, inputs: Mapping[str, torch.Tensor], training: bool
+        self, variant: Variant, inputs: Mapping[str, torch.Tensor], training: bool, sizes: CallSizes | None
     ) -> list[tuple[torch.Tensor, ...]]:
         """Results of every microbatch; none on ranks without the last stage. In eval mode nothing is counted."""
-        microbatches = self._microbatches(self._select(variant, inputs))
+        microbatches = self._select(variant, inputs, sizes)
         counts = [stage.module.expert_loads for stage in self.local]
         for stage in self.local:
             stage.module.expert_loads = []
@@ -413,10 +411,11 @@ class Engine:
         for zero, modules in variant.elsewhere:
             zero.hold(modules)
         if self.program.num_stages > 1:
-            parts = self._variants.forwards(variant).run(microbatches)
+            parts = self.variants.forwards(variant).run(microbatches)
         else:
             parts = []
             for number, microbatch in enumerate(microbatches):
+                self.stage.begin(number)
                 with self.randomness.of(self.stage, number):
                     parts.append(self.stage(**microbatch))
         self._copies.drop()

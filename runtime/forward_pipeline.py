@@ -61,7 +61,8 @@ class ForwardPipeline:
             stage, kind = self._stages[number], action.computation_type
             if kind == Kind.RECV_F:
                 specs = stage.program.received
-                buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
+                sizes = stage.module.sizes[microbatch]
+                buffers = [torch.empty(sizes.shape(s.shape), dtype=s.dtype, device=self._device) for s in specs]
                 receiving[number, microbatch] = buffers, self._start(dist.irecv, buffers, number - 1)
             elif kind == Kind.SEND_F:
                 sending += self._start(dist.isend, arrived.pop((number + 1, microbatch)), number + 1)
@@ -73,6 +74,7 @@ class ForwardPipeline:
                     arrived[number, microbatch] = tuple(buffers)
                 received = arrived.pop((number, microbatch), ())
                 inputs = {name: microbatches[microbatch][name] for name in stage.program.given}
+                stage.module.begin(microbatch)
                 with self._random.of(stage.module, microbatch):
                     outputs = tuple(stage.module(*received, **inputs))
                 if number == self._shape.num_stages - 1:

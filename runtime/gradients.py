@@ -174,11 +174,14 @@ class GradientReducer:
             tensor.copy_(here)
         self._staged.clear()
 
-    def finish(self) -> None:
-        """Wait until every gradient of the step is whole."""
+    def finish(self, *, in_any_order: bool = False) -> None:
+        """Wait until every gradient of the step is whole. in_any_order: it may have arrived in another on some rank,
+        which runs other ops (of no rows)."""
         # Gradients that several stages complete, or that came before the last backward, are summed last.
         new = [slot for slot in self._slots if slot.group is not None and slot.bucket is None]
         self._order += [slot for slot in new if not slot.arrived and slot.parameter.grad is not None]
+        if in_any_order:
+            self._order.sort(key=self._slots.index)
         self._buckets = [*(self._buckets or ()), *_make_buckets(self._order)]
         for slot in self._order:
             self._into_bucket(slot)

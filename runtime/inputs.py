@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.torch_private import pytree
-
-# Sizes of a call that are not those of the plan, by the names of ``symbols.SymbolicDims``: of the global batch, of
-# lengths.
-Sizes = tuple[tuple[str, int], ...]
+from autopar.runtime.call_sizes import GivenSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class Signature:
     inputs: dict[str, _Input]
     global_size: int
     data_parallel_size: int
-    num_microbatches: int
     positional: tuple[str, ...]
 
     @classmethod
@@ -70,7 +66,7 @@ class Signature:
                 shape[dim] //= degree
             key = _by_name(step_input.key, positional)
             inputs[name] = _Input(key, step_input.key, tuple(shape), values[name].dtype, dim, symbols)
-        return cls(inputs, plan.batch.global_size, degree, plan.batch.num_microbatches, positional)
+        return cls(inputs, plan.batch.global_size, degree, positional)
 
     def bind(
         self,
@@ -97,21 +93,28 @@ class Signature:
             bound[name] = value if value.device == device else value.to(device, non_blocking=True)
         if given:
             raise InvalidInput(self._mismatch(f"{', '.join(given)}: not an input", args, kwargs, target))
-        rows = sizes.get(BATCH, 0)
-        if rows % self.num_microbatches:
-            problem = f"{rows} rows do not divide into {self.num_microbatches} microbatches"
-            raise InvalidInput(self._mismatch(problem, args, kwargs, target))
         return bound
 
-    def sizes(self, bound: Mapping[str, torch.Tensor]) -> Sizes:
-        """The sizes of a call that are not those of the plan."""
+    @property
+    def planned(self) -> GivenSizes:
+        """The sizes that the plan has on every rank."""
+        return self._sizes({name: expected.shape for name, expected in self.inputs.items()})
+
+    def sizes(self, bound: Mapping[str, torch.Tensor]) -> GivenSizes:
+        """The sizes of the tensors of a call; those of arguments that are not there are as in the plan."""
+        planned = self.planned
+        given = self._sizes({name: value.shape for name, value in bound.items()})
+        return GivenSizes(
+            planned.rows if given.rows is None else given.rows,
+            {name: given.lengths.get(name, size) for name, size in planned.lengths.items()},
+        )
+
+    def _sizes(self, shapes: Mapping[str, Sequence[int]]) -> GivenSizes:
         found: dict[str, int] = {}
-        for name, value in bound.items():
-            expected = self.inputs[name]
-            for dim, symbol in expected.names.items():
-                if value.shape[dim] != expected.shape[dim]:
-                    found[symbol] = value.shape[dim] * (self.data_parallel_size if dim == expected.batch_dim else 1)
-        return tuple(sorted(found.items()))
+        for name, shape in shapes.items():
+            found.update((symbol, shape[dim]) for dim, symbol in self.inputs[name].names.items())
+        rows = found.pop(BATCH, None)
+        return GivenSizes(rows, dict(sorted(found.items())))
 
     def absent(self, bound: Container[str]) -> frozenset[str]:
         """Keys, in the captured call, of the arguments of the model that are not in ``bound``, those of a call."""
@@ -146,14 +149,14 @@ class Signature:
             f"the arguments do not fit the captured program: {problem}.\n"
             f"  expected, on each data-parallel rank ({rows}): {expected}\n"
             f"  got: {got or 'no tensors'}\n"
-            "  try: shard_batch(batch) takes this rank's rows of a global batch, of any number that divides into "
-            f"{self.num_microbatches} microbatches on each of {self.data_parallel_size} data-parallel ranks; another "
-            "set of arguments needs another plan"
+            "  try: shard_batch(batch) takes this rank's rows of a global batch, of any number; another set of "
+            "arguments needs another plan"
         )
 
     def shard(self, batch: Any, rank: int) -> Any:
         """Rows of data-parallel rank ``rank`` of every tensor in ``batch`` whose first dimension is the batch.
 
+        Of rows that do not divide, the first ranks have one more; of fewer rows than ranks, the last have none.
         A tensor of the shape and dtype of an input that has no rows of the batch (edges of a graph) is left whole.
         """
         whole = {
@@ -164,11 +167,10 @@ class Signature:
             if value.dim() == 0 or (tuple(value.shape), value.dtype) in whole:
                 return value
             length, longer = divmod(value.shape[0], self.data_parallel_size)
-            if not length:
+            if not value.shape[0]:
                 raise InvalidInput(
                     f"a tensor of the batch is {_tensor(tuple(value.shape), value.dtype)}; expected the global batch, "
-                    f"a row at least for each of {self.data_parallel_size} data-parallel ranks.\n"
-                    f"  try: {self.global_size} rows, as many as the plan is for"
+                    f"of at least one row.\n  try: {self.global_size} rows, as many as the plan is for"
                 )
             return value.narrow(0, rank * length + min(rank, longer), length + (rank < longer))
 
@@ -180,8 +182,9 @@ def _fits(value: torch.Tensor, expected: _Input, sizes: dict[str, int]) -> bool:
     if value.dtype != expected.dtype or value.dim() != len(expected.shape):
         return False
     for dim, (got, wanted) in enumerate(zip(value.shape, expected.shape, strict=True)):
-        wanted = sizes.setdefault(expected.names[dim], got) if dim in expected.names else wanted
-        if got != wanted or not got:
+        name = expected.names.get(dim)
+        wanted = wanted if name is None else sizes.setdefault(name, got)
+        if got != wanted or (not got and name != BATCH):
             return False
     return True
 

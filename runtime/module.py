@@ -11,11 +11,11 @@ from torch import nn
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
+from autopar.runtime.call_sizes import CallSizes
 from autopar.runtime.checkpoint.finite import check_finite_parameters
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
-from autopar.runtime.inputs import Sizes
 from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
 from autopar.runtime.torch_private import incompatible_keys
@@ -102,7 +102,7 @@ class ParallelModule(nn.Module):
 
     def _agreed(
         self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[dict[str, torch.Tensor], Sizes]:
+    ) -> tuple[dict[str, torch.Tensor], CallSizes]:
         """The inputs of a call that all ranks make, and their sizes, or the same error on every rank."""
         args, kwargs, target = self._first_call(args, kwargs, target)
         engine = self.engine
@@ -120,11 +120,11 @@ class ParallelModule(nn.Module):
             )
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
         without = " without gradients" if call == "forward" and not has_gradients else ""
-        sizes = engine.signature.sizes(inputs)
-        even = engine.agree_to(f"{call}({given}){without}", self.training, failure, sizes)
+        own = engine.signature.sizes(inputs)
+        sizes = engine.agree_to_run(f"{call}({given}){without}", self.training, failure, own)
         plain = call == "forward"
         absent = engine.signature.absent(inputs) if plain else frozenset()
-        variant = engine.variant("model" if plain else "loss", self.training, absent, sizes, even=even)
+        variant = engine.variant("model" if plain else "loss", self.training, absent, sizes)
         engine.signature.require(variant.required, inputs, args, kwargs, target)
         return inputs, sizes
 

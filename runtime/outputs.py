@@ -14,6 +14,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.placement import Placement, Shard
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, TensorSpec
+from autopar.ir.program_sizes import SizeValues
 from autopar.ir.torch_private import pytree
 from autopar.runtime.torch_private import at_end_of_backward
 
@@ -70,13 +71,13 @@ class Outputs:
             for parts, placement in zip(zip(*microbatches, strict=True), self.microbatches, strict=True)
         ]
 
-    def blank(self, count: int, device: torch.device) -> list[torch.Tensor]:
-        """Memory for the results of ``count`` microbatches."""
+    def blank(self, microbatches: Sequence[SizeValues], device: torch.device) -> list[torch.Tensor]:
+        """Memory for the results of all microbatches, of these sizes."""
         found = []
         for spec, placement in zip(self.specs, self.microbatches, strict=True):
-            shape = list(spec.shape)
+            shape, *others = (sizes.shape(spec.shape) for sizes in microbatches)
             if isinstance(placement, Shard):
-                shape[placement.dim] *= count
+                shape[placement.dim] += sum(other[placement.dim] for other in others)
             found.append(torch.empty(shape, dtype=spec.dtype, device=device))
         return found
 

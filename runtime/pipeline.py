@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from autopar.ir.program import TensorSpec
 from autopar.ir.schedule import Pipelining
@@ -23,7 +22,7 @@ from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.split_backward import WeightPass, backward_to_inputs
 from autopar.runtime.torch_private import is_view
-from autopar.runtime.torch_private_pipelining import WHOLE, Action, Kind, Schedule, Stage, with_communication
+from autopar.runtime.torch_private_pipelining import Action, Kind, Schedule, Stage, with_communication
 
 # Keeps the step inputs, which have the model's names, apart from the keywords of the schedule.
 _PREFIX = "input_"
@@ -55,6 +54,7 @@ class _Stage(Stage):
     # Passes.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._stage.module.begin(fwd_chunk_id)
         with self._random.of(self._stage.module, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -129,19 +129,20 @@ class _Stage(Stage):
         return [spec.has_gradient for spec in self._stage.program.received]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id], self._stage.program.received)
+        self._allocate(self.args_recv_info[fwd_chunk_id], self._stage.program.received, fwd_chunk_id)
         self.note_gradients(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         infos = self.grad_recv_info[bwd_chunk_id]
         wanted = [pair for pair in zip(infos, self._stage.program.sent, strict=True) if pair[1].has_gradient]
-        self._allocate([info for info, _ in wanted], [spec for _, spec in wanted])
+        self._allocate([info for info, _ in wanted], [spec for _, spec in wanted], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _allocate(self, infos: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    def _allocate(self, infos: Sequence[Any], specs: Sequence[TensorSpec], microbatch: int) -> None:
+        sizes = self._stage.module.sizes[microbatch]
         for info, spec in zip(infos, specs, strict=True):
-            info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            info.buffer = torch.empty(sizes.shape(spec.shape), dtype=spec.dtype, device=self.device)
 
     def send_forward(self, microbatch: int) -> None:
         self._sending[microbatch] = _start(self.get_fwd_send_ops(microbatch))
@@ -167,17 +168,12 @@ class Pipeline:
         *,
         group: dist.ProcessGroup,
         device: torch.device,
-        batch_dims: Mapping[str, int | None],
         randomness: Randomness,
     ) -> None:
-        """batch_dims: of each step input that one of the stages takes."""
         self.stages = [_Stage(stage, device, group, randomness) for stage in stages]
-        specs: dict[str, Any] = {
-            _PREFIX + name: WHOLE if dim is None else TensorChunkSpec(dim) for name, dim in batch_dims.items()
-        }
         count = shape.num_microbatches
         self._schedule = Schedule(  # type: ignore[no-untyped-call]  # torch does not annotate it
-            list(self.stages), count, loss_fn=_given_loss, kwargs_chunk_spec=specs or None, scale_grads=False
+            list(self.stages), count, loss_fn=_given_loss, scale_grads=False
         )
         passes: dict[int, Any] = {
             rank: [Action.from_str(str(action)) for action in order] for rank, order in enumerate(shape.orders())
@@ -203,11 +199,12 @@ class Pipeline:
         """Within, a step needs no other rank to agree on how shapes are learnt."""
         return self._schedule.without_vote()
 
-    def step(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def step(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """One step over this rank's batch; the losses of the microbatches if the last stage is here, else none."""
         losses: list[torch.Tensor] = []
-        named: dict[str, Any] = {_PREFIX + name: value for name, value in inputs.items()}
-        self._schedule.step(target=self._target, losses=losses, return_outputs=False, **named)
+        named = [{_PREFIX + name: value for name, value in own.items()} for own in microbatches]
+        with self._schedule.given(named):
+            self._schedule.step(target=self._target, losses=losses, return_outputs=False)
         for stage in self.stages:
             stage.finish_sending()
         return losses

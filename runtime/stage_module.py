@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.expert_ffn import recorded_loads
 from autopar.ir.primitives.read_parameter import scale_gradient
 from autopar.ir.program import StageProgram
+from autopar.ir.program_sizes import SizeValues
 from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
 
 
@@ -59,6 +60,8 @@ class StageModule(nn.Module):
         self._slots: dict[str, Slot] = {}
         self._variants: dict[str, _Variant] = {}
         self._selected = ""
+        self.sizes: Sequence[SizeValues] = ()
+        """Of each microbatch of the call at hand."""
         self.loss_scale = 1.0
         """Factor on the gradient of the loss, not on the loss."""
         self.updates: dict[str, torch.Tensor] = {}
@@ -116,9 +119,10 @@ class StageModule(nn.Module):
         calls = []
         for number, block in enumerate(program.blocks):
             module = self._block(block.name)
-            function, state, inputs = self._library.function(block, self._owner)
+            function, state, sizes, inputs = self._library.function(block, self._owner)
             call = self._library.callable(function, block.remat)
-            module.add_variant(variant, function, call, [self.slot(name) for name in state])
+            trained = [number for number, name in enumerate(state) if name in program.trained]
+            module.add_variant(variant, function, call, [self.slot(name) for name in state], sizes, trained)
             self.is_random |= any(map(is_random, block.graph.nodes))
             dead = tuple(name for name, last in last_use.items() if last == number)
             calls.append(_Call(module, inputs, block.outputs, dead))
@@ -139,6 +143,15 @@ class StageModule(nn.Module):
             self._selected = variant
             for call in self._variants[variant].calls:
                 call.block.select(variant)
+
+    def set_sizes(self, sizes: Sequence[SizeValues]) -> None:
+        """Say what the sizes of the selected program are, in each microbatch."""
+        self.sizes = sizes
+
+    def begin(self, microbatch: int) -> None:
+        """The next forward is that of this microbatch."""
+        for block in self._by_name.values():
+            block.sizes = self.sizes[microbatch]
 
     @property
     def code(self) -> str:

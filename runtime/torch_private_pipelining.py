@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stages_of_torch
-from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -27,9 +26,6 @@ Action = _Action
 
 Kind = _ComputationType
 """What an action is: FORWARD, SEND_F, RECV_F and so on."""
-
-WHOLE = _Replicate
-"""In ``kwargs_chunk_spec``: an argument that every microbatch gets whole. The public classes cut it or map over it."""
 
 
 def with_communication(
@@ -103,6 +99,12 @@ class Stage(PipelineStage):
         for info, wanted in zip(infos, self.wants_gradients(), strict=True) if _SETS_UP_TOGETHER else ():
             info.buffer.requires_grad_(wanted)
 
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Nothing: microbatches may be of other sizes than the first. Torch 2.11 checks always, later where asked."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """Nothing, likewise."""
+
     def clear_runtime_states(self) -> None:
         """What a step leaves behind goes. The tensors received are gone already, which torch 2.11 would look into."""
         received, self.args_recv_info = self.args_recv_info, {}
@@ -120,6 +122,18 @@ class Schedule(_PipelineScheduleRuntime):
     def run_by(self, kind: Kind, function: Callable[[Action, Any], None]) -> None:
         """Have ``function`` run actions of ``kind``."""
         self._comp_type_to_function_map[kind] = function
+
+    @contextmanager
+    def given(self, microbatches: Sequence[dict[str, torch.Tensor]]) -> Iterator[None]:
+        """Within, a step runs these microbatches, by keyword; the base class cuts a batch into equal ones."""
+        self._microbatches = microbatches
+        try:
+            yield
+        finally:
+            del self._microbatches
+
+    def _split_inputs(self, args: Any, kwargs: Any = None) -> tuple[list[Any], list[Any]]:
+        return [()] * len(self._microbatches), list(self._microbatches)
 
     @contextmanager
     def without_vote(self) -> Iterator[None]:

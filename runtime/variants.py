@@ -7,7 +7,7 @@ is there from the start, every other is captured, partitioned and added when it 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -18,10 +18,11 @@ from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, update_stages
+from autopar.ir.program_sizes import FIXED, SizeValues
 from autopar.runtime.accord import Accord
 from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import BlockModule
-from autopar.runtime.inputs import Sizes
+from autopar.runtime.call_sizes import CallSizes, Sizes
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import cast_reads
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from autopar.runtime.pipeline import Pipeline
 
 Results = Literal["loss", "model"]
+# What is wanted of the model, whether it is in train mode, and the keys of the step inputs that are not given.
+_Mode = tuple[Results, bool, frozenset[str]]
 
 
 class Programs(Protocol):
@@ -44,10 +47,11 @@ class Programs(Protocol):
         self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes
     ) -> tuple[CapturedModel, Sequence[StageProgram]]:
         """The capture and the programs of every stage for what is wanted of the model, in train mode or not, without
-        the step inputs of the keys ``absent``, and at other sizes than the plan's."""
+        the step inputs of the keys ``absent``, and at other sizes than the plan's; for all sizes that divide as these
+        do, where the model has symbols for them."""
 
-    def uneven_obstacle(self, training: bool, absent: frozenset[str]) -> str | None:
-        """Why ranks with other rows may not have them of other sizes; None if they may."""
+    def uneven_obstacle(self, training: bool, absent: frozenset[str], varying: frozenset[str]) -> str | None:
+        """Why microbatches, on one rank or on several, may not differ in the symbols ``varying``; None if they may."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +77,16 @@ class Variant:
     forwards: ForwardPipeline | None = None
     steps: Pipeline | None = None
 
+    def fits(self, sizes: CallSizes) -> bool:
+        """Whether it is for any sizes, and can run these."""
+        own = self.programs[0].sizes
+        return own is not None and sizes.fit(own)
+
+    def size_values(self, sizes: CallSizes | None, num_microbatches: int) -> list[SizeValues]:
+        """The numbers that its sizes are in each microbatch."""
+        own = self.programs[0].sizes
+        return [FIXED] * num_microbatches if own is None or sizes is None else sizes.values(own)
+
 
 class Variants:
     """Finds or makes the variants of one rank."""
@@ -90,44 +104,77 @@ class Variants:
         """captured: that of training. programs: makes those of variants that are not there yet."""
         self._captured, self._plan, self._mesh, self._local = captured, plan, mesh, tuple(local)
         self._device, self._random, self._programs = device, randomness, programs
-        self._made: dict[tuple[Results, bool, frozenset[str], Sizes], Variant] = {}
+        self._made: dict[tuple[_Mode, Sizes], Variant] = {}
+        self._flexible: dict[_Mode, list[Variant]] = {}
         self._holders: Sequence[StageProgram] = ()
 
-    def get(self, results: Results, training: bool, absent: frozenset[str] = frozenset(), sizes: Sizes = ()) -> Variant:
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._made)
+
+    def get(
+        self,
+        results: Results,
+        training: bool,
+        absent: frozenset[str] = frozenset(),
+        sizes: CallSizes | None = None,
+    ) -> Variant:
         """The variant for a loss or for the model's outputs. All ranks call together where it is not made yet.
 
-        absent: keys of the step inputs that are not given. sizes: of those that are, where they are not the plan's.
-        Raises CaptureError, PlanMismatch or InvalidInput, on every rank, if there is none.
+        absent: keys of the step inputs that are not given. sizes: of those that are, where they are not the plan's, the
+        same on all ranks. Raises CaptureError, PlanMismatch or InvalidInput, on every rank, if there is none.
         """
-        if (results, training, absent, sizes) not in self._made:
-            captured, programs = agree(lambda: self._make(results, training, absent, sizes))
+        mode = results, training, absent
+        found = self._found(mode, sizes)
+        if found is None:
+            captured, programs = agree(lambda: self._make(mode, self._of_batch(sizes)))
             self._mesh.make_groups(programs, self._holders)
-            self.add(results, training, captured, programs, absent, sizes)
-        return self._made[results, training, absent, sizes]
+            found = self.add(results, training, captured, programs, absent, self._of_batch(sizes))
+        return found
 
-    def make_own(self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes, accord: Accord) -> None:
-        """Make the variant of this rank's ``sizes``, where other ranks have others. All ranks call together.
+    def get_own(
+        self, results: Results, training: bool, absent: frozenset[str], sizes: CallSizes, accord: Accord
+    ) -> Variant:
+        """The variant of this rank's ``sizes``, where microbatches differ, or ranks. All ranks call together.
 
-        Raises PlanMismatch, on every rank, if the results would depend on what others have, or the errors of ``get``.
+        Raises PlanMismatch, on every rank, if the results would depend on that, or the errors of ``get``.
         """
+        mode = results, training, absent
         self.get(results, training, absent)  # whose process groups it shares
         failure: Exception | None = None
+        found = self._found(mode, sizes)
         try:
-            obstacle = None if self._programs is None else self._programs.uneven_obstacle(training, absent)
+            obstacle = None
+            if self._programs is not None:
+                obstacle = self._programs.uneven_obstacle(training, absent, sizes.varying)
             if obstacle is not None:
                 raise PlanMismatch(
-                    f"data-parallel ranks have batches of different sizes, of which {self._captured.name} does not "
-                    f"allow: {obstacle}.\n  try: as many rows, of the same length, on each"
+                    f"data-parallel ranks or microbatches have batches of different sizes, of which "
+                    f"{self._captured.name} does not allow: {obstacle}.\n"
+                    "  try: as many rows, of the same length, in each"
                 )
-            if (results, training, absent, sizes) not in self._made:
-                self.add(results, training, *self._make(results, training, absent, sizes), absent, sizes)
+            if found is None:
+                own = self._of_batch(sizes)
+                found = self.add(results, training, *self._make(mode, own), absent, own)
         except Exception as error:  # the others wait for this rank's answer, whatever it is
             failure = error
         accord.check({}, failure)
+        assert found is not None
+        return found
 
-    def _make(
-        self, results: Results, training: bool, absent: frozenset[str], sizes: Sizes
-    ) -> tuple[CapturedModel, Sequence[StageProgram]]:
+    def _found(self, mode: _Mode, sizes: CallSizes | None) -> Variant | None:
+        """The variant of a mode for ``sizes``, if it is made."""
+        if sizes is None:
+            return self._made.get((mode, ()))
+        fitting = (variant for variant in self._flexible.get(mode, ()) if variant.fits(sizes))
+        return next(fitting, None) or self._made.get((mode, self._of_batch(sizes)))
+
+    def _of_batch(self, sizes: CallSizes | None) -> Sizes:
+        return () if sizes is None else sizes.of_batch(self._plan.data_parallel_size)
+
+    def _make(self, mode: _Mode, sizes: Sizes) -> tuple[CapturedModel, Sequence[StageProgram]]:
+        results, training, absent = mode
         if self._programs is None:
             raise PlanMismatch(f"there is no program of the model's {results} in {_mode(training)} mode")
         # The random numbers of the caller go on as if nothing had been captured.
@@ -142,7 +189,7 @@ class Variants:
         programs: Sequence[StageProgram],
         absent: frozenset[str] = frozenset(),
         sizes: Sizes = (),
-    ) -> None:
+    ) -> Variant:
         """Add a variant; the first one is what the stages were made for. programs: of every stage."""
         self._holders = self._holders or programs
         other = (*(f"without {key}" for key in sorted(absent)), *(f"{symbol} {size}" for symbol, size in sizes))
@@ -160,7 +207,8 @@ class Variants:
                 stage.module.add_variant(f"{name} total {number}", alone, block.outputs, self._device)
                 totals.append((stage.module, f"{name} total {number}", block.outputs))
         managed = {name for stage in self._local if stage.zero is not None for name in stage.zero.managed}
-        self._made[results, training, absent, sizes] = Variant(
+        mode = results, training, absent
+        variant = self._made[mode, sizes] = Variant(
             name=name,
             programs=own,
             required=tuple(dict.fromkeys(given for program in programs for given in program.inputs)),
@@ -176,6 +224,9 @@ class Variants:
                 if stage.zero is not None and (modules := _elsewhere(stage, stage.zero.managed, programs))
             ),
         )
+        if programs[0].sizes is not None:
+            self._flexible.setdefault(mode, []).append(variant)
+        return variant
 
     def forwards(self, variant: Variant) -> ForwardPipeline:
         """The pipeline that runs forwards of a variant, without gradients."""
@@ -202,14 +253,20 @@ class Variants:
                 self._plan.pipelining,
                 group=self._mesh.pipeline_group(),
                 device=self._device,
-                batch_dims={name: self.batch_dim(name) for program in variant.programs for name in program.given},
                 randomness=self._random,
             )
         return variant.steps
 
-    def batch_dim(self, name: str) -> int | None:
-        """Batch dimension of a step input; None of a sum over the whole batch."""
-        return self._captured.inputs[name].batch_dim if name in self._captured.inputs else None
+    def microbatches(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The step inputs of each microbatch: of rows that do not divide, the first ones have one more."""
+        count = self._plan.batch.num_microbatches
+        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        for name, value in inputs.items():
+            dim = self._captured.inputs[name].batch_dim
+            parts = [value] * count if dim is None else value.tensor_split(count, dim)
+            for batch, part in zip(batches, parts, strict=True):
+                batch[name] = part
+        return batches
 
     def _checked(
         self, captured: CapturedModel, programs: Sequence[StageProgram], training: bool

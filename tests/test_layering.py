@@ -26,6 +26,7 @@ ALLOWED = {
     "autopar.huggingface": ("autopar.ir", "autopar.runtime", "autopar.model_file"),
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
     "autopar.planning": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units"),
+    "autopar.any_size": ("autopar.ir", "autopar.passes"),
     "autopar.planning_sizes": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search"),
     "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
     "autopar.report": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -123,19 +123,23 @@ def remove_dead(graph: fx.Graph) -> int:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Global shape of a node's tensor; its sizes know what they are of the symbols of a capture."""
-    return _sizes(node.meta["val"], node.meta.get("symbolic"))
+    """Shape of a node's tensor, global in a capture and local in the program of a rank; its sizes know what they are of
+    the symbols."""
+    if "shapes" in node.meta:
+        (shape,) = node.meta["shapes"]
+        return cast("tuple[int, ...]", shape)
+    return _sizes(node.meta["val"], node.meta.get("symbolic", node.meta["val"]))
 
 
 def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Global shapes of the tensors that a node makes several of, as of ``shape_of``."""
-    values, symbolic = node.meta["val"], node.meta.get("symbolic")
-    return tuple(map(_sizes, values, [None] * len(values) if symbolic is None else symbolic))
+    """Global shapes of all tensors that a node of a capture makes, as of ``shape_of``."""
+    values = pytree.tree_leaves(node.meta["val"])
+    symbolic = pytree.tree_leaves(node.meta.get("symbolic", node.meta["val"]))
+    pairs = zip(values, symbolic, strict=True)
+    return tuple(_sizes(value, own) for value, own in pairs if isinstance(value, torch.Tensor))
 
 
-def _sizes(value: torch.Tensor, symbolic: torch.Tensor | None) -> tuple[int, ...]:
-    if symbolic is None:
-        return tuple(value.shape)
+def _sizes(value: torch.Tensor, symbolic: torch.Tensor) -> tuple[int, ...]:
     sizes = zip(value.shape, symbolic.shape, strict=True)
     return tuple(expressed(size, expression_of_symbol(symbol)) for size, symbol in sizes)
 

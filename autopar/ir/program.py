@@ -17,6 +17,7 @@ from autopar.ir.graph import Buffer, Parameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.placed.zero_units import ZeroUnit
 from autopar.ir.placement import Layout, Placement
+from autopar.ir.program_sizes import ProgramSizes
 
 Remat = Literal["none", "selective", "alternate", "full"]
 
@@ -59,7 +60,10 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Local shape and dtype of a tensor that crosses a stage cut. has_gradient: one comes back over the cut."""
+    """Local shape and dtype of a tensor that crosses a stage cut. has_gradient: one comes back over the cut.
+
+    In a program with symbols the sizes of ``shape`` know what they are of them (``ir/sizes.py``).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -92,6 +96,8 @@ class StageProgram:
         under the same names, and of the later ``totals``.
     buffer_updates: buffer name -> its value after the step, which every microbatch computes from that before it.
     summed_updates: those of which every microbatch computes a summand.
+    sizes: the symbols in shapes and arguments; None of a program for one batch and length.
+    trained: the parameters to which a step gives a gradient.
     unread: parameters that the stage holds though its program reads none of them: of ops that the loss does not depend
         on, which other programs of the model may run, and of layers that forward never calls.
     """
@@ -119,9 +125,11 @@ class StageProgram:
     totals: tuple[BlockProgram, ...] = ()
     summed_updates: frozenset[str] = frozenset()
     unread: dict[str, ParameterLayout] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
     output_microbatches: tuple[Placement, ...] = ()
     output_specs: tuple[TensorSpec, ...] = ()
     zero_units: tuple[ZeroUnit, ...] = ()
+    sizes: ProgramSizes | None = None
 
     @property
     def held(self) -> dict[str, ParameterLayout]:

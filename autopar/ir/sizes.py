@@ -111,10 +111,10 @@ _OF_EXPRESSIONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 def _made(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """``function`` of two numbers, one of them with an expression."""
-    plain = [_PLAIN.get(type(number), lambda same: same)(number) for number in (a, b)]
-    if any(type(number) not in (int, float) for number in plain):
+    values = [plain(number) for number in (a, b)]
+    if any(type(number) not in (int, float) for number in values):
         return NotImplemented
-    return expressed(function(*plain), _OF_EXPRESSIONS.get(function, function)(expression_of(a), expression_of(b)))
+    return expressed(function(*values), _OF_EXPRESSIONS.get(function, function)(expression_of(a), expression_of(b)))
 
 
 def expression_of(number: complex) -> sympy.Expr:
@@ -135,6 +135,11 @@ def same_sizes(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(a) == len(b) and all(x == y and expression_of(x) == expression_of(y) for x, y in zip(a, b, strict=True))
 
 
+def plain(value: T) -> T:
+    """``value`` as it is at the sizes of the capture, without an expression."""
+    return _PLAIN[type(value)](value) if isinstance(value, _Expressed) else value  # type: ignore[return-value]
+
+
 def expressed(value: Any, expression: sympy.Expr) -> Any:
     """``value`` with its expression; ``value`` alone where that is a constant, or it is no number."""
     if not expression.free_symbols or isinstance(value, bool):
@@ -150,6 +155,11 @@ def at(number: T, point: Point) -> T:
     if isinstance(number, Size):
         return int(value)  # type: ignore[return-value]  # of the same kind
     return value.p / value.q if value.is_Rational else float(value)  # type: ignore[return-value]  # likewise
+
+
+def moved_to(number: T, point: Point) -> T:
+    """The number that one of a capture is at other sizes, with its expression."""
+    return expressed(at(number, point), number.expression) if isinstance(number, _Expressed) else number
 
 
 @lru_cache(maxsize=1 << 16)

@@ -20,6 +20,7 @@ from autopar.ir.graph import CapturedModel, is_getitem, is_tensor
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.call import REQUIRED, parameters
+from autopar.ir.sizes import plain
 
 # Where a value is in the arguments of a call: the name of the parameter, then indices into lists.
 Path = tuple[str | int, ...]
@@ -192,4 +193,4 @@ def _flatten(path: Path, value: Any, flat: dict[Path, Any]) -> None:
     elif value is None or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) or callable(value):
         flat[path] = value
     else:  # 1, 1.0 and True are equal, and no number is not equal to itself
-        flat[path] = (type(value).__name__, str(value))
+        flat[path] = (type(plain(value)).__name__, str(value))

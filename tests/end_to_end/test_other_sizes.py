@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -15,8 +16,9 @@ from benchmarks.models import CASES
 from tests.harness import run_ranks
 from tests.parity import relative
 
-# Rows of the global batch, and length; the plan is for 8 and 16.
-SIZES = ((8, 16), (4, 10), (16, 7), (4, 10), (4, 24))
+# Rows of the global batch, and length; the plan is for 8 and 16. With 2 data-parallel ranks or microbatches one has no
+# row of 1, and of 5 one has more than the other.
+SIZES = ((8, 16), (4, 10), (1, 7), (5, 9), (16, 24))
 
 
 def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, Tensor]:
@@ -36,8 +38,8 @@ def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, Any]) -> list[float]:
-    """Largest error of each step: of the loss, and of any gradient."""
+def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, Any]) -> tuple[list[float], int]:
+    """Largest error of each step: of the loss, and of any gradient; and the number of programs at the end."""
     torch.manual_seed(0)
     model = CASES[case].build()
     alone = copy.deepcopy(model)
@@ -62,7 +64,7 @@ def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, 
     with torch.no_grad():
         given = batch_of(case, *sizes[1], 99)
         errors.append(abs(parallel.loss(**parallel.shard_batch(given)).item() / alone(**given).loss.item() - 1))
-    return errors
+    return errors, parallel.engine.variants.count
 
 
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -81,8 +83,10 @@ FAST = ("t5 dp2 tp2",)
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS])
 def test_steps_of_other_sizes_are_exact(name: str) -> None:
     case, ranks, constraints = PLANS[name]
-    for errors in run_ranks(train, ranks, case, SIZES, constraints):
+    for errors, programs in run_ranks(train, ranks, case, SIZES, constraints):
         assert max(errors) < 1e-4, errors
+        # Of training that of the plan, one for sizes that divide as the plan's and one for others; two of evaluation.
+        assert programs <= 5
 
 
 class Sum(nn.Module):
@@ -156,14 +160,54 @@ def test_ranks_may_have_rows_of_other_numbers_and_lengths(constraints: dict[str,
         assert max(errors) < 1e-4, errors
 
 
+class Mean(nn.Module):
+    """A loss that divides by the number of rows, and by another number if ``counted``: of each row the first ones."""
+
+    def __init__(self, *, counted: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.counted = counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layers(x).square()
+        if self.counted:
+            found = found * torch.arange(x.shape[0], device=x.device)[:, None]
+        return found.mean() + F.mse_loss(found, x)
+
+
+def mean_over_rows(constraints: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = Mean()
+    alone = copy.deepcopy(model)
+    parallel = autopar.parallelize(model, 2, example_inputs=torch.ones(8, 4), **constraints)
+    errors = []
+    for rows in (5, 1, 8, 3):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        alone.zero_grad()
+        parallel.zero_grad()
+        loss = alone(x)
+        loss.backward()
+        errors.append(abs(parallel.step(parallel.shard_batch(x)).item() / loss.item() - 1))
+        errors.append(
+            relative(parallel.full_gradients(), {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
+        )
+    return errors
+
+
+@pytest.mark.parametrize("constraints", [{"dp": 2, "num_microbatches": 2}, {"pp": 2, "num_microbatches": 4}])
+def test_a_mean_over_rows_is_that_over_the_rows_of_all(constraints: dict[str, Any]) -> None:
+    for errors in run_ranks(mean_over_rows, 2, constraints):
+        assert max(errors) < 1e-5, errors
+
+
 def refused() -> list[str]:
-    """What is said where a mean is over all rows, and where ranks with the same rows have others."""
+    """What is said where rows are numbered, where ranks with the same rows have others, and where none has any."""
     found = []
     torch.manual_seed(0)
-    parallel = autopar.parallelize(Mean(), 4, example_inputs=torch.ones(8, 4), dp=2, tp=2)
+    parallel = autopar.parallelize(Mean(counted=True), 4, example_inputs=torch.ones(8, 4), dp=2, tp=2)
     rows = torch.ones(3 - parallel.data_parallel_rank, 4)
     other = torch.ones(3 + dist.get_rank() % 2, 4)
-    for given in (rows, other):
+    for given in (rows, other, torch.ones(0, 4)):
         try:
             parallel.step(given)
         except autopar.AutoparError as error:
@@ -171,17 +215,10 @@ def refused() -> list[str]:
     return found
 
 
-class Mean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
-
-
-def test_uneven_rows_are_refused_where_a_number_comes_of_them() -> None:
-    for uneven, other in run_ranks(refused, 4):
-        assert "a number depends on the size of the batch" in uneven
-        assert "square().mean()" in uneven
-        assert "does not do what the others do; sizes of the inputs of data-parallel rank" in other
+def test_what_cannot_be_exact_is_refused() -> None:
+    for uneven, other, none in run_ranks(refused, 4):
+        assert "data-parallel ranks or microbatches have batches of different sizes" in uneven
+        assert "rows are counted" in uneven
+        assert "torch.arange(x.shape[0]" in uneven
+        assert "does not do what the others do; rows of data-parallel rank" in other
+        assert "no rows on any rank" in none

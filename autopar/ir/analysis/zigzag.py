@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import BlockRepetition
+from autopar.ir.building import shape_of
 from autopar.ir.graph import CapturedModel, source, tensor_operands
 from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
@@ -91,11 +92,12 @@ def from_zigzag(x: Tensor, *, dim: int, length: int, inner: int, zigzag_ranks: i
 
 def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Roles) -> ZigzagSequence:
     """Follow the sequence of the causal attentions through the blocks. Linear in the graph."""
-    lengths = {
-        lengths_of(rule)
+    attentions = [
+        node
         for node, rule in roles.rules.items()
         if node in repetition.block_of and goes_round(rule) and sight_of(node).kind == "causal"
-    }
+    ]
+    lengths = {lengths_of(roles.rules[node]) for node in attentions}
     if len(lengths) != 1:
         return _impossible(
             "it has causal attentions over sequences of different lengths" if lengths else "it has no causal attention"
@@ -109,7 +111,7 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
     if sweep.obstacles:
         return _impossible(sweep.obstacles[0])
     return ZigzagSequence(
-        length=queries,
+        length=shape_of(tensor_operands(attentions[0])[0])[-2],
         into=sweep.into,
         back=sweep.back,
         attentions=frozenset(sweep.attentions),

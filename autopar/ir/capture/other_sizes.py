@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -19,13 +20,15 @@ from autopar.ir.capture.simplify import simplify
 from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel, module_of
-from autopar.ir.sizes import Point, at, evaluated
+from autopar.ir.sizes import Point, at, evaluated, moved_to
 from autopar.ir.torch_private import FakeTensorMode, pytree
 from autopar.ir.torch_private_symbols import expression_of_symbol
 
 
-def captured_at(captured: CapturedModel, sizes: Mapping[str, int]) -> CapturedModel:
-    """The capture with other ``sizes``, by name of their symbols, and no symbols; those left out keep their sizes.
+def captured_at(captured: CapturedModel, sizes: Mapping[str, int], *, keep_symbols: bool = False) -> CapturedModel:
+    """The capture with other ``sizes``, by name of their symbols; those left out keep their sizes.
+
+    keep_symbols: its integers still know their expressions; else they are plain ones, and there are no symbols.
 
     Raises CaptureError if the capture holds for its own sizes alone, or has no such symbol.
     """
@@ -43,17 +46,22 @@ def captured_at(captured: CapturedModel, sizes: Mapping[str, int]) -> CapturedMo
         new = copied[node] = graph.node_copy(node, lambda operand: copied[operand])
         if node.op == "output":
             continue
-        new.args, new.kwargs = pytree.tree_map(lambda leaf: at(leaf, point), (new.args, new.kwargs))
-        symbolic = new.meta.pop("symbolic", None)
+        moved = partial(moved_to if keep_symbols else at, point=point)
+        new.args, new.kwargs = pytree.tree_map(moved, (new.args, new.kwargs))
+        symbolic = new.meta.get("symbolic")
+        if not keep_symbols:
+            new.meta.pop("symbolic", None)
         if node.op == "call_function":
             new.meta["val"] = _value(new, mode, memo)
             _check(captured, node, new.meta["val"], point)
         elif symbolic is not None:
             new.meta["val"] = node.meta["val"].new_empty([_size(size, point) for size in symbolic.shape])
+    batch = values.get(BATCH, captured.batch_size)
+    if keep_symbols:
+        return replace(captured, graph_module=module_of(graph), batch_size=batch)
     # What differs in a symbol alone may be the same now.
     trained = {n for n in graph.nodes if n.name in captured.parameters and captured.parameters[n.name].requires_grad}
     simplify(graph, differentiable=trained)
-    batch = values.get(BATCH, captured.batch_size)
     return replace(captured, graph_module=module_of(graph), batch_size=batch, symbols={})
 
 

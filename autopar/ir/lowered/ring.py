@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.ir.building import shape_of
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of, sight_of
@@ -279,8 +280,11 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces an attention whose keys are cut where its queries are."""
     operands, kwargs = attention_arguments(node)
     del kwargs["dropout_p"]
-    kwargs["lengths"] = lengths_of(rule)
-    kwargs["query_groups"], kwargs["key_groups"] = _axes(rule, assignment, mesh)
+    groups = kwargs["query_groups"], kwargs["key_groups"] = _axes(rule, assignment, mesh)
+    kwargs["lengths"] = tuple(
+        shape_of(operand)[-2] * prod(mesh.axes[mesh.index(name)].size for name in cut)
+        for operand, cut in zip(operands[:2], groups, strict=True)
+    )
     return ring_attention, operands, kwargs
 
 

@@ -1,26 +1,25 @@
-"""Whether data-parallel ranks may have batches of different sizes in one step, and be exact all the same.
+"""Whether microbatches, of one rank or of several, may have batches of different sizes in one step, and be exact.
 
-    rank 0   2 rows of 31 tokens        each runs the programs of its own sizes; what they share is the sum of the loss,
-    rank 1   1 row of 8 tokens          the number of its targets, and gradients
+    rank 0   2 rows of 31 tokens        each runs with its own sizes; what they share is the sum of the loss, the number
+    rank 1   1 row of 8 tokens          of its targets, and gradients
 
-That holds if nothing else depends on what other ranks have: no number in the program comes of a size (a mean over rows
-divides by their number on all ranks), no tensor of samples crosses a data axis, and no op needs pieces of one size.
+A number that comes of the batch (the divisor of a mean over rows) is that of the batch of all ranks, whatever rows each
+has. No tensor of samples may cross a data axis, no op may need pieces of one size or count rows, and where lengths
+differ no number may come of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import fx
 
 from autopar.ir.capture.symbols import BATCH
-from autopar.ir.graph import CapturedModel, call_nodes
+from autopar.ir.graph import CapturedModel, call_nodes, is_getitem
 from autopar.ir.placed.op_communication import op_communication
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.rules.call import op_name
-from autopar.ir.sizes import Ratio, Size
-from autopar.ir.torch_private import OpOverload, pytree, schema_of
+from autopar.ir.rules.sizes import numbers_of
 
 # Bytes of the largest number that ranks may add up, whatever they have of the batch.
 _SCALAR_BYTES = 8
@@ -28,45 +27,39 @@ _SCALAR_BYTES = 8
 _ANY_PIECES = frozenset({"attention", "cross_entropy", "embedding", "moe", "random"})
 
 
-def uneven_obstacle(placed: PlacedModel, symbolic: CapturedModel) -> str | None:
-    """Why ranks cannot have batches of different sizes; None if they can. symbolic: the capture with symbols."""
+def uneven_obstacle(placed: PlacedModel, symbolic: CapturedModel, varying: frozenset[str]) -> str | None:
+    """Why microbatches cannot differ in the symbols ``varying``; None if they can. symbolic: the capture with
+    symbols."""
     if BATCH not in symbolic.symbols:
         return "its capture holds for one batch size"
     for node in call_nodes(symbolic.graph):
-        for what in _numbers(node, symbolic):
+        for what in _numbers(node, symbolic, varying):
             return f"{what} at {node.meta.get('source', 'an unknown line')}"
     axes = {placed.mesh.names[axis] for axis, choice in enumerate(placed.layouts.inputs) if choice is not None}
     for record in op_communication(placed, placed.num_microbatches):
         if axes.intersection(record.axes) and not record.dispatch and record.payload_bytes > _SCALAR_BYTES:
             return f"{record.of} is exchanged between data-parallel ranks ({record.kind})"
+    if placed.plan.expert_capacity is not None:
+        return "experts take as many tokens as the plan's batch gives them"
     for node in call_nodes(placed.captured.graph):
+        if is_getitem(node):
+            continue
         rule, choices = placed.analysis.rule(node), placed.layouts.assignments.get(node, ())
-        for name, choice in zip(placed.mesh.names, choices, strict=False):
-            lowering = rule.lowered.get(choice) if choice is not None and name in axes else None
+        over_ranks = [choice for name, choice in zip(placed.mesh.names, choices, strict=False) if name in axes]
+        for choice in (placed.time_choice(node), *over_ranks):
+            lowering = rule.lowered.get(choice) if choice is not None else None
             if lowering is not None and lowering not in _ANY_PIECES:
                 return f"{node.name} needs pieces of one size ({lowering})"
     return None
 
 
-def _numbers(node: fx.Node, symbolic: CapturedModel) -> Iterator[str]:
-    """Numbers that an op computes with and that come of sizes; of counting ones those that come of the batch."""
-    for value, kind in _arguments(node):
-        if isinstance(value, Ratio) or (isinstance(value, Size) and kind in ("Scalar", "Tensor", "float")):
-            if op_name(node.target) == "aten::arange":  # type: ignore[arg-type]  # an op
-                if symbolic.symbols[BATCH] in value.expression.free_symbols:
-                    yield "rows are counted"
-                continue
-            yield "a number depends on the size of the batch"
-
-
-def _arguments(node: fx.Node) -> Iterator[tuple[Any, str]]:
-    """Every plain argument of an op with the type that it has in the signature; "" of ops without one."""
-    types = {}
-    order: list[str] = []
-    if isinstance(node.target, OpOverload):
-        types = {argument.name: str(argument.type) for argument in schema_of(node.target).arguments}
-        order = list(types)
-    named = [*zip(order, node.args, strict=False), *node.kwargs.items()]
-    for name, value in named if order else [("", node.args), *node.kwargs.items()]:
-        for leaf in pytree.tree_leaves(value):
-            yield leaf, types.get(name, "")
+def _numbers(node: fx.Node, symbolic: CapturedModel, varying: frozenset[str]) -> Iterator[str]:
+    """Why the numbers that an op computes with are not those of all ranks."""
+    batch = symbolic.symbols[BATCH]
+    for number in numbers_of(node):
+        symbols = number.expression.free_symbols
+        if op_name(node.target) == "aten::arange":  # type: ignore[arg-type]  # an op
+            if batch in symbols:
+                yield "rows are counted"
+        elif symbols - {batch} and varying - {BATCH}:
+            yield "a number depends on lengths, which differ,"

@@ -79,7 +79,7 @@ def group_all_gather_stacked(x: Tensor, group: str) -> Tensor:
         gathered = torch.ops.autopar.all_gather_as_all_to_all(flat, size, group)
     else:
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, size, group))
-    return cast(Tensor, gathered).view(-1, *x.shape)
+    return cast(Tensor, gathered).view(size, *x.shape)
 
 
 def group_all_gather(x: Tensor, dim: int, group: str) -> Tensor:

@@ -13,9 +13,14 @@ from torch import fx
 from autopar.ir.graph import tensor_results
 from autopar.ir.rules.call import op_name, parameters
 from autopar.ir.rules.factors import aten
+from autopar.ir.sizes import Ratio, Size
+from autopar.ir.torch_private import OpOverload, pytree, schema_of
 
 # (argument, global shape of the first result, local shape) -> local argument
 _Rewrite = Callable[[Any, Sequence[int], Sequence[int]], Any]
+
+# Types of arguments that are numbers to compute with.
+_NUMBERS = frozenset({"Scalar", "Tensor", "float", "number", "Optional[number]", "Optional[float]"})
 
 
 def local_arguments(node: fx.Node, shape: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -37,6 +42,46 @@ def local_arguments(node: fx.Node, shape: Sequence[int]) -> tuple[tuple[Any, ...
             position = names.index(name)
             args[position] = rewrite(args[position], whole, tuple(shape))
     return tuple(args), kwargs
+
+
+def map_sizes(node: fx.Node, change: Callable[[Size], int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of ``node`` with ``change`` of every argument that is the size of a tensor in symbols."""
+
+    def changed(leaf: Any, is_number: bool) -> Any:
+        return change(leaf) if isinstance(leaf, Size) and not is_number else leaf
+
+    return _map(node, changed)
+
+
+def numbers_of(node: fx.Node) -> list[Size | Ratio]:
+    """The numbers with symbols that ``node`` computes with: a divisor, not a shape."""
+    found: list[Size | Ratio] = []
+
+    def seen(leaf: Any, is_number: bool) -> Any:
+        if is_number and isinstance(leaf, Size | Ratio):
+            found.append(leaf)
+        return leaf
+
+    _map(node, seen)
+    return found
+
+
+def _map(node: fx.Node, change: Callable[[Any, bool], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` with ``change`` of every leaf, which is told whether the op computes with it.
+
+    Ops without a signature of types (composite ones) take lengths and floats.
+    """
+    kinds: dict[str, str] = {}
+    if isinstance(node.target, OpOverload):
+        kinds = {argument.name: str(argument.type) for argument in schema_of(node.target).arguments}
+
+    def mapped(name: str, value: Any) -> Any:
+        counts = kinds.get(name) in _NUMBERS
+        return pytree.tree_map(lambda leaf: change(leaf, counts or isinstance(leaf, Ratio)), value)
+
+    names = [*kinds, *[""] * len(node.args)]
+    args = tuple(mapped(name, value) for name, value in zip(names, node.args, strict=False))
+    return args, {name: mapped(name, value) for name, value in node.kwargs.items()}
 
 
 def _result_shape(_: Any, __: Sequence[int], shape: Sequence[int]) -> list[int]:

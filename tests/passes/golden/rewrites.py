@@ -297,6 +297,10 @@ def pooled_loss(m: Net, x: Tensor, y: Tensor) -> Tensor:
     return 1.0 - F.cosine_similarity(m.q(x).mean(1), x.mean(1)).mean()
 
 
+def mean_of_loss(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(m.q(x), x) + F.kl_div(m.k(x), x[:1], reduction="mean", log_target=True)
+
+
 def number_added(m: Net, x: Tensor, y: Tensor) -> Tensor:
     return (x * m.scale).sum() + 2.0
 
@@ -352,7 +356,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "recognise-cross-entropy": (loss_over_rows, loss_of_classes_second, smoothed_loss_of_next),
     "split-loss-means": (loss_over_rows, weighted_classes, likelihood),
     "recognise-moe": (experts_with_halves, experts_interleaved, experts_without_gate),
-    "split-means": (means_of_means, mean_in_float64, pooled_loss),
+    "split-means": (means_of_means, mean_in_float64, pooled_loss, mean_of_loss),
     "numbers-to-terms": (pooled_loss, number_added, number_taken),
 }
 

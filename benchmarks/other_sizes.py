@@ -1,0 +1,131 @@
+"""Steps of random batches and lengths under one plan, against one process, in float32.
+
+    python benchmarks/other_sizes.py [--models llama,t5] [--plans zero3,pp2] [--steps 20]
+
+The plan is made for 8 rows; of the steps after it one has one row, one five, the others from 1 to 17, and each a length
+of its own, even or odd. Prints the table model × plan: the largest relative error of the loss and of any gradient over
+all steps; how many programs the job made, the plan's own among them; seconds of the first step of another size, in
+which they are made, and of the median step after it, each of which has sizes that were not there before. ``refused``,
+with the reason, where the plan or what it cannot run is refused. Exits with 1 if an error is above 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import autopar
+from benchmarks.models import CASES
+from tests.harness import RankFailure, run_ranks
+from tests.parity import relative
+
+MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,mistral,gpt_neox,bart,opt,vit"
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {"dp": 2}),
+    "zero3": (2, {"dp": 2, "zero": 3}),
+    "tp2 sp": (2, {"tp": 2, "sp": True}),
+    "pp2": (2, {"pp": 2, "num_microbatches": 2}),
+    "cp2 ring": (2, {"cp": 2, "sequence_layout": "zigzag"}),
+    "cp2": (2, {"cp": 2, "sequence_layout": "contiguous"}),
+    "dp4": (4, {"dp": 4, "num_microbatches": 1}),
+    "dp2 tp2 pp2": (8, {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 2}),
+}
+LIMIT = 1e-4
+LONGEST = 31
+
+
+def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random inputs of a model, of that batch and, where they are of integers, length; a few labels are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in CASES[case].batch(0).items():
+        shape = [rows, *tensor.shape[1:]]
+        if tensor.is_floating_point():
+            found[name] = torch.randn(shape, generator=generator)
+            continue
+        if tensor.dim() > 1:
+            shape[1] = length
+        high = min(64, int(tensor.max()) + 1)
+        found[name] = torch.randint(min(3, high - 1), high, shape, generator=generator)
+        if name == "attention_mask":
+            found[name] = torch.ones_like(found[name])
+    if found["labels"].dim() > 1:
+        found["labels"][:, -2:] = -100
+    return found
+
+
+def train(case: str, plan: str, steps: int) -> tuple[float, int, float, float] | str:
+    """The largest error, the number of programs, and seconds of the first step of other sizes and of a later one."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = CASES[case].build()
+    alone = copy.deepcopy(model)
+    given = batch_of(case, 8, 16, 0)
+    try:
+        parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **PLANS[plan][1])
+    except autopar.AutoparError as error:
+        return str(error).splitlines()[0]
+    learning_rate = CASES[case].learning_rate
+    one = torch.optim.SGD(alone.parameters(), lr=learning_rate, momentum=0.9)
+    many = torch.optim.SGD(parallel.parameters(), lr=learning_rate, momentum=0.9)
+    draws = random.Random(case)
+    errors, seconds = [], []
+    for step in range(steps):
+        rows = {1: 1, 2: 5}.get(step, draws.randint(1, 17))
+        given = batch_of(case, rows, draws.randint(4, LONGEST), step)
+        one.zero_grad()
+        many.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        start = time.perf_counter()
+        try:
+            got = parallel.step(**parallel.shard_batch(given))
+        except autopar.AutoparError as error:
+            return f"{rows} rows: {str(error).splitlines()[0]}"
+        seconds.append(time.perf_counter() - start)
+        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
+        one.step()
+        many.step()
+    return max(errors), parallel.engine.variants.count, seconds[0], median(seconds[1:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    print(f"{'model':<12} {'plan':<12} {'error':>8} {'programs':>9} {'first s':>8} {'step s':>7}")
+    wrong = 0
+    for case in options.models.split(","):
+        for plan in options.plans.split(","):
+            try:
+                found = run_ranks(train, PLANS[plan][0], case, plan, options.steps)
+            except RankFailure as failure:
+                print(f"{case:<12} {plan:<12} failed: {str(failure).strip().splitlines()[-1]}", flush=True)
+                wrong += 1
+                continue
+            if isinstance(found[0], str):
+                print(f"{case:<12} {plan:<12} refused: {found[0]}", flush=True)
+                continue
+            error = max(own[0] for own in found)
+            _, programs, first, later = found[0]
+            print(f"{case:<12} {plan:<12} {error:8.1e} {programs:9} {first:8.1f} {later:7.3f}", flush=True)
+            wrong += not error <= LIMIT
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
