@@ -48,7 +48,7 @@ def _rewrite(
     graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, reader: MaskReader, masks: dict[MaskMeaning, fx.Node]
 ) -> None:
     q, k, v, mask, dropout_p, is_causal = _arguments(node)
-    sinks = node.args[4] if node.target is composite.attention and len(node.args) > 4 else None
+    sinks, documents = (*node.args, *[None] * 6)[4:6] if node.target is composite.attention else (None, None)
     rank = len(shape_of(q))
     if rank not in (3, 4):
         return
@@ -75,11 +75,13 @@ def _rewrite(
         if rank == 3:
             q, k, v = (add_call(graph, mode, aten.unsqueeze.default, (x, 1), like=node) for x in (q, k, v))
         k, v = _grouped(q, k, v)
-        args: tuple[Any, ...] = (q, k, v) if operand is None else (q, k, v, operand)
-        if sinks is not None:
-            args = (q, k, v, operand, sinks)
+        if meaning.documents is not None:
+            documents = _rows_of(graph, mode, meaning.documents, node)
+        args: list[Any] = [q, k, v, operand, sinks, documents]
+        while args[-1] is None:
+            args.pop()
         value = node.meta["val"] if rank == 4 else None
-        result = add_call(graph, mode, composite.attention, args, options, like=node, value=value)
+        result = add_call(graph, mode, composite.attention, tuple(args), options, like=node, value=value)
         if rank == 3:
             result = add_call(graph, mode, aten.reshape.default, (result, list(shape_of(node))), like=node)
     node.replace_all_uses_with(result)
@@ -124,6 +126,13 @@ def before_repeat(heads: fx.Node) -> fx.Node | None:
     times = shape_of(expanded)[2]
     same = shape_of(expanded) == (batch, few, times, length, size)
     return source if same and shape_of(heads) == (batch, few * times, length, size) else None
+
+
+def _rows_of(graph: fx.Graph, mode: FakeTensorMode, documents: fx.Node, like: fx.Node) -> fx.Node:
+    """Documents as (B, S) or (1, S)."""
+    if len(shape_of(documents)) == 2:
+        return documents
+    return add_call(graph, mode, aten.unsqueeze.default, (documents, 0), like=like)
 
 
 def _operand(

@@ -9,7 +9,7 @@ broadcast shape.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -19,6 +19,7 @@ from autopar.ir.building import add_call, dtype_of, shape_of
 from autopar.ir.ops.composite import AttentionKind
 from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.constants import Box, ConstantEvaluator, TooLarge
+from autopar.passes.normalise.documents import find_packing
 
 aten = torch.ops.aten
 
@@ -37,11 +38,12 @@ _SAMPLE_STRIDE = 61
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMeaning:
-    """kind and window as in ``composite.attention``; parts: what else restricts or biases the scores."""
+    """kind, window and documents as in ``composite.attention``; parts: what else restricts or biases the scores."""
 
     kind: AttentionKind
     window: int | None = None
     parts: tuple[fx.Node, ...] = ()
+    documents: fx.Node | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +62,17 @@ class MaskReader:
 
     def _read(self, mask: fx.Node, queries: int, keys: int, causal: bool) -> MaskMeaning:
         parts = list(self._parts(mask))
+        packing = find_packing(parts) if queries == keys and dtype_of(mask) == torch.bool else None
+        if packing is None:
+            return self._of_parts(mask, parts, queries, keys, causal)
+        if packing.window is not None and (causal or packing.causal) and not packing.others:
+            return MaskMeaning(kind="sliding", window=packing.window, documents=packing.documents)
+        if packing.window is not None:
+            return self._of_parts(mask, [mask], queries, keys, causal)
+        rest = self._of_parts(mask, list(packing.others), queries, keys, causal or packing.causal)
+        return replace(rest, documents=packing.documents)
+
+    def _of_parts(self, mask: fx.Node, parts: list[fx.Node], queries: int, keys: int, causal: bool) -> MaskMeaning:
         constant = [p for p in parts if self.evaluator.is_constant(p) and self._is_condition(p)]
         varying = tuple(p for p in parts if p not in constant)
         base: AttentionKind = "causal" if causal else "full"

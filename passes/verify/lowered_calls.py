@@ -131,7 +131,7 @@ def _attention(sharded: Sharded) -> LocalCall | None:
 
 def _ring(sharded: Sharded) -> LocalCall | None:
     given = _attention_arguments(sharded)
-    if given.pop("dropout_p") or given.pop("sinks") is not None:
+    if given.pop("dropout_p") or given.pop("sinks") is not None or given.pop("documents") is not None:
         return None
     rule = sharded.op.rule
     queries, keys = (rule.operands[position][-2] for position in (0, 1))
@@ -155,7 +155,14 @@ def _attention_arguments(sharded: Sharded) -> Arguments:
         assert query is not None
         scale = query[-1] ** -0.5
     kind = "causal" if given["is_causal"] else "full" if given["attn_mask"] is None else "mask"
-    operands = {"q": given["query"], "k": given["key"], "v": given["value"], "mask": given["attn_mask"], "sinks": None}
+    operands = {
+        "q": given["query"],
+        "k": given["key"],
+        "v": given["value"],
+        "mask": given["attn_mask"],
+        "sinks": None,
+        "documents": None,
+    }
     return {**operands, "kind": kind, "window": None, "scale": scale, "dropout_p": given["dropout_p"]}
 
 

@@ -19,6 +19,9 @@ from autopar.ir.lowered.random import shard_randomness
 from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
+from autopar.ir.ops.composite import both
+from autopar.ir.ops.documents import attend_in_documents, runs_of, same_document
+from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
 from autopar.ir.torch_private import FakeTensor
@@ -36,6 +39,7 @@ def attention(
     v: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    documents: Tensor | None = None,
     *,
     kind: composite.AttentionKind,
     window: int | None = None,
@@ -47,13 +51,41 @@ def attention(
     """``composite.attention`` of this rank's queries: piece ``shard_index(query_groups)`` of the sequence.
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, T, D). mask: its rows are those of the local queries, or broadcast. sinks:
-    (Hq,).
+    (Hq,). documents: (B, T) or (1, T), of whole rows.
     Dropout draws the numbers of this rank's shard over ``random_groups``.
     """
+    first = shard_index(query_groups) * q.shape[2]
     if dropout_p > 0:
         with shard_randomness(q, random_groups):
-            return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, query_groups)
-    return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, query_groups)
+            return _in_documents(q, k, v, mask, sinks, documents, kind, window, scale, dropout_p, first)
+    return _in_documents(q, k, v, mask, sinks, documents, kind, window, scale, dropout_p, first)
+
+
+def _in_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    kind: composite.AttentionKind,
+    window: int | None,
+    scale: float,
+    dropout_p: float,
+    first: int,
+) -> Tensor:
+    if documents is None or not has_values(documents):
+        return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
+    runs = runs_of(documents)
+    if runs is None:
+        mask = both(same_document(documents, first, q.shape[2]), mask)
+        kind = "mask" if kind == "full" else kind
+        return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
+        return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
+
+    return attend_in_documents(q, k, v, mask, runs * len(q) if len(runs) == 1 else runs, first, attend)
 
 
 def _attention(
@@ -66,10 +98,9 @@ def _attention(
     window: int | None,
     scale: float,
     dropout_p: float,
-    groups: Groups,
+    first: int,
 ) -> Tensor:
     length = q.shape[2]
-    first = shard_index(groups) * length
     if first == 0 and kind in ("causal", "sliding"):
         k, v, mask = _keys(k, v, mask, 0, length)
     if first == 0 or kind in ("full", "mask"):
@@ -163,7 +194,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces ``composite.attention`` or ``aten.scaled_dot_product_attention``."""
     operands, kwargs = attention_arguments(node)
     kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
-    kwargs["sinks"] = arguments(node).get("sinks")
+    kwargs["sinks"], kwargs["documents"] = (arguments(node).get(name) for name in ("sinks", "documents"))
     if kwargs["dropout_p"] > 0:
         kwargs["random_groups"] = axes_sharded(rule, assignment, mesh)
     return attention, operands, kwargs

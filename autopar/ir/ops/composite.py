@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ir.ops.documents import attend_in_documents, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
 from autopar.ir.torch_private import FUSED_RMS_NORM
 
@@ -30,6 +31,7 @@ def attention(
     v: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    documents: Tensor | None = None,
     *,
     kind: AttentionKind,
     window: int | None = None,
@@ -45,7 +47,13 @@ def attention(
     mask: boolean (True: seen) or added to the scores; broadcasts to (B, Hq, S, T). Needed by kind "mask".
         The other kinds take it too, and then both must allow a key (padding under a causal mask).
     sinks: (Hq,). The score of one more key that every query of a head sees, and whose value is 0.
+    documents: (B, S) or (1, S) integers, S being T: of keys, a query sees those of its own document alone.
     """
+    if documents is not None and has_values(documents):
+        packed: Tensor = _attention_in_documents(
+            q, k, v, mask, sinks, documents, kind=kind, window=window, scale=scale, dropout_p=dropout_p
+        )
+        return packed
     if sinks is not None:
         return _attention_with_sinks(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
     grouped = k.shape[1] != q.shape[1]
@@ -63,8 +71,23 @@ def attention(
             q, k, v, dropout_p=dropout_p, is_causal=kind == "causal", scale=scale, enable_gqa=grouped
         )
     if kind in ("causal", "sliding"):
-        mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
+        mask = both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
+@torch.compiler.disable
+def _attention_in_documents(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, documents: Tensor, **options: Any
+) -> Tensor:
+    runs = runs_of(documents)
+    if runs is None:
+        mask = both(same_document(documents, 0, q.shape[2]), mask)
+        options["kind"] = "mask" if options["kind"] == "full" else options["kind"]
+        return attention(q, k, v, mask, sinks, **options)
+    runs = runs * len(q) if len(runs) == 1 else runs
+    return attend_in_documents(
+        q, k, v, mask, runs, 0, lambda q, k, v, mask, _: attention(q, k, v, mask, sinks, **options)
+    )
 
 
 def _attention_of_any_size(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -256,7 +279,8 @@ def _causal_mask(queries: int, keys: int, first: int, window: int | None, device
     return seen if window is None else seen & (key_positions > positions - window)
 
 
-def _both(seen: Tensor, mask: Tensor | None) -> Tensor:
+def both(seen: Tensor, mask: Tensor | None) -> Tensor:
+    """A mask that lets through what ``seen`` does, (.., S, T) boolean, and ``mask`` as well."""
     if mask is None:
         return seen
     return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
@@ -305,7 +329,7 @@ def _attention_with_sinks(
         assert window is not None
         return _sliding_attention(q, k, v, sinks, window=window, scale=scale, dropout_p=dropout_p)
     if kind in ("causal", "sliding"):
-        mask = _both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
+        mask = both(_causal_mask(queries, keys, 0, window if kind == "sliding" else None, q.device), mask)
     q, k, v, mask = with_sinks(q, k, v, sinks, mask, scale)
     return attention(q, k, v, mask, kind="full" if mask is None else "mask", scale=scale, dropout_p=dropout_p)
 

@@ -5,7 +5,8 @@
 Pieces of ``e`` would be right, but every rank would compute all scores: the work would not be divided.
 Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
 sliding mask needs the position of the local queries: it is lowered. Keys are cut only where queries are
-(``s&t``): a ring. It has no dropout, and no sinks, of which there is one for each query head: (h g).
+(``s&t``): a ring. It has no dropout, and no sinks, of which there is one for each query head: (h g). Documents that are
+packed into rows are known of whole rows, ``b _``, and local queries have to know their position, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def composite(call: Call) -> FactorRule | None:
     bound = call.bound()
     kind, window = bound["kind"], bound["window"]
     operands = bound["q"], bound["k"], bound["v"], bound["mask"]
-    return _attention(call, *operands, kind, window, dropout=bound["dropout_p"] > 0, sinks=bound["sinks"])
+    dropout, sinks, documents = bound["dropout_p"] > 0, bound["sinks"], bound["documents"]
+    return _attention(call, *operands, kind, window, dropout=dropout, sinks=sinks, documents=documents)
 
 
 def scaled_dot_product(call: Call) -> FactorRule | None:
@@ -43,6 +45,7 @@ def _attention(
     *,
     dropout: bool,
     sinks: Operand | None = None,
+    documents: Operand | None = None,
 ) -> FactorRule | None:
     if len(q.shape) != 4 or len(k.shape) != 4 or len(v.shape) != 4:
         return None
@@ -69,13 +72,15 @@ def _attention(
         known[mask.position] = tuple(full[offset + n] if m > 1 else () for n, m in enumerate(mask.shape))
     if sinks is not None:
         known[sinks.position] = (all_heads,)
+    if documents is not None:
+        known[documents.position] = (b if documents.shape[0] > 1 else (), factors.fresh(keys))
     # Every rank must know which rows it has, and draw its own random numbers.
     lowered = {}
-    if kind in ("causal", "sliding"):
+    if kind in ("causal", "sliding") or documents is not None:
         lowered["s"] = "attention"
     if dropout:
         lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
-    elif sinks is None:
+    elif sinks is None and documents is None:
         lowered["s&t"] = "ring"
     seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
     return factors.rule(

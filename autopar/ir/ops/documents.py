@@ -1,0 +1,102 @@
+"""Attention within documents that are packed into rows: a query sees keys of its own document alone.
+
+    documents   0 0 0 1 1 1 1 2      three attentions, of 3, 4 and 1 positions
+
+Each document is an attention by itself, so neither scores nor a mask over a whole row exist: memory is linear in the
+length of a row, and work is the sum over documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Run = tuple[int, int]
+
+# Attention of queries, keys, values and a mask, the first query being at that position of the keys.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
+
+# All layers have one tensor of documents: it is read once.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def runs_of(documents: Tensor) -> list[list[Run]] | None:
+    """Where documents begin and end in each row; None if one of them is in several places of a row.
+
+    documents: (B, S) integers, the same for positions of one document.
+    """
+    if documents not in _known:
+        _known[documents] = _runs(documents)
+    found: list[list[Run]] | None = _known[documents]
+    return found
+
+
+def _runs(documents: Tensor) -> list[list[Run]] | None:
+    rows, length = documents.shape
+    changes = torch.ones(rows, length, dtype=torch.bool, device=documents.device)
+    torch.ne(documents[:, 1:], documents[:, :-1], out=changes[:, 1:])
+    places = changes.nonzero().tolist()
+    ids = documents[changes].tolist()
+    starts: list[list[int]] = [[] for _ in range(rows)]
+    seen: set[tuple[int, int]] = set()
+    for (row, start), own in zip(places, ids, strict=True):
+        starts[row].append(start)
+        seen.add((row, own))
+    if len(seen) < len(ids):
+        return None
+    return [list(pairwise([*own, length])) for own in starts]
+
+
+def attend_in_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    runs: list[list[Run]],
+    first: int,
+    attend: Attend,
+) -> Tensor:
+    """The attention of each document by itself.
+
+    q: (B, Hq, S, D), from position ``first`` of the row on. k, v: (B, Hkv, T, ..), whole rows. mask: broadcasts to
+    (B, Hq, S, T). runs: where documents are in each row.
+    """
+    last = first + q.shape[2]
+    rows = []
+    for row, own in enumerate(runs):
+        parts = []
+        for start, end in own:
+            low, high = max(start, first), min(end, last)
+            if low >= high:
+                continue
+            queries, keys = slice(low - first, high - first), slice(start, end)
+            part = None if mask is None else _cut(mask, row, queries, keys)
+            parts.append(
+                attend(
+                    q[row : row + 1, :, queries],
+                    k[row : row + 1, :, keys],
+                    v[row : row + 1, :, keys],
+                    part,
+                    low - start,
+                )
+            )
+        rows.append(torch.cat(parts, 2) if parts else q.new_empty(1, q.shape[1], 0, v.shape[3]))
+    return torch.cat(rows) if rows else q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def same_document(documents: Tensor, first: int, length: int) -> Tensor:
+    """(B, 1, length, T) boolean: whether a query, the first at position ``first``, and a key are of one document."""
+    queries = documents[:, first : first + length]
+    return (queries[:, :, None] == documents[:, None, :])[:, None]
+
+
+def _cut(mask: Tensor, row: int, queries: slice, keys: slice) -> Tensor:
+    if mask.shape[0] > 1:
+        mask = mask[row : row + 1]
+    if mask.shape[-2] > 1:
+        mask = mask[..., queries, :]
+    return mask[..., keys] if mask.shape[-1] > 1 else mask
