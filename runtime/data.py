@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -52,12 +53,12 @@ class Dataloader:
         """
         self.dataset, self.batch_size, self.seed, self.drop_last = dataset, batch_size, seed, drop_last
         self._failed, self._agreed = failed, agreed
-        self._rows = batch_size // ranks
+        self.rank, self._rows = rank, batch_size // ranks
         self._first = rank * self._rows
-        self._options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self.options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
         self._length = _length(dataset)
-        self._is_stream = self._length is None
-        self.shuffle = not self._is_stream if shuffle is None else shuffle
+        self.is_stream = self._length is None
+        self.shuffle = not self.is_stream if shuffle is None else shuffle
         agree(lambda: self._check(num_workers))
         agree_same(
             {
@@ -69,11 +70,11 @@ class Dataloader:
             "dataloader",
         )
         self.epoch = 0
-        self._samples = 0
+        self.samples = 0
 
     def _check(self, num_workers: int) -> None:
         kind = type(self.dataset).__name__
-        if self._is_stream:
+        if self.is_stream:
             if not hasattr(self.dataset, "__iter__"):
                 raise InvalidInput(
                     f"{kind} has neither a length nor an iterator.\n  expected: samples by number with __len__ and "
@@ -109,13 +110,14 @@ class Dataloader:
     def __iter__(self) -> Iterator[Any]:
         """The batches that are left of this epoch; the one after it is next."""
         epoch = self.epoch
-        for batch in self._told(iter(self._loader())):
-            self._samples += self.batch_size
-            place = self.epoch, self._samples
+        counts = self.counts()
+        for batch in self._told(iter(self.loader())):
+            self.samples += next(counts)
+            place = self.epoch, self.samples
             yield batch
-            if (self.epoch, self._samples) != place:
+            if (self.epoch, self.samples) != place:
                 return  # set_epoch or load_state_dict has been called in between
-        self.epoch, self._samples = epoch + 1, 0
+        self.epoch, self.samples = epoch + 1, 0
 
     def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; what goes wrong in loading them is raised on every rank."""
@@ -124,8 +126,8 @@ class Dataloader:
                 batch = next(batches)
             except StopIteration:
                 # Samples without a number may be fewer on one rank.
-                if self._is_stream and self._agreed is not None:
-                    self._agreed(f"the end of the data of a dataloader, after {self._samples} samples")
+                if self.is_stream and self._agreed is not None:
+                    self._agreed(f"the end of the data of a dataloader, after {self.samples} samples")
                 return
             except Exception as error:
                 if self._failed is None:
@@ -136,36 +138,45 @@ class Dataloader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``, or stay inside it."""
         if epoch != self.epoch:
-            self.epoch, self._samples = epoch, 0
+            self.epoch, self.samples = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where the data stands, the same on every rank: ``data=`` of ``autopar.save``."""
-        return {"epoch": self.epoch, "samples": self._samples, "seed": self.seed}
+        return {"epoch": self.epoch, "samples": self.samples, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from where another loader of the same dataset stood, whatever its batch size and plan were."""
         if set(state) != {"epoch", "samples", "seed"}:
             raise InvalidInput(f"not the state of a dataloader: {sorted(state)}; expected epoch, samples and seed")
-        self.epoch, self._samples, self.seed = state["epoch"], state["samples"], state["seed"]
+        self.epoch, self.samples, self.seed = state["epoch"], state["samples"], state["seed"]
 
-    def _loader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch, 1))
-        options: dict[str, Any] = {**self._options, "generator": generator}
-        if self._is_stream:
+    def loader(self) -> DataLoader[Any]:
+        """Loads what is left of this epoch."""
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch, 1))
+        options: dict[str, Any] = {**self.options, "generator": generator}
+        if self.is_stream:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
-            stream = _OwnRows(self.dataset, self._samples, self._first, self._rows, self.batch_size)
+            stream = _OwnRows(self.dataset, self.samples, self._first, self._rows, self.batch_size)
             return DataLoader(stream, batch_size=self._rows, drop_last=True, **options)
-        return DataLoader(_Seeded(self.dataset, self.seed), batch_sampler=self._batches(), **options)
+        return DataLoader(Seeded(self.dataset, self.seed), batch_sampler=self._batches(), **options)
+
+    def counts(self) -> Iterator[int]:
+        """Samples in each batch that is left."""
+        return repeat(self.batch_size)
+
+    def order(self) -> torch.Tensor:
+        """The numbers of the samples in the order of this epoch."""
+        assert self._length is not None
+        if not self.shuffle:
+            return torch.arange(self._length)
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+        return torch.randperm(self._length, generator=generator)
 
     def _batches(self) -> _Batches:
         """This rank's samples of each batch that is left."""
-        assert self._length is not None
-        order = torch.arange(self._length)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
-            order = torch.randperm(self._length, generator=generator)
-        left = order[self._samples :]
+        order = self.order()
+        left = order[self.samples :]
         missing = -len(left) % self.batch_size
         if self.drop_last or not missing:
             left = left[: len(left) // self.batch_size * self.batch_size]
@@ -189,7 +200,7 @@ class _Batches(Sampler[list[tuple[int, int]]]):
             yield [(self._epoch, sample) for sample in batch.tolist()]
 
 
-class _Seeded(Dataset[Any]):
+class Seeded(Dataset[Any]):
     """A dataset whose random numbers depend on the seed, the epoch and the sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -197,13 +208,13 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         if hasattr(self._dataset, "__getitems__"):
-            with _seeded(_mixed(self._seed, *keys[0])):
+            with _seeded(mixed(self._seed, *keys[0])):
                 found: list[Any] = self._dataset.__getitems__([sample for _, sample in keys])
                 return found
         return [self[key] for key in keys]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        with _seeded(_mixed(self._seed, *key)):
+        with _seeded(mixed(self._seed, *key)):
             return self._dataset[key[1]]
 
 
@@ -245,7 +256,7 @@ def _seeded(seed: int) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """One seed out of several numbers: neighbours give seeds that have nothing in common."""
     mixed = 0
     for number in numbers:

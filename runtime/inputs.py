@@ -96,6 +96,14 @@ class Signature:
         return bound
 
     @property
+    def length(self) -> int:
+        """Of the plan's rows, in tokens. Raises InvalidInput if no input is rows of tokens."""
+        for given in self.inputs.values():
+            if given.batch_dim == 0 and len(given.shape) == 2 and not given.dtype.is_floating_point:
+                return given.shape[1]
+        raise InvalidInput("no input of the model is rows of tokens, into which documents could be packed")
+
+    @property
     def planned(self) -> GivenSizes:
         """The sizes that the plan has on every rank."""
         return self._sizes({name: expected.shape for name, expected in self.inputs.items()})

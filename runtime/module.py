@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.ir.analysis.token_work import token_work
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.runtime.call_sizes import CallSizes
@@ -17,6 +18,8 @@ from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
 from autopar.runtime.loss_scaler import LossScaler
+from autopar.runtime.packed_data import PackedDataloader
+from autopar.runtime.packing import Packing
 from autopar.runtime.state import clip_grad_norm, gather_full, join_pieces, load_full, piece_of
 from autopar.runtime.torch_private import incompatible_keys
 from autopar.runtime.whole import ordered, stages_of, whole_tensors
@@ -197,37 +200,50 @@ class ParallelModule(nn.Module):
         num_workers: int = 0,
         drop_last: bool = True,
         pin_memory: bool = False,
+        pack: bool = False,
+        max_tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Dataloader:
         """This rank's rows of the batches of ``dataset``, to be passed to ``step``. All ranks call together.
 
-        dataset: samples by number, or an iterable of them. batch_size: rows of the *global* batch, that of the plan
-        (None: the same). shuffle: anew in each epoch, from ``seed`` alone (None: unless the dataset is an iterable).
+        dataset: samples by number, or an iterable of them. batch_size: samples of the *global* batch, as many on every
+        data-parallel rank (None: the rows of the plan's); more where ``collate_fn`` packs several into a row. shuffle:
+        anew in each epoch, from ``seed`` alone (None: unless the dataset is an iterable).
         drop_last: leave out the rows of an epoch that do not fill a batch; else the epoch's first ones fill it up.
         collate_fn, num_workers, pin_memory: as ``torch.utils.data.DataLoader`` has them; ``collate_fn`` gets this
-        rank's rows. Raises InvalidInput, on every rank, if no batch can be made.
+        rank's rows.
+        pack: samples are documents (``input_ids``, and ``labels`` where they differ, or a sequence of tokens), of which
+        as many as fit are packed into the plan's rows, at most ``max_tokens`` (None: the plan's length) in each, so
+        that rows are as much work for the model; documents are kept apart by ``position_ids``, which the model has to
+        take. lengths: of every document in tokens (None: all are read once). drop_last then leaves out a last batch
+        that is less than half full.
+        Raises InvalidInput, on every rank, if no batch can be made.
         """
         self.engine.agree_to("dataloader(...)")
-        size = self.plan.batch.global_size
-        if batch_size not in (None, size):
+        size = self.plan.batch.global_size if batch_size is None else batch_size
+        ranks = self.data_parallel_size
+        if size < 1 or size % ranks:
             raise InvalidInput(
-                f"batch_size is {batch_size}; the plan's global batch has {size} rows, of which each of "
-                f"{self.data_parallel_size} data-parallel ranks gets {size // self.data_parallel_size}.\n"
-                f"  try: batch_size={size}, or a plan for another batch"
+                f"batch_size is {size}; expected samples of the global batch, as many for each of {ranks} "
+                f"data-parallel ranks.\n  try: batch_size={max(1, size // ranks) * ranks}"
             )
-        return Dataloader(
-            dataset,
-            size,
-            rank=self.data_parallel_rank,
-            ranks=self.data_parallel_size,
-            shuffle=shuffle,
-            seed=seed,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-            failed=self.engine.accord.fail,
-            agreed=self.engine.agree_to,
-        )
+        options: dict[str, Any] = {
+            "rank": self.data_parallel_rank,
+            "shuffle": shuffle,
+            "seed": seed,
+            "num_workers": num_workers,
+            "drop_last": drop_last,
+            "pin_memory": pin_memory,
+            "failed": self.engine.accord.fail,
+            "agreed": self.engine.agree_to,
+        }
+        if not pack:
+            return Dataloader(dataset, size, ranks=ranks, collate_fn=collate_fn, **options)
+        tokens = self.engine.signature.length if max_tokens is None else max_tokens
+        packing = Packing(size, ranks, tokens, token_work(self.engine.captured).of)
+        # As many shards of the sequence as there may be, each of two chunks.
+        multiple = 2 * self.plan.stage_mesh.size // ranks
+        return PackedDataloader(dataset, packing, multiple=multiple, lengths=lengths, **options)
 
     # State.
 

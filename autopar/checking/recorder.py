@@ -48,11 +48,15 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes of the storages that are alive. peak: the most of them at once since ``reset``."""
+    """Bytes of the storages that are alive. peak: the most of them at once since ``reset``.
+
+    sizes: of every storage, as a list that is emptied when it is gone: FSDP resizes the storages of gathered parameters
+    to nothing, and back.
+    """
 
     now: int = 0
     peak: int = 0
-    _known: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    _sizes: weakref.WeakKeyDictionary[Any, list[int]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def add(self, values: Iterable[Any]) -> None:
         """Count the storages of tensors among ``values`` for as long as they live."""
@@ -62,16 +66,20 @@ class Memory:
             if isinstance(value, torch.distributed.tensor.DTensor):
                 value = local_tensor(value)
             storage = value.untyped_storage()
-            if storage in self._known:
-                continue
-            self._known.add(storage)
-            size = storage.nbytes()
-            self.now += size
-            weakref.finalize(storage, self._free, size)
-        self.peak = max(self.peak, self.now)
+            if storage not in self._sizes:
+                size = self._sizes[storage] = [0]
+                weakref.finalize(storage, self._set, size, 0)
+                self._set(size, storage.nbytes())
 
-    def _free(self, size: int) -> None:
-        self.now -= size
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage by the size that it has now."""
+        if storage in self._sizes:
+            self._set(self._sizes[storage], storage.nbytes())
+
+    def _set(self, size: list[int], nbytes: int) -> None:
+        self.now += nbytes - size[0]
+        size[0] = nbytes
+        self.peak = max(self.peak, self.now)
 
     def reset(self) -> None:
         """Set the peak to the bytes held now."""
@@ -85,6 +93,22 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no annotations
         self.communications: list[Communication] = []
         self.memory = Memory()
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Recorder:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._resize(storage, size)
+            self.memory.resized(storage)
+            return found
+
+        # It is no op, which the mode would see.
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # for the time being
+        super().__enter__()  # type: ignore[no-untyped-call]  # nor this
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # as it was
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # nor this
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from autopar.ir.errors import InvalidInput
@@ -37,9 +37,10 @@ class ParallelTrainer(Trainer):
     """``Trainer(model=pm, ...)`` for a model of ``parallelize`` or ``from_pretrained``. Every rank makes one.
 
     The batch size is the plan's, for evaluation too: ``per_device_train_batch_size`` and ``per_device_eval_batch_size``
-    are not read, and rows at the end of a dataset that do not fill a global batch are not evaluated. Raises
-    InvalidInput for arguments that contradict the plan, and for what is not supported: going back to the best
-    checkpoint.
+    are not read, except with a collator that flattens a rank's samples into one row (``DataCollatorWithFlattening``),
+    of which they say the number, as with Trainer. Rows at the end of a dataset that do not fill a global batch are not
+    evaluated. Raises InvalidInput for arguments that contradict the plan, and for what is not supported: going back to
+    the best checkpoint.
     """
 
     def __init__(self, model: ParallelModule, args: TrainingArguments, **kwargs: Any) -> None:
@@ -87,12 +88,18 @@ class ParallelTrainer(Trainer):
         args = self.args
         self._loader = self._parallel.dataloader(
             self.train_dataset,
+            self._samples_of(self.args.per_device_train_batch_size),
             seed=args.seed if args.data_seed is None else args.data_seed,
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
             drop_last=True,
         )
         return self._loader
+
+    def _samples_of(self, on_each: int) -> int | None:
+        """Samples of a global batch, where ``on_each`` rank they become one row; None for the rows of the plan."""
+        flattens = isinstance(self.data_collator, DataCollatorWithFlattening)
+        return on_each * self._parallel.data_parallel_size if flattens else None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay; biases and the scales of norms do not."""
@@ -122,6 +129,7 @@ class ParallelTrainer(Trainer):
             raise InvalidInput("there is nothing to evaluate on.\n  try: ParallelTrainer(..., eval_dataset=...)")
         loader = self._parallel.dataloader(
             dataset,
+            self._samples_of(self.args.per_device_eval_batch_size),
             shuffle=False,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,

@@ -10,7 +10,7 @@ by one within a document, so that to compare them there is to compare places in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,11 +36,14 @@ class Packing:
     others: tuple[fx.Node, ...]
 
 
-def find_packing(parts: Sequence[fx.Node]) -> Packing | None:
-    """How the parts of a boolean mask on scores (.., S, S) keep documents apart; None if none of them does."""
+def find_packing(parts: Sequence[fx.Node], is_constant: Callable[[fx.Node], bool]) -> Packing | None:
+    """How the parts of a boolean mask on scores (.., S, S) keep documents apart that a batch brings along.
+
+    is_constant: of a part, which says the same of every batch. None if no other part keeps documents apart.
+    """
     for part in parts:
         documents = _compared(part, {aten.eq.Tensor}, {aten.eq.Tensor})
-        if documents is not None:
+        if documents is not None and not is_constant(part):
             return _with_order(documents[0], [other for other in parts if other is not part])
     return None
 

@@ -62,7 +62,11 @@ class MaskReader:
 
     def _read(self, mask: fx.Node, queries: int, keys: int, causal: bool) -> MaskMeaning:
         parts = list(self._parts(mask))
-        packing = find_packing(parts) if queries == keys and dtype_of(mask) == torch.bool else None
+        packing = (
+            find_packing(parts, self.evaluator.is_constant)
+            if queries == keys and dtype_of(mask) == torch.bool
+            else None
+        )
         if packing is None:
             return self._of_parts(mask, parts, queries, keys, causal)
         if packing.window is not None and (causal or packing.causal) and not packing.others:

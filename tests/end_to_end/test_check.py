@@ -15,7 +15,7 @@ from torch import nn
 from autopar.checking.check import Checked, check_plan
 from autopar.checking.matching import mismatch
 from autopar.checking.ranks import RankTrace
-from autopar.checking.recorder import Communication
+from autopar.checking.recorder import Communication, Recorder
 from autopar.cli.main import main
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
@@ -112,6 +112,19 @@ def without_a_collective(programs: Sequence[StageProgram]) -> Sequence[StageProg
                 block.graph.erase_node(node)
                 return programs
     raise AssertionError("there is a collective in the last stage")
+
+
+def test_memory_that_is_given_back_by_resizing_is_not_counted() -> None:
+    with Recorder() as recorder:
+        value = torch.empty(100)
+        storage = value.untyped_storage()
+        assert (recorder.memory.now, recorder.memory.peak) == (400, 400)
+        storage.resize_(0)
+        assert (recorder.memory.now, recorder.memory.peak) == (0, 400)
+        storage.resize_(800)
+        assert (recorder.memory.now, recorder.memory.peak) == (800, 800)
+        del value, storage
+        assert recorder.memory.now == 0
 
 
 def test_a_missing_collective_among_1024_ranks_is_found(source: ModelFile) -> None:

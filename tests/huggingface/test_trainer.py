@@ -169,3 +169,57 @@ def test_the_trainer_takes_batches_that_are_padded_to_their_longest_row(tmp_path
     for error, lengths in found:
         assert len(lengths) > 1
         assert error < 1e-5
+
+
+def train_flattened(folder: str, constraints: dict[str, int]) -> float:
+    """Largest difference of a parameter from one process, which runs the documents one by one, after four steps."""
+    from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from autopar.huggingface.trainer import ParallelTrainer
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=SEQ, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    alone = copy.deepcopy(model)
+    data, seen = ragged(0), list[list[int]]()
+
+    class Noted(DataCollatorWithFlattening):
+        def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+            seen.append([row["number"] for row in features])
+            rows = [{"input_ids": row["input_ids"].tolist()} for row in features]
+            return super().__call__(rows, *args, **kwargs)
+
+    collate = Noted(return_tensors="pt")
+    given = collate(data[: 2 * constraints.get("dp", 1)])
+    if constraints.get("dp", 1) > 1:
+        given = {name: torch.cat([value, value]) for name, value in given.items()}
+    seen.clear()
+    pm = autopar.parallelize(model, 2, example_inputs=given, num_microbatches=1, **constraints)
+    settings = TrainingArguments(
+        output_dir=folder, max_steps=4, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=1e9, remove_unused_columns=False,
+        per_device_train_batch_size=3,
+    )  # fmt: skip
+    ParallelTrainer(pm, settings, train_dataset=data, data_collator=collate).train()
+    batches: list[list[list[int]]] = [[], []]
+    dist.all_gather_object(batches, seen[:4])
+    pieces = batches[: pm.data_parallel_size]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in zip(*pieces, strict=True):
+        rows = [data[number]["input_ids"][None] for own in step for number in own]
+        count = sum(row.shape[1] - 1 for row in rows)
+        optimizer.zero_grad()
+        for row in rows:
+            (alone(input_ids=row, labels=row).loss * (row.shape[1] - 1) / count).backward()
+        optimizer.step()
+    state = pm.full_state_dict()
+    return max(float((state[n] - p).abs().max() / p.abs().max()) for n, p in alone.named_parameters())
+
+
+@pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2}])
+def test_the_trainer_takes_documents_without_padding(constraints: dict[str, int], tmp_path: Path) -> None:
+    assert max(run_ranks(train_flattened, 2, str(tmp_path), constraints)) < 1e-5

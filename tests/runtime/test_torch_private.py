@@ -6,7 +6,7 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar.ir.torch_private import TorchDispatchMode
@@ -340,13 +339,10 @@ def _pipeline_on_a_rank(vote: bool) -> tuple[int, int, int]:
 
     schedule.run_by(pipelining.Kind.SEND_F, send)
     x = torch.ones(count, 4)
-    inputs = (x,) if rank == 0 else ()
+    microbatches = [{"input": row} if rank == 0 else {} for row in x.split(1)]
     target = x if rank == 1 else None
-    if vote:
-        schedule.step(*inputs, target=target, losses=[])
-    else:
-        with schedule.without_vote():
-            schedule.step(*inputs, target=target, losses=[])
+    with schedule.given(microbatches), nullcontext() if vote else schedule.without_vote():
+        schedule.step(target=target, losses=[])
     gradients = sum(p.grad is not None for p in stage.submod.parameters())
     return stage.asked, len(sent), gradients
 
@@ -355,10 +351,3 @@ def _pipeline_on_a_rank(vote: bool) -> tuple[int, int, int]:
 def _pipeline() -> None:
     for vote in (True, False):
         assert run_ranks(_pipeline_on_a_rank, 2, vote) == [(4, 4, 1), (4, 0, 1)]
-
-
-@case("WHOLE")
-def _whole() -> None:
-    given, specs = {"whole": torch.ones(4)}, {"whole": pipelining.WHOLE}
-    _, kwargs = split_args_kwargs_into_chunks((), given, 2, None, specs)
-    assert [tuple(own["whole"].shape) for own in kwargs] == [(4,), (4,)]
