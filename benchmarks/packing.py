@@ -2,11 +2,11 @@
 
     python benchmarks/packing.py [--documents 256]
 
-The documents are functions and classes of the standard library's source, in bytes, cut at 1,024. Padded: batches of 8,
-each rank's padded to its longest, as a collator with dynamic padding makes them. Packed: ``dataloader(pack=True)``. Both
-run under one plan, in one process group, in turn; the first batches, in which programs are made, are not timed. Printed:
-tokens of documents a second, tokens that were computed for each of them, and the work of the rank that has most in that
-of the mean.
+The documents are functions and classes of the standard library's source, in bytes, cut at 1,024. Padded: batches of
+8, each rank's padded to its longest, as a collator with dynamic padding makes them. Packed: ``dataloader(pack=True)``.
+Both run under one plan, in one process group, in turn; the first batches, in which programs are made, are not timed.
+Printed: tokens of documents a second, tokens that were computed for each of them, and the work of the rank that has
+most in that of the mean.
 """
 
 from __future__ import annotations
