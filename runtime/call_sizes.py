@@ -42,9 +42,9 @@ class GivenSizes:
 class CallSizes:
     """Sizes of one call, on one rank.
 
-    batch: rows of all ranks together. rows: of each microbatch of this rank. planned: all are those of the plan, on
-    every rank. even: every microbatch of every rank has the same. varying: the symbols in which they differ.
-    some_empty: a microbatch of some rank has no rows.
+    batch: rows of all ranks together, 0 of inputs without one. rows: of each microbatch of this rank. planned: all of
+    them are those of the plan, on every rank. even: every microbatch of every rank has the same. varying: the symbols
+    in which they differ. some_empty: a microbatch of some rank has no rows.
     """
 
     batch: int
@@ -71,7 +71,7 @@ class CallSizes:
 
     def of_batch(self, num_pieces: int) -> Sizes:
         """Those of a batch of which every microbatch on every rank is as the largest one here."""
-        batch = {BATCH: max(1, *self.rows) * num_pieces * len(self.rows)} if self.rows else {}
+        batch = {BATCH: max(1, *self.rows) * num_pieces * len(self.rows)} if self.batch else {}
         return tuple(sorted({**self.lengths, **batch}.items()))
 
 
@@ -109,7 +109,7 @@ class SizeAgreement:
         """The sizes of a call, once all ranks have told theirs. same: all that is free is the same on all ranks."""
         if given.rows is None:
             planned = same and given == self.planned
-            return CallSizes(0, (0,) * self.num_microbatches, given.lengths, planned, same, _varying(same, True))
+            return CallSizes(0, (1,) * self.num_microbatches, given.lengths, planned, same, _varying(same, True))
         told = [accord.numbers.get(_ROWS.format(piece), given.rows) for piece in range(self.pieces)]
         batch, count = sum(told), self.num_microbatches
         if not batch:

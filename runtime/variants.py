@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -157,6 +158,12 @@ class Variants:
             if found is None:
                 own = self._of_batch(sizes)
                 found = self.add(results, training, *self._make(mode, own), absent, own)
+            if BATCH in sizes.varying and found.programs[0].sizes is None:
+                # A number in it may come of a batch that is not that of all ranks.
+                raise PlanMismatch(
+                    f"data-parallel ranks or microbatches have other numbers of rows than others, and "
+                    f"{self._captured.name} has programs for one batch size alone.\n  try: as many rows in each"
+                )
         except Exception as error:  # the others wait for this rank's answer, whatever it is
             failure = error
         accord.check({}, failure)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.ir.torch_private import writes_to
+
 Run = tuple[int, int]
 
 # Attention of queries, keys, values and a mask, the first query being at that position of the keys.
@@ -29,10 +31,13 @@ def runs_of(documents: Tensor) -> list[list[Run]] | None:
 
     documents: (B, S) integers, the same for positions of one document.
     """
-    if documents not in _known:
-        _known[documents] = _runs(documents)
-    found: list[list[Run]] | None = _known[documents]
-    return found
+    if documents.is_inference():  # such tensors do not count what is written to them
+        return _runs(documents)
+    version = writes_to(documents)
+    known: tuple[int, list[list[Run]] | None] | None = _known.get(documents)
+    if known is None or known[0] != version:  # a step input may have been written to
+        known = _known[documents] = version, _runs(documents)
+    return known[1]
 
 
 def _runs(documents: Tensor) -> list[list[Run]] | None:

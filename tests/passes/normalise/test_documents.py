@@ -110,6 +110,12 @@ def test_runs_of_documents() -> None:
     assert runs_of(counted(POSITIONS)) == [[(0, 4), (4, 6), (6, 10)], [(0, 10)], [(0, 2), (2, 3), (3, 10)]]
     assert runs_of(torch.tensor([[7, 7, 2, 2, 7]])) is None
     assert runs_of(torch.zeros(0, 4, dtype=torch.int64)) == []
+    documents = torch.tensor([[1, 1, 2]])
+    assert runs_of(documents) == [[(0, 2), (2, 3)]]
+    documents.fill_(3)
+    assert runs_of(documents) == [[(0, 3)]]
+    with torch.inference_mode():
+        assert runs_of(torch.tensor([[1, 2]])) == [[(0, 1), (1, 2)]]
 
 
 class Largest(TorchDispatchMode):
