@@ -194,7 +194,10 @@ def mean_over_rows(constraints: dict[str, Any]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("constraints", [{"dp": 2, "num_microbatches": 2}, {"pp": 2, "num_microbatches": 4}])
+@pytest.mark.parametrize(
+    "constraints",
+    [{"dp": 2, "num_microbatches": 2}, pytest.param({"pp": 2, "num_microbatches": 4}, marks=pytest.mark.slow)],
+)
 def test_a_mean_over_rows_is_that_over_the_rows_of_all(constraints: dict[str, Any]) -> None:
     for errors in run_ranks(mean_over_rows, 2, constraints):
         assert max(errors) < 1e-5, errors

@@ -77,7 +77,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mistral tp2 sp": ("mistral", 2, {"tp": 2, "sp": True}),
     "gemma2 dp2": ("gemma2", 2, {"dp": 2}),
 }
-FAST = ("llama dp2 tp2", "llama cp2")
+FAST = ("llama cp2",)
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS])

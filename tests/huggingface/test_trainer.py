@@ -220,6 +220,6 @@ def train_flattened(folder: str, constraints: dict[str, int]) -> float:
     return max(float((state[n] - p).abs().max() / p.abs().max()) for n, p in alone.named_parameters())
 
 
-@pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("constraints", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
 def test_the_trainer_takes_documents_without_padding(constraints: dict[str, int], tmp_path: Path) -> None:
     assert max(run_ranks(train_flattened, 2, str(tmp_path), constraints)) < 1e-5
