@@ -69,12 +69,12 @@ class MaskReader:
         )
         if packing is None:
             return self._of_parts(mask, parts, queries, keys, causal)
-        if packing.window is not None and (causal or packing.causal) and not packing.others:
-            return MaskMeaning(kind="sliding", window=packing.window, documents=packing.documents)
-        if packing.window is not None:
-            return self._of_parts(mask, [mask], queries, keys, causal)
         rest = self._of_parts(mask, list(packing.others), queries, keys, causal or packing.causal)
-        return replace(rest, documents=packing.documents)
+        if packing.window is None:
+            return replace(rest, documents=packing.documents)
+        if rest.kind == "causal" and not rest.parts:
+            return MaskMeaning(kind="sliding", window=packing.window, documents=packing.documents)
+        return self._of_parts(mask, [mask], queries, keys, causal)
 
     def _of_parts(self, mask: fx.Node, parts: list[fx.Node], queries: int, keys: int, causal: bool) -> MaskMeaning:
         constant = [p for p in parts if self.evaluator.is_constant(p) and self._is_condition(p)]

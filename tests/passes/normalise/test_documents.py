@@ -92,6 +92,10 @@ def described(node: fx.Node) -> tuple[Any, ...]:
         (lambda ids, positions: same(ids) & ordered(positions), ("causal", None, None, "cumsum")),
         (lambda ids, positions: ordered(positions) & same(ids), ("causal", None, None, "cumsum")),
         (lambda ids, positions: same(ids) & ordered(positions) & near(positions), ("sliding", 3, None, "cumsum")),
+        (
+            lambda ids, positions: torch.ones((), dtype=torch.bool) & same(ids) & ordered(positions) & near(positions),
+            ("sliding", 3, None, "cumsum"),
+        ),
         (lambda ids, positions: same(ids) & CAUSAL, ("causal", None, None, "cumsum")),
         (lambda ids, positions: same(ids), ("full", None, None, "cumsum")),
         (lambda ids, positions: same(positions // 2), ("full", None, None, "floor_divide")),
