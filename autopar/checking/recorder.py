@@ -102,13 +102,13 @@ class Recorder(TorchDispatchMode):
             return found
 
         # It is no op, which the mode would see.
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # for the time being
-        super().__enter__()  # type: ignore[no-untyped-call]  # nor this
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # until __exit__
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no annotations
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # as it was
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # nor this
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # what __enter__ replaced
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives it no annotations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.cost_model.compute.local_products import factors_of
 from autopar.ir.graph import has_gradient_dtype, tensor_operands
+from autopar.ir.lowered.attention import is_attention
 from autopar.ir.rule import FactorRule
 from autopar.ir.torch_private import OpOverload, schema_of
 
@@ -41,11 +42,6 @@ def is_view(node: fx.Node) -> bool:
         return False
     returns = schema_of(node.target).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Whether an op is an attention, composite or of ATen."""
-    return op_name(node) in ("attention", "scaled_dot_product_attention")
 
 
 def is_contraction(node: fx.Node, rule: FactorRule) -> bool:

@@ -28,7 +28,6 @@ from autopar.cost_model.compute.flops import (
     contracted_operands,
     forward_flops,
     gradient_passes,
-    is_attention,
     is_view,
     op_name,
     wanted_gradients,
@@ -49,7 +48,7 @@ from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
-from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
+from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent

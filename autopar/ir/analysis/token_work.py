@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.graph import CapturedModel, call_nodes, is_getitem, tensor_operands
+from autopar.ir.lowered.attention import is_attention
 from autopar.ir.rules import rule_for
-from autopar.ir.rules.call import op_name
-
-_ATTENTION = frozenset({"autopar::attention", "aten::scaled_dot_product_attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ def token_work(captured: CapturedModel) -> TokenWork:
         if is_getitem(node):
             continue
         flops = rule_for(node).flops
-        if op_name(node.target) in _ATTENTION:  # type: ignore[arg-type]  # an op
+        if is_attention(node):
             q, k = (operand.meta["val"].shape for operand in tensor_operands(node)[:2])
             between += flops / (q[0] * q[-2] * k[-2])
         else:

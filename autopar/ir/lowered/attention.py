@@ -165,6 +165,11 @@ def _keys(k: Tensor, v: Tensor, mask: Tensor | None, begin: int, end: int) -> tu
     return k[:, :, begin:end], v[:, :, begin:end], mask
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether an op is an attention, composite or of ATen."""
+    return node.target in (composite.attention, torch.ops.aten.scaled_dot_product_attention.default)
+
+
 def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Query, key, value and mask, and the options of ``composite.attention``, of any op that is an attention."""
     call = arguments(node)

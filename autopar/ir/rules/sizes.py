@@ -47,22 +47,22 @@ def local_arguments(node: fx.Node, shape: Sequence[int]) -> tuple[tuple[Any, ...
 def map_sizes(node: fx.Node, change: Callable[[Size], int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``(args, kwargs)`` of ``node`` with ``change`` of every argument that is the size of a tensor in symbols."""
 
-    def changed(leaf: Any, is_number: bool) -> Any:
+    def of_size(leaf: Any, is_number: bool) -> Any:
         return change(leaf) if isinstance(leaf, Size) and not is_number else leaf
 
-    return _map(node, changed)
+    return _map(node, of_size)
 
 
 def numbers_of(node: fx.Node) -> list[Size | Ratio]:
     """The numbers with symbols that ``node`` computes with: a divisor, not a shape."""
     found: list[Size | Ratio] = []
 
-    def seen(leaf: Any, is_number: bool) -> Any:
+    def collect(leaf: Any, is_number: bool) -> Any:
         if is_number and isinstance(leaf, Size | Ratio):
             found.append(leaf)
         return leaf
 
-    _map(node, seen)
+    _map(node, collect)
     return found
 
 

@@ -8,10 +8,9 @@ from typing import Protocol
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_attention
 from autopar.ir.analysis.op_clusters import BATCH, OpCluster
 from autopar.ir.graph import tensor_operands
-from autopar.ir.lowered.attention import QUERIES
+from autopar.ir.lowered.attention import QUERIES, is_attention
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Choice, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
