@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, islice, pairwise, product, starmap
+from itertools import accumulate, islice, pairwise, product, starmap
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -50,7 +50,7 @@ def stored(length: int, index: int, count: int) -> Span:
 def spans(length: int, zigzag_ranks: int, index: int = 0, count: int = 1) -> tuple[Span, ...]:
     """Positions that piece ``index`` of ``count`` holds of a sequence of ``length``, in the order it holds them."""
     first, last = stored(length, index, count)
-    held: list[Span] = []
+    found: list[Span] = []
     pairs, passed = range(zigzag_ranks), 0
     if length and length % (2 * zigzag_ranks) == 0:
         # Chunks are equal: those before and after the piece can be left out.
@@ -64,25 +64,23 @@ def spans(length: int, zigzag_ranks: int, index: int = 0, count: int = 1) -> tup
         if low >= high:
             continue
         span = Span(chunk.start + low, chunk.start + high)
-        if held and held[-1].stop == span.start:
-            span = Span(held.pop().start, span.stop)
-        held.append(span)
-    return tuple(held)
+        if found and found[-1].stop == span.start:
+            span = Span(found.pop().start, span.stop)
+        found.append(span)
+    return tuple(found)
 
 
 @lru_cache(maxsize=1024)
-def natural_order(held: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Parts of a piece that holds ``held``, counted from its start, in the order of their positions."""
-    starts = accumulate(map(len, held), initial=0)
-    parts = sorted(zip(held, (Span(start, start + len(span)) for start, span in zip(starts, held, strict=False))))
-    return tuple(part for _, part in parts)
+def natural_order(positions: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Places of a piece that holds ``positions``, in the order of these."""
+    return tuple(own.places for own in sorted(held(positions)))
 
 
 @lru_cache(maxsize=1024)
-def joined(held: tuple[Span, ...]) -> tuple[Span, ...]:
+def joined(positions: tuple[Span, ...]) -> tuple[Span, ...]:
     """Spans in order, those that touch as one."""
     found: list[Span] = []
-    for span in sorted(held):
+    for span in sorted(positions):
         found.append(Span(found.pop().start, span.stop) if found and found[-1].stop == span.start else span)
     return tuple(found)
 
@@ -159,33 +157,47 @@ class Block:
     whole: bool
 
 
+class Held(NamedTuple):
+    """``positions`` that a piece holds at ``places``, counted from its start."""
+
+    positions: Span
+    places: Span
+
+
+def held(positions: Sequence[Span]) -> tuple[Held, ...]:
+    """Spans that a piece holds one after the other, with their places in it."""
+    starts = accumulate(map(len, positions), initial=0)
+    return tuple(Held(own, Span(at, at + len(own))) for own, at in zip(positions, starts, strict=False))
+
+
 @lru_cache(maxsize=4096)
 def blocks(sight: Sight, queries: tuple[Span, ...], keys: tuple[Span, ...]) -> tuple[Block, ...]:
     """The blocks of scores that are not hidden: few, and those whole or square that can be."""
-    return tuple(_blocks(sight, queries, keys))
+    return tuple(blocks_between(sight, held(queries), held(keys)))
 
 
-def _blocks(sight: Sight, queries: Sequence[Span], keys: Sequence[Span]) -> Iterator[Block]:
-    row = 0
-    for query in queries:
-        rows, column = Span(row, row + len(query)), 0
-        row = rows.stop
+def blocks_between(sight: Sight, queries: Sequence[Held], keys: Sequence[Held]) -> Iterator[Block]:
+    """``blocks`` of some of the queries and some of the keys of two pieces."""
+    for query, rows in queries:
         pending: Block | None = None
-        for key in chain.from_iterable(sight.parts(query, key) for key in keys):
-            columns = Span(column, column + len(key))
-            column = columns.stop
+        for key, columns in ((part, columns) for own in keys for part, columns in _parts(sight, query, own)):
             whole = sight.sees_all(query, key)
-            if whole and pending is not None:
-                columns = Span(pending.columns.start, columns.stop)
-            elif pending is not None:
+            if pending is not None and whole and pending.columns.stop == columns.start:
+                pending = Block(rows, Span(pending.columns.start, columns.stop), query, key, True)
+                continue
+            if pending is not None:
                 yield pending
-                pending = None
-            if whole:
-                pending = Block(rows, columns, query, key, True)
-            elif not sight.sees_none(query, key):
+            pending = Block(rows, columns, query, key, True) if whole else None
+            if not whole and not sight.sees_none(query, key):
                 yield Block(rows, columns, query, key, False)
         if pending is not None:
             yield pending
+
+
+def _parts(sight: Sight, queries: Span, keys: Held) -> Iterator[Held]:
+    offset = keys.places.start - keys.positions.start
+    for part in sight.parts(queries, keys.positions):
+        yield Held(part, Span(part.start + offset, part.stop + offset))
 
 
 @lru_cache(maxsize=1024)
@@ -227,7 +239,8 @@ class RingShape:
     """A ring attention: what is seen, and how queries and keys are cut.
 
     lengths: of queries and keys, all pieces together. sizes: of the groups that cut the queries, major first.
-    ring: for each of them whether it cuts the keys too, and so is gone round.
+    ring: for each of them whether it cuts the keys too, and so is gone round. by_documents: the order for as many
+    ``zigzag_ranks`` is one of documents that are known when it runs (``autopar.ir.packed_order``).
     """
 
     sight: Sight
@@ -235,6 +248,7 @@ class RingShape:
     zigzag_ranks: int
     sizes: tuple[int, ...]
     ring: tuple[bool, ...]
+    by_documents: bool = False
 
     @property
     def ring_sizes(self) -> tuple[int, ...]:
@@ -275,6 +289,10 @@ class RingShape:
         """Whether a piece of keys is not stored in natural order."""
         return self.zigzag_ranks > prod(self.ring_sizes)
 
+    def stored_queries(self, place: tuple[int, ...]) -> Span:
+        """Where the queries of the rank at ``place`` lie among all queries."""
+        return stored(self.lengths[0], number_of(place, self.sizes), prod(self.sizes))
+
     def stored_keys(self, holder: tuple[int, ...]) -> Span:
         """Where the keys of the rank at ``holder`` of the ring lie among all keys."""
         return stored(self.lengths[1], number_of(holder, self.ring_sizes), prod(self.ring_sizes))
@@ -289,6 +307,8 @@ def hops_needed(shape: RingShape) -> tuple[int, ...]:
     """The hops after which no rank meets a key that one of its queries sees are left out."""
     sizes = shape.ring_sizes
     every = hops(sizes)
+    if shape.by_documents:
+        return every
     taken = [every.count(group) for group in range(len(sizes))]
     for number in range(len(every), 0, -1):
         for place in shape.places():
@@ -344,10 +364,10 @@ def _work_of_pieces(
     )
     found = blocks(sight, queries, joined(keys))
     # Of fewer positions than pieces some have none.
-    held, seen = (max(1, sum(map(len, piece))) for piece in (queries, keys))
+    own, seen = (max(1, sum(map(len, piece))) for piece in (queries, keys))
     return BlockWork(
         len(found),
-        sum(len(block.rows) for block in found) / held,
+        sum(len(block.rows) for block in found) / own,
         sum(len(block.columns) for block in found) / seen,
     )
 

@@ -20,7 +20,7 @@ from autopar.ir.lowered.shards import Groups, arguments, axes_sharded, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.ops.composite import both
-from autopar.ir.ops.documents import attend_in_documents, runs_of, same_document
+from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
@@ -76,8 +76,8 @@ def _in_documents(
 ) -> Tensor:
     if documents is None or not has_values(documents):
         return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
-    runs = runs_of(documents)
-    if runs is None:
+    rows = runs_of(documents)
+    if not in_one_piece(rows):
         mask = both(same_document(documents, first, q.shape[2]), mask)
         kind = "mask" if kind == "full" else kind
         return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
@@ -85,7 +85,7 @@ def _in_documents(
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
         return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
 
-    return attend_in_documents(q, k, v, mask, runs * len(q) if len(runs) == 1 else runs, first, attend)
+    return attend_in_documents(q, k, v, mask, rows, first, attend)
 
 
 def _attention(

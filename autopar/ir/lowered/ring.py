@@ -9,12 +9,16 @@ Forward (Liu, Zaharia and Abbeel, arXiv:2310.01889): each of N steps attends to 
 while the next piece is on its way; N - 1 sends of one piece. Backward the pieces go round again, and behind them
 their gradients, each sent on while the next piece is computed; at last they go home. Grouped heads travel once. Over
 several axes the ring of the inner one goes round for each hop of the outer one.
+
+Of packed documents a piece of queries and one of keys are computed document by document, and a step at which they have
+none in common computes nothing. What is sent does not depend on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, cast
 
@@ -28,14 +32,16 @@ from autopar.ir.lowered import blockwise
 from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of, sight_of
 from autopar.ir.lowered.blockwise import Scores
 from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
-from autopar.ir.lowered.shards import Groups, axes_with
+from autopar.ir.lowered.shards import Groups, arguments, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
+from autopar.ir.ops.expert_ffn import has_values
+from autopar.ir.packed_order import PackedRows
 from autopar.ir.primitives.collectives import all_gather, apply
 from autopar.ir.primitives.computed_once import computed_once
 from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule
-from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner
+from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner, spans
 from autopar.ir.torch_private import is_fake, process_group
 
 Wait = Callable[[], Tensor]
@@ -46,12 +52,14 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
+    documents: Tensor | None = None,
     *,
     kind: composite.AttentionKind,
     window: int | None = None,
     scale: float,
     lengths: tuple[int, int],
     zigzag_ranks: int = 1,
+    by_documents: bool = False,
     query_groups: Groups,
     key_groups: Groups,
 ) -> Tensor:
@@ -59,25 +67,62 @@ def ring_attention(
 
     q: (B, Hq, local S, D). k, v: (B, Hkv, local T, D). mask: rows of the local queries or one for all; columns of
         all keys, as they are stored, or one for all. Without rows of its own it has the columns of the local keys.
+    documents: (B, T) or (1, T), of whole rows in natural order; of keys, a query sees those of its own document alone.
     lengths: queries and keys of all ranks together. zigzag_ranks: how the sequence is stored, see
     ``autopar.ir.sequence``;
-        a piece of keys of several ranks in zigzag layout is put in natural order first.
+        a piece of keys of several ranks in zigzag layout is put in natural order first. by_documents: each row is
+        stored in the order of its documents for as many ranks (``autopar.ir.packed_order``).
     query_groups: groups that cut the queries, major first; key_groups: those of them that cut the keys too.
     """
     shape = RingShape(
         Sight(kind, window), lengths, zigzag_ranks, tuple(map(group_size, query_groups)),
-        tuple(group in key_groups for group in query_groups),
+        tuple(group in key_groups for group in query_groups), by_documents,
     )  # fmt: skip
+    if documents is not None:
+        return _in_documents(q, k, v, mask, documents, shape, query_groups, key_groups, scale)
     place = tuple(map(group_rank, query_groups))
-    if mask is not None and mask.shape[-2] == 1 < mask.shape[-1] != lengths[1]:
-        for group in reversed(key_groups):
-            mask = all_gather(mask, dim=3, group=group, backward="reduce_scatter")
+    mask = _with_all_columns(mask, lengths, key_groups)
     if shape.reorders:
         own = shape.order_of_keys(shape.ring_place(place))
         k, v = (_put_in_order(x, own, 2) for x in (k, v))
         if mask is not None and mask.shape[-1] > 1:
             mask = _put_in_order(mask, shape.order_of_all_keys, 3)
     return cast(Tensor, apply(_Ring, q, k, v, mask, _Round(shape, place, key_groups, scale)))
+
+
+@torch.compiler.disable
+def _in_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    documents: Tensor,
+    shape: RingShape,
+    query_groups: Groups,
+    key_groups: Groups,
+    scale: float,
+) -> Tensor:
+    place = tuple(map(group_rank, query_groups))
+    mask = _with_all_columns(mask, shape.lengths, key_groups)
+    packed = None
+    if has_values(documents):
+        order = None if shape.by_documents else spans(shape.lengths[1], shape.zigzag_ranks)
+        packed = PackedRows.of(documents, order, shape.zigzag_ranks)
+        if shape.reorders:
+            own = shape.stored_keys(shape.ring_place(place))
+            k, v = (packed.in_natural_order(x, [own], 2) for x in (k, v))
+            if mask is not None and mask.shape[-1] > 1:
+                pieces = [shape.stored_keys(holder) for holder in product(*map(range, shape.ring_sizes))]
+                mask = packed.in_natural_order(mask, pieces, 3)
+    return cast(Tensor, apply(_Ring, q, k, v, mask, _Round(shape, place, key_groups, scale, packed)))
+
+
+def _with_all_columns(mask: Tensor | None, lengths: tuple[int, int], key_groups: Groups) -> Tensor | None:
+    """A mask without rows, which has the columns of the local keys, with those of all keys."""
+    if mask is not None and mask.shape[-2] == 1 < mask.shape[-1] != lengths[1]:
+        for group in reversed(key_groups):
+            mask = all_gather(mask, dim=3, group=group, backward="reduce_scatter")
+    return mask
 
 
 def _put_in_order(x: Tensor, parts: tuple[Span, ...], dim: int) -> Tensor:
@@ -97,6 +142,7 @@ class _Round:
     place: tuple[int, ...]
     groups: Groups
     scale: float
+    packed: PackedRows | None = None
 
     @property
     def hops(self) -> tuple[int, ...]:
@@ -109,8 +155,14 @@ class _Round:
     def num_keys(self, step: int) -> int:
         return len(self.shape.stored_keys(self.holder(step)))
 
-    def blocks(self, step: int) -> tuple[Block, ...]:
-        return blocks(self.shape.sight, self.shape.queries(self.place), self.shape.keys(self.holder(step)))
+    def blocks(self, step: int) -> Iterator[tuple[slice, Block]]:
+        """Blocks of scores at a step, each with the rows of the batch that it is of."""
+        shape, holder = self.shape, self.holder(step)
+        if self.packed is None:
+            for block in blocks(shape.sight, shape.queries(self.place), shape.keys(holder)):
+                yield slice(None), block
+            return
+        yield from self.packed.blocks(shape.sight, shape.stored_queries(self.place), shape.stored_keys(holder))
 
     def columns(self, mask: Tensor, step: int) -> Tensor:
         """The part of a mask that is about the keys at hand; a view."""
@@ -220,13 +272,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
     for step, (keys, values) in enumerate(_pieces(k, v, way)):
         columns = None if mask is None else way.columns(mask, step)
-        for block in way.blocks(step):
+        for rows, block in way.blocks(step):
             row, column = _slices(block)
-            part = None if columns is None else blockwise.part_of(columns, block.rows, block.columns)
+            part = None if columns is None else _part_of(columns, rows, block)
             more = blockwise.forward(
-                q[:, :, row], keys[:, :, column], values[:, :, column], part, Scores(way.scale, way.shape.sight, block)
-            )
-            blockwise.merge(out[:, :, row], lse[:, :, row], *more)
+                q[rows, :, row], keys[rows, :, column], values[rows, :, column], part,
+                Scores(way.scale, way.shape.sight, block),
+            )  # fmt: skip
+            blockwise.merge(out[rows, :, row], lse[rows, :, row], *more)
     return out.to(q.dtype), lse
 
 
@@ -252,24 +305,27 @@ def _gradients(
         dk, dv = _unpack(own, k, v, num_keys)
         columns = None if mask is None else way.columns(mask, step)
         mask_columns = None if grad_mask is None else way.columns(grad_mask, step)
-        for block in way.blocks(step):
+        for rows, block in way.blocks(step):
             row, column = _slices(block)
-            part, grad_part = (
-                None if x is None else blockwise.part_of(x, block.rows, block.columns) for x in (columns, mask_columns)
-            )
+            part, grad_part = (None if x is None else _part_of(x, rows, block) for x in (columns, mask_columns))
             more_q, more_k, more_v = blockwise.backward(
-                grad[:, :, row], q[:, :, row], keys[:, :, column], values[:, :, column], part,
-                out[:, :, row], lse[:, :, row], Scores(way.scale, way.shape.sight, block), grad_part,
+                grad[rows, :, row], q[rows, :, row], keys[rows, :, column], values[rows, :, column], part,
+                out[rows, :, row], lse[rows, :, row], Scores(way.scale, way.shape.sight, block), grad_part,
             )  # fmt: skip
-            dq[:, :, row] += more_q
-            dk[:, :, column] += more_k
-            dv[:, :, column] += more_v
+            dq[rows, :, row] += more_q
+            dk[rows, :, column] += more_k
+            dv[rows, :, column] += more_v
         if sums is not None:
             own += sums()
         if step < len(way.hops):
             sums = way.to_next(own, step, per_key * way.num_keys(step + 1))
     own = way.home(own, per_key)
     return dq, *_unpack(own, k, v, way.num_keys(0))
+
+
+def _part_of(mask: Tensor, rows: slice, block: Block) -> Tensor:
+    """The part of a mask that is about a block of some rows of the batch."""
+    return blockwise.part_of(mask[rows] if mask.shape[0] > 1 else mask, block.rows, block.columns)
 
 
 def _slices(block: Block) -> tuple[slice, slice]:
@@ -280,6 +336,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces an attention whose keys are cut where its queries are."""
     operands, kwargs = attention_arguments(node)
     del kwargs["dropout_p"]
+    kwargs["documents"] = arguments(node).get("documents")
     groups = kwargs["query_groups"], kwargs["key_groups"] = _axes(rule, assignment, mesh)
     kwargs["lengths"] = tuple(
         shape_of(operand)[-2] * prod(mesh.axes[mesh.index(name)].size for name in cut)
@@ -299,7 +356,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     operands, lengths = [operand.meta["val"] for operand in tensor_operands(node)], lengths_of(rule)
     shape = RingShape(
         sight_of(node), lengths, sizes.zigzag_ranks, tuple(map(sizes.size, queries)),
-        tuple(axis in keys for axis in queries),
+        tuple(axis in keys for axis in queries), sizes.by_documents,
     )  # fmt: skip
     hops, sent = hops_needed(shape), sum(operands[p].numel() * sizes.share(rule.operands[p]) for p in (1, 2))
     pieces = sent * sizes.itemsize(operands[1].dtype)
@@ -313,7 +370,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     for number, axis in enumerate(keys if len(phases) > 1 else ()):
         if hops.count(number) % sizes.size(axis):
             yield Inside("send", "backward", axis, gradients)
-    if len(operands) > 3 and operands[3].shape[-2] == 1 < operands[3].shape[-1] and rule.operands[3][-1]:
+    if attention_arguments(node)[0][3] is not None and operands[3].shape[-2] == 1 < operands[3].shape[-1] and rule.operands[3][-1]:
         mask = operands[3].numel() * sizes.share(rule.operands[3]) * sizes.itemsize(operands[3].dtype)
         for axis in reversed(keys):
             mask *= sizes.size(axis)

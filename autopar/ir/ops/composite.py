@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.ops.documents import attend_in_documents, runs_of, same_document
+from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
 from autopar.ir.torch_private import FUSED_RMS_NORM
 
@@ -79,14 +79,13 @@ def attention(
 def _attention_in_documents(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, documents: Tensor, **options: Any
 ) -> Tensor:
-    runs = runs_of(documents)
-    if runs is None:
+    rows = runs_of(documents)
+    if not in_one_piece(rows):
         mask = both(same_document(documents, 0, q.shape[2]), mask)
         options["kind"] = "mask" if options["kind"] == "full" else options["kind"]
         return attention(q, k, v, mask, sinks, **options)
-    runs = runs * len(q) if len(runs) == 1 else runs
     return attend_in_documents(
-        q, k, v, mask, runs, 0, lambda q, k, v, mask, _: attention(q, k, v, mask, sinks, **options)
+        q, k, v, mask, rows, 0, lambda q, k, v, mask, _: attention(q, k, v, mask, sinks, **options)
     )
 
 

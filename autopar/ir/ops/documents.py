@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.ir.torch_private import writes_to
 
-Run = tuple[int, int]
+class Run(NamedTuple):
+    """Positions ``start`` to ``stop``, exclusive, of a row that are all of one document."""
+
+    start: int
+    stop: int
+    document: int
+
+
+Runs = tuple[Run, ...]
 
 # Attention of queries, keys, values and a mask, the first query being at that position of the keys.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
@@ -26,34 +35,35 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def runs_of(documents: Tensor) -> list[list[Run]] | None:
-    """Where documents begin and end in each row; None if one of them is in several places of a row.
+def runs_of(documents: Tensor) -> list[Runs]:
+    """Where documents begin and end in each row.
 
     documents: (B, S) integers, the same for positions of one document.
     """
     if documents.is_inference():  # such tensors do not count what is written to them
         return _runs(documents)
     version = writes_to(documents)
-    known: tuple[int, list[list[Run]] | None] | None = _known.get(documents)
+    known: tuple[int, list[Runs]] | None = _known.get(documents)
     if known is None or known[0] != version:  # a step input may have been written to
         known = _known[documents] = version, _runs(documents)
     return known[1]
 
 
-def _runs(documents: Tensor) -> list[list[Run]] | None:
+def in_one_piece(rows: list[Runs]) -> bool:
+    """Whether each document is in one place of its row."""
+    return all(len({run.document for run in runs}) == len(runs) for runs in rows)
+
+
+def _runs(documents: Tensor) -> list[Runs]:
     rows, length = documents.shape
     changes = torch.ones(rows, length, dtype=torch.bool, device=documents.device)
     torch.ne(documents[:, 1:], documents[:, :-1], out=changes[:, 1:])
-    places = changes.nonzero().tolist()
-    ids = documents[changes].tolist()
-    starts: list[list[int]] = [[] for _ in range(rows)]
-    seen: set[tuple[int, int]] = set()
-    for (row, start), own in zip(places, ids, strict=True):
-        starts[row].append(start)
-        seen.add((row, own))
-    if len(seen) < len(ids):
-        return None
-    return [list(pairwise([*own, length])) for own in starts]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+    for (row, start), own in zip(changes.nonzero().tolist(), documents[changes].tolist(), strict=True):
+        found[row].append((start, own))
+    return [
+        tuple(Run(start, stop, own) for (start, own), (stop, _) in pairwise([*runs, (length, 0)])) for runs in found
+    ]
 
 
 def attend_in_documents(
@@ -61,20 +71,20 @@ def attend_in_documents(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    runs: list[list[Run]],
+    rows: list[Runs],
     first: int,
     attend: Attend,
 ) -> Tensor:
     """The attention of each document by itself.
 
     q: (B, Hq, S, D), from position ``first`` of the row on. k, v: (B, Hkv, T, ..), whole rows. mask: broadcasts to
-    (B, Hq, S, T). runs: where documents are in each row.
+    (B, Hq, S, T). rows: where documents are in each row, or in all alike.
     """
     last = first + q.shape[2]
-    rows = []
-    for row, own in enumerate(runs):
+    results = []
+    for row, own in enumerate(rows * len(q) if len(rows) == 1 else rows):
         parts = []
-        for start, end in own:
+        for start, end, _ in own:
             low, high = max(start, first), min(end, last)
             if low >= high:
                 continue
@@ -89,8 +99,8 @@ def attend_in_documents(
                     low - start,
                 )
             )
-        rows.append(torch.cat(parts, 2) if parts else q.new_empty(1, q.shape[1], 0, v.shape[3]))
-    return torch.cat(rows) if rows else q.new_empty(*q.shape[:3], v.shape[3])
+        results.append(torch.cat(parts, 2) if parts else q.new_empty(1, q.shape[1], 0, v.shape[3]))
+    return torch.cat(results) if results else q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def same_document(documents: Tensor, first: int, length: int) -> Tensor:

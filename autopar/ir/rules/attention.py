@@ -6,7 +6,8 @@ Pieces of ``e`` would be right, but every rank would compute all scores: the wor
 Sharding the key/value heads ``h`` shards the query heads that read them. Sharding ``s`` under a causal or
 sliding mask needs the position of the local queries: it is lowered. Keys are cut only where queries are
 (``s&t``): a ring. It has no dropout, and no sinks, of which there is one for each query head: (h g). Documents that are
-packed into rows are known of whole rows, ``b _``, and local queries have to know their position, too.
+packed into rows are known of whole rows, ``b _``, on every rank, in natural order: local queries and keys have to know
+their position, too.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _attention(
         lowered["s"] = "attention"
     if dropout:
         lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
-    elif sinks is None and documents is None:
+    elif sinks is None:
         lowered["s&t"] = "ring"
     seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
     return factors.rule(

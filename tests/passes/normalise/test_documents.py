@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.ir.building import shape_of
 from autopar.ir.capture.capture import capture
 from autopar.ir.ops import composite
-from autopar.ir.ops.documents import runs_of
+from autopar.ir.ops.documents import in_one_piece, runs_of
 from autopar.passes.normalise import normalise
 from tests.ir.models import assert_same_training
 
@@ -111,15 +111,18 @@ def test_what_keeps_documents_apart(mask: Callable[[Tensor, Tensor], Tensor], ex
 
 
 def test_runs_of_documents() -> None:
-    assert runs_of(counted(POSITIONS)) == [[(0, 4), (4, 6), (6, 10)], [(0, 10)], [(0, 2), (2, 3), (3, 10)]]
-    assert runs_of(torch.tensor([[7, 7, 2, 2, 7]])) is None
+    found = runs_of(counted(POSITIONS))
+    ends = [[(run.start, run.stop) for run in runs] for runs in found]
+    assert ends == [[(0, 4), (4, 6), (6, 10)], [(0, 10)], [(0, 2), (2, 3), (3, 10)]] and in_one_piece(found)
+    found = runs_of(torch.tensor([[7, 7, 2, 2, 7]]))
+    assert found == [((0, 2, 7), (2, 4, 2), (4, 5, 7))] and not in_one_piece(found)
     assert runs_of(torch.zeros(0, 4, dtype=torch.int64)) == []
     documents = torch.tensor([[1, 1, 2]])
-    assert runs_of(documents) == [[(0, 2), (2, 3)]]
+    assert runs_of(documents) == [((0, 2, 1), (2, 3, 2))]
     documents.fill_(3)
-    assert runs_of(documents) == [[(0, 3)]]
+    assert runs_of(documents) == [((0, 3, 3),)]
     with torch.inference_mode():
-        assert runs_of(torch.tensor([[1, 2]])) == [[(0, 1), (1, 2)]]
+        assert runs_of(torch.tensor([[1, 2]])) == [((0, 1, 1), (1, 2, 2))]
 
 
 class Largest(TorchDispatchMode):
