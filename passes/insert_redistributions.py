@@ -22,7 +22,7 @@ batch that every microbatch needs is taken before they run (``whole_batch``); wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,14 @@ from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.zigzag import ZigzagDim, from_zigzag, to_zigzag
+from autopar.ir.errors import PlanMismatch
 from autopar.ir.graph import is_getitem, source, tensor_operands
+from autopar.ir.op_graph import dependencies, op_graph
+from autopar.ir.packed_order import from_document_order, to_document_order
 from autopar.ir.placed.operands import Operands, Results
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.uses import Move, Read, Use
-from autopar.ir.placement import Layout, Placement, Replicate
+from autopar.ir.placement import Layout, Placement, Replicate, Shard
 from autopar.ir.precision import narrow_dtype
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.redistribution_marker import keywords_of, redistribution
@@ -56,7 +59,7 @@ def insert_redistributions(placed: PlacedModel, results: Results) -> PlacedProgr
     """
     sweep = _Sweep(placed, Operands(placed=placed, results=results))
     captured = placed.captured
-    for node in captured.graph.nodes:
+    for node in _documents_first(placed):
         if node.op == "placeholder":
             sweep.placeholder(node)
         elif node.op == "call_function":
@@ -162,14 +165,14 @@ class _Sweep:
     def have(self, use: Use) -> fx.Node:
         """The node that a user reads."""
         node = self.made[use.tensor] if use.read is None else self.read(use.read)
-        node = self.reorder(node, use.into, to_zigzag, PRELUDE)
+        node = self.reorder(node, use.into, PRELUDE, back=False)
         for move in use.moves:
             node = self.moved(node, move)
         if use.total:
             node = self.once((node, whole_batch), lambda: self.like(node, whole_batch, (node,), over_time=Replicate()))
         if use.share:
             node = self.once((node, "share"), lambda: self.shared_out(node))
-        return self.reorder(node, use.back, from_zigzag, use.block)
+        return self.reorder(node, use.back, use.block, back=True)
 
     def read(self, read: Read) -> fx.Node:
         def make() -> fx.Node:
@@ -200,26 +203,43 @@ class _Sweep:
         count = float(self.placed.num_microbatches)
         return self.like(node, torch.ops.aten.div.Scalar, (node, count))
 
-    def reorder(
-        self, node: fx.Node, dims: tuple[ZigzagDim, ...], function: Callable[..., torch.Tensor], block: int
-    ) -> fx.Node:
+    def reorder(self, node: fx.Node, dims: tuple[ZigzagDim, ...], block: int, *, back: bool) -> fx.Node:
         """``node`` with its sequence in another order. It is whole there on every rank."""
         for own in dims:
-            node = self.reordered(node, own, function, block)
+            node = self.reordered(node, own, block, back=back)
         return node
 
-    def reordered(self, node: fx.Node, own: ZigzagDim, function: Callable[..., torch.Tensor], block: int) -> fx.Node:
+    def reordered(self, node: fx.Node, own: ZigzagDim, block: int, *, back: bool) -> fx.Node:
         """``node`` with one sequence of it in another order."""
-        zigzag = self.placed.zigzag
+        zigzag, ranks = self.placed.zigzag, self.placed.zigzag_ranks
         assert zigzag is not None
-        options = {
-            "dim": own.dim,
-            "length": zigzag.length,
-            "inner": own.inner,
-            "zigzag_ranks": self.placed.zigzag_ranks,
-        }
+        options = {"dim": own.dim, "length": zigzag.length, "inner": own.inner}
+        args: tuple[fx.Node, ...]
+        if zigzag.documents is None:
+            function: Callable[..., torch.Tensor] = from_zigzag if back else to_zigzag
+            args, options = (node,), {**options, "zigzag_ranks": ranks}
+        else:
+            function = from_document_order if back else to_document_order
+            args, options = (node, self.documents(node, own)), {**options, "num_ranks": ranks, "rows": own.rows}
         key = (node, own, function, block)
-        return self.once(key, lambda: self.like(node, function, (node,), options, block=block))
+        return self.once(key, lambda: self.like(node, function, args, options, block=block))
+
+    def documents(self, node: fx.Node, own: ZigzagDim) -> fx.Node:
+        """The documents of the rows that a rank has of ``node``. Raises PlanMismatch if it has them of other rows."""
+        zigzag = self.placed.zigzag
+        assert zigzag is not None and zigzag.documents is not None
+        documents = self.made[zigzag.documents]
+        wanted, has = (
+            tuple(dim is not None and placement == Shard(dim) for placement in (one.meta["over_time"], *one.meta["layout"]))
+            for one, dim in ((node, own.rows), (documents, 0))
+        )
+        if wanted != has:
+            raise PlanMismatch(
+                f"sequence_layout: {node.name} ({node.meta.get('source', 'no source')}) is divided by rows along other "
+                "mesh axes than the documents whose order it is in.\n"
+                "  try: sequence_layout: contiguous"
+            )
+        return documents
 
     def like(
         self,
@@ -244,6 +264,15 @@ class _Sweep:
     def place(node: fx.Node, layout: Layout, over_time: Placement) -> fx.Node:
         node.meta.update(layout=layout, over_time=over_time)
         return node
+
+
+def _documents_first(placed: PlacedModel) -> Sequence[fx.Node]:
+    """The captured nodes in order, but ahead of the ops what says in which order their sequences are."""
+    nodes = list(placed.captured.graph.nodes)
+    if placed.zigzag is None or placed.zigzag.documents is None:
+        return nodes
+    first = dependencies(op_graph(nodes), [placed.zigzag.documents])
+    return sorted(nodes, key=lambda node: 0 if node.op == "placeholder" else 1 if node in first else 2)
 
 
 def _value(node: fx.Node) -> dict[str, Any]:

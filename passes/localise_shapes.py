@@ -89,7 +89,7 @@ class _Pieces:
         found = cls(placed, symbols, rows)
         zigzag = placed.zigzag
         if zigzag is not None and isinstance(zigzag.length, Size):
-            found.divides.add((zigzag.length.expression, 2 * placed.zigzag_ranks))
+            found.divides.add((zigzag.length.expression, zigzag.divisor(placed.zigzag_ranks)))
         return found
 
     def shape(self, whole: Sequence[int], layout: Layout) -> tuple[int, ...]:

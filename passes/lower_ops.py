@@ -35,5 +35,6 @@ class LowerOps(Pass[PlacedProgram]):
             function, args, kwargs = LOWERINGS[name](node, rule, assignment, placed.mesh)
             if placed.zigzag is not None and captured in placed.zigzag.attentions:
                 kwargs["zigzag_ranks"] = placed.zigzag_ranks
+                kwargs["by_documents"] = placed.zigzag.documents is not None
             node.target, node.args, node.kwargs = function, args, kwargs
         return program

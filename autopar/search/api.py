@@ -243,8 +243,8 @@ def _balanced(workload: Workload, constraints: Constraints) -> bool:
     degree = constraints.degree("cp") or 1
     if constraints.sequence_layout == "zigzag" and degree > 1 and not workload.analysis.zigzag.divides(degree):
         raise InfeasiblePlan(
-            f"a sequence of {workload.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: each rank "
-            f"takes two equal chunks, so the length has to divide by {2 * degree}.\n  try: another --cp or --seq, or "
+            f"a sequence of {workload.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: ranks take "
+            f"equal chunks, so the length has to divide by {workload.analysis.zigzag.divisor(degree)}.\n  try: another --cp or --seq, or "
             "--sequence-layout contiguous"
         )
     return obstacle is None

@@ -5,12 +5,13 @@ whole_batch(count)          the sum over the microbatches of a step
 div.Scalar(loss, 4.0)       of a mean over one of four microbatches: a summand of that over all
 _to_copy(x, dtype=bf16)     x, in the dtype of compute
 clone(x)                    x, whose memory is its own
-to_zigzag(x, ..)            x in zigzag order
+to_zigzag(x, ..)            x in zigzag order; to_document_order(x, documents, ..) in that of packed documents
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import itemgetter
@@ -21,14 +22,15 @@ from torch import fx
 
 from autopar.ir.analysis.zigzag import from_zigzag, to_zigzag
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Partial, Replicate
+from autopar.ir.packed_order import from_document_order, to_document_order
+from autopar.ir.placement import Partial, Replicate, Shard
 from autopar.ir.primitives.whole_batch import whole_batch
 from autopar.ir.torch_private import TO_COPY
 from autopar.passes.verify.collectives import Move, move_of
 from autopar.passes.verify.inference import Inference, Inferred
 from autopar.passes.verify.lowered_calls import LocalCall, read_call
 from autopar.passes.verify.terms import CapturedOp, Term, Terms, flatten
-from autopar.passes.verify.types import TIME, WHOLE, Mistyped, Summands, Type, Zigzag
+from autopar.passes.verify.types import TIME, WHOLE, Mistyped, Sequence, Summands, Type, Zigzag
 from autopar.passes.verify.values import Derivation, Same, Value
 
 aten = torch.ops.aten
@@ -64,6 +66,8 @@ class CallTyper:
         move = move_of(node, self.mesh)
         if move is not None:
             return self._alone(node, operands, lambda given: move.apply(given, self.mesh), move)
+        if node.target in (to_document_order, from_document_order):
+            return self.reorder_rows(node, operands, back=node.target is from_document_order)
         special = _SPECIAL.get(node.target)  # type: ignore[arg-type]  # a target of another kind is not in the table
         if special is not None:
             return self._alone(node, operands, lambda given: special(self, node, given), Same())
@@ -162,7 +166,7 @@ class CallTyper:
 
     # What stands around the ops.
 
-    def _share(self, node: fx.Node, values: Sequence[Value]) -> list[Derivation]:
+    def _share(self, node: fx.Node, values: Items[Value]) -> list[Derivation]:
         """A division by the number of microbatches: of a mean over one of them, or of what all of them have alike."""
         count = self.mesh.sizes[TIME]
         if node.target is not aten.div.Scalar or count == 1 or node.kwargs or node.args[1] != count:
@@ -176,7 +180,7 @@ class CallTyper:
                 found.append(Derivation(operands=(given,), results=(shared,), way=Same(frozenset({TIME}))))
         return found
 
-    def _cast_or_copy(self, node: fx.Node, values: Sequence[Value]) -> list[Derivation]:
+    def _cast_or_copy(self, node: fx.Node, values: Items[Value]) -> list[Derivation]:
         """A cast to the dtype of compute, or a copy of a value's own: the value itself."""
         is_copy = node.target is aten.clone.default and not node.kwargs
         is_cast = node.target is TO_COPY and node.kwargs == {"dtype": self.compute} and self.compute
@@ -190,19 +194,58 @@ class CallTyper:
 
     def reorder(self, node: fx.Node, given: Type, *, back: bool) -> Type:
         """A sequence put in zigzag order, or back."""
-        options = node.kwargs
-        sequence = (int(options["length"]), int(options["zigzag_ranks"]))  # type: ignore[arg-type]
+        options: dict[str, Any] = dict(node.kwargs)
+        return self._ordered(given, Zigzag(options["dim"], options["inner"]), _sequence(options), back=back)
+
+    def _ordered(self, given: Type, order: Zigzag, sequence: Sequence, *, back: bool) -> Type:
         if self.inference.sequence not in (None, sequence):
-            raise Mistyped(f"a sequence of (length, ranks) {sequence}; others are of {self.inference.sequence}")
-        order = Zigzag(int(options["dim"]), int(options["inner"]))  # type: ignore[arg-type]
+            raise Mistyped(f"a sequence of {sequence}; others are of {self.inference.sequence}")
         shape = given.shape(self.mesh)
-        if shape[order.dim] % (sequence[0] * order.inner):
-            raise Mistyped(f"its operand is {given.show(self.mesh)}, a part of a sequence of {sequence[0]} positions")
+        if shape[order.dim] % (sequence.length * order.inner):
+            raise Mistyped(
+                f"its operand is {given.show(self.mesh)}, a part of a sequence of {sequence.length} positions"
+            )
         if (order in given.zigzag) != back:
             raise Mistyped(f"its operand is in {given.zigzag or 'natural'} order along dimension {order.dim}")
         self.inference.sequence = sequence
         rest = tuple(other for other in given.zigzag if other != order)
         return replace(given, zigzag=rest if back else tuple(sorted((*rest, order))))
+
+    def reorder_rows(
+        self, node: fx.Node, operands: dict[fx.Node, Value], *, back: bool
+    ) -> tuple[tuple[Value, ...], tuple[Derivation, ...], bool]:
+        """A sequence put in the order of the documents of each row, or back."""
+        x, documents = node.args
+        assert isinstance(x, fx.Node) and isinstance(documents, fx.Node)
+        found, reasons = [], []
+        for given, told in product(operands[x].types, operands[documents].types):
+            try:
+                result = self._in_order_of(dict(node.kwargs), given, told, back=back)
+                kinds = (given,) if x is documents else (given, told)
+                found.append(Derivation(operands=kinds, results=(result,), way=_OfFirst(len(kinds))))
+            except Mistyped as error:
+                reasons.append(str(error))
+        if not found:
+            raise Mistyped(reasons[0])
+        return tuple(operands[own] for own in node.all_input_nodes), tuple(found), operands[x].needs_gradient
+
+    def _in_order_of(self, options: dict[str, Any], given: Type, documents: Type, *, back: bool) -> Type:
+        rows, shape = options["rows"], given.term.shape
+        sequence = _sequence(options, documents.term)
+        order = Zigzag(options["dim"], options["inner"], rows)
+        assert shape is not None
+        if documents.zigzag or documents.term.shape != (sequence.num_rows, sequence.length):
+            raise Mistyped(f"the documents are {documents.show(self.mesh)}; expected whole rows in natural order")
+        merged = sequence.length * order.inner if rows == order.dim else 1
+        if (rows is None) != (sequence.num_rows == 1) or (rows is not None and shape[rows] != sequence.num_rows * merged):
+            raise Mistyped(f"dimension {rows} of its operand does not have the rows of the documents")
+        for axis, (own, told) in enumerate(zip(given.layout, documents.layout, strict=True)):
+            if (rows is not None and own == Shard(rows)) != told.is_shard() or told not in (Replicate(), Shard(0)):
+                raise Mistyped(
+                    f"the documents are {documents.show(self.mesh)}, of other rows on {self.mesh.names[axis]} than its "
+                    f"operand {given.show(self.mesh)}"
+                )
+        return self._ordered(given, order, sequence, back=back)
 
     def total(self, given: Type) -> Type:
         """The sum over the microbatches of a step, which the runtime makes of what each contributes."""
@@ -210,7 +253,7 @@ class CallTyper:
             raise Mistyped(f"its operand is {given.show(self.mesh)}; expected what adds up over the microbatches")
         return given.on(TIME, Replicate())
 
-    def _why(self, node: fx.Node, values: Sequence[Value], reasons: Sequence[str]) -> str:
+    def _why(self, node: fx.Node, values: Items[Value], reasons: Items[str]) -> str:
         if reasons:
             return reasons[0]
         shown = "; ".join(kind.show(self.mesh) for value in values for kind in value.types[:1])
@@ -232,6 +275,22 @@ class _OfOperands:
                 raise Mistyped("it takes one operand at two places, and only one of the two gradients is a summand")
             found[place] = own
         return tuple(WHOLE if own is None else own for own in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfFirst:
+    """The backward of what is the first operand in another order: no other gets a gradient."""
+
+    count: int
+
+    def backward(self, summands: Summands, mesh: Mesh) -> tuple[Summands, ...]:
+        """The axes of the result's gradient."""
+        return (summands, *(WHOLE,) * (self.count - 1))
+
+
+def _sequence(options: dict[str, Any], documents: Term | None = None) -> Sequence:
+    num_ranks = options["zigzag_ranks" if documents is None else "num_ranks"]
+    return Sequence(int(options["length"]), num_ranks, documents)
 
 
 _SPECIAL: dict[Any, Callable[[CallTyper, fx.Node, Type], Type]] = {

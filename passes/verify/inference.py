@@ -25,9 +25,9 @@ from autopar.ir.rules.call import parameters
 from autopar.ir.rules.sizes import local_arguments
 from autopar.ir.torch_private import pytree
 from autopar.passes.verify.lowered_calls import LocalCall, Sharded, expected_call, lowering_of
-from autopar.passes.verify.sequence_order import Order, is_positional, orders_of, through
+from autopar.passes.verify.sequence_order import Order, Orders, free_orders, is_positional, orders_of, through
 from autopar.passes.verify.terms import CapturedOp, Path, Slot, bind, flatten
-from autopar.passes.verify.types import TIME, WHOLE, Mistyped, Summands, Type, spell
+from autopar.passes.verify.types import TIME, WHOLE, Mistyped, Sequence, Summands, Type, spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class _Split:
 class Inference:
     """Infers types of ops on ``mesh``, which has the microbatch in front. Ops that look alike are looked at once.
 
-    sequence: length of the sequence in zigzag order, and the number of ranks that it is for; None in natural order.
+    sequence: that is in zigzag order; None in natural order.
     """
 
     mesh: Mesh
-    sequence: tuple[int, int] | None = None
+    sequence: Sequence | None = None
     _memo: dict[Any, list[_Split]] = field(default_factory=dict)
     _slots: dict[Any, dict[Path, int] | None] = field(default_factory=dict)
     _signatures: dict[Any, int] = field(default_factory=dict)
@@ -126,6 +126,7 @@ class Inference:
         if any(operand.scale != 1 for operand in operands):
             raise Mistyped("an operand is a mean over one microbatch, to be divided by their number first")
         given = tuple((operand.layout, operand.zigzag) for operand in operands)
+        self._check_documents(op, given)
         key = (self.signature(op), call.target, call.wrapper, call.own, frozenset(constants.items()), given)
         if key not in self._memo:
             self._memo[key] = self._infer(op, call, constants, given)
@@ -134,6 +135,15 @@ class Inference:
             Inferred(op, split.assignment, tuple(Type(t, *kind) for t, kind in zip(terms, split.results)), split.gives)
             for split in self._memo[key]
         ]
+
+    def _check_documents(self, op: CapturedOp, given: tuple[tuple[Layout, Order], ...]) -> None:
+        """Raise Mistyped if an attention whose rows are in the order of documents is within others, or none."""
+        if self.sequence is None or self.sequence.documents is None or not is_positional(op):
+            return
+        own = op.arguments.get("documents")
+        within = op.operands[own.position] if isinstance(own, Slot) else None
+        if within is not self.sequence.documents and any(order for _, order in given):
+            raise Mistyped(f"it is within documents {within}; its rows are in the order of {self.sequence.documents}")
 
     def signature(self, op: CapturedOp) -> int:
         """A number that ops have in common that differ in their operands' terms alone."""
@@ -184,17 +194,20 @@ class Inference:
     def _is_mean(self, rule: FactorRule, choice: Choice) -> bool:
         return choice is not None and rule.lowered.get(choice) == "mean" and choice in rule.summed
 
-    def _orders(self, op: CapturedOp, orders: tuple[Order, ...]) -> list[dict[str, int]]:
+    def _orders(self, op: CapturedOp, orders: tuple[Order, ...]) -> list[Orders]:
         """The factors that may be in zigzag order. A factor that no operand has may be so or not."""
         if self.sequence is None:
             return [{}]
-        length, _ = self.sequence
-        made = {f for tensor in op.rule.operands for dim in tensor for f in dim}
-        free = [f for f, size in op.rule.sizes.items() if f not in made | op.rule.blocked and size == length]
-        return [
-            through(op, orders, length, dict.fromkeys((f for f, is_so in zip(free, so, strict=True) if is_so), 1))
-            for so in product((False, True), repeat=len(free))
-        ]
+        found: list[Orders] = []
+        refusal = None
+        for free in free_orders(op, self.sequence):
+            try:
+                found.append(through(op, orders, self.sequence, free))
+            except Mistyped as error:
+                refusal = refusal or error
+        if refusal is not None and not found:
+            raise refusal
+        return found
 
     def _check(
         self,
@@ -202,10 +215,10 @@ class Inference:
         call: LocalCall,
         constants: Mapping[Path, Any],
         assignment: Assignment,
-        inners: dict[str, int],
+        inners: Orders,
     ) -> None:
         """Raise Mistyped unless ``call`` is what ``op`` has to be under ``assignment``."""
-        chunks = self.sequence[1] if self.sequence is not None and inners else 1
+        chunks = self.sequence.num_ranks if self.sequence is not None and inners else 1
         lowering = lowering_of(op.rule, assignment[1:])
         if chunks > 1 and is_positional(op) and QUERIES in inners:
             lowering = "ring"
@@ -251,9 +264,11 @@ class Inference:
             args, kwargs = local_arguments(op.node, shape)
             if args != op.node.args or kwargs != op.node.kwargs:
                 arguments = _with_slots(op, args, kwargs)
+        by_documents = chunks > 1 and self.sequence is not None and self.sequence.documents is not None
         sharded = Sharded(
-            op=op, arguments=arguments, assignment=assignment[1:], names=self.mesh.names[1:], chunks=chunks
-        )
+            op=op, arguments=arguments, assignment=assignment[1:], names=self.mesh.names[1:], chunks=chunks,
+            by_documents=by_documents,
+        )  # fmt: skip
         form = expected_call(sharded, lowering)
         if form is None:
             return None
@@ -261,7 +276,7 @@ class Inference:
         return form, {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Slot)}
 
     def _results(
-        self, op: CapturedOp, assignment: Assignment, inners: dict[str, int]
+        self, op: CapturedOp, assignment: Assignment, inners: Orders
     ) -> tuple[tuple[Layout, Order, int], ...]:
         rule = op.rule
         scale = self.mesh.sizes[TIME] if self._is_mean(rule, assignment[TIME]) else 1

@@ -41,7 +41,7 @@ class Sharded:
     """A captured op under an assignment of the axes ``names`` of a stage mesh.
 
     arguments: of the local op, sizes being local ones. chunks: ranks that a sequence in zigzag order is for, 1 in
-        natural order.
+        natural order. by_documents: each row is in the order of its documents for as many ranks.
     """
 
     op: CapturedOp
@@ -49,6 +49,7 @@ class Sharded:
     assignment: Assignment
     names: tuple[str, ...]
     chunks: int = 1
+    by_documents: bool = False
 
     def axes(self, factors: Collection[str]) -> tuple[str, ...]:
         """The axes on which one of ``factors`` is, major first."""
@@ -131,13 +132,14 @@ def _attention(sharded: Sharded) -> LocalCall | None:
 
 def _ring(sharded: Sharded) -> LocalCall | None:
     given = _attention_arguments(sharded)
-    if given.pop("dropout_p") or given.pop("sinks") is not None or given.pop("documents") is not None:
+    if given.pop("dropout_p") or given.pop("sinks") is not None:
         return None
     rule = sharded.op.rule
     queries, keys = (rule.operands[position][-2] for position in (0, 1))
     own = {
         "lengths": tuple(prod(rule.sizes[factor] for factor in dim) for dim in (queries, keys)),
         "zigzag_ranks": sharded.chunks,
+        "by_documents": sharded.by_documents,
         "query_groups": sharded.axes(queries),
         "key_groups": sharded.axes(keys),
     }

@@ -24,10 +24,30 @@ WHOLE: Summands = frozenset()
 
 
 class Zigzag(NamedTuple):
-    """A sequence in zigzag order in dimension ``dim``, with ``inner`` elements for each position."""
+    """A sequence in zigzag order in dimension ``dim``, with ``inner`` elements for each position.
+
+    rows: the dimension with the rows of the documents in whose order each is; None if all are in one order.
+    """
 
     dim: int
     inner: int
+    rows: int | None = None
+
+
+class Sequence(NamedTuple):
+    """The sequence in zigzag order: its length, and the number of ranks that the order is for.
+
+    documents: (B, S) or (1, S), if each row is in the order of its documents.
+    """
+
+    length: int
+    num_ranks: int
+    documents: Term | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that have an order each."""
+        return 1 if self.documents is None or self.documents.shape is None else self.documents.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

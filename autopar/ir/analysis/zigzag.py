@@ -9,11 +9,15 @@ outside them (tokens, labels, rotary tables, masks) are made in natural order, a
 
 An op that depends on the order (a slice, a convolution along the sequence) gets its operand back in natural order; no
 rule shards such a dimension. A dimension that merges others is reordered within: (b s) keeps s apart for each b.
+
+Where all those attentions are within the same packed documents, each row of the batch is in an order of its own, of its
+documents (``autopar.ir.packed_order``), if every tensor along the sequence has the rows too; otherwise all are in zigzag
+layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -25,9 +29,9 @@ from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import BlockRepetition
 from autopar.ir.building import shape_of
 from autopar.ir.graph import CapturedModel, source, tensor_operands
-from autopar.ir.lowered.attention import QUERIES, lengths_of, sight_of
+from autopar.ir.lowered.attention import QUERIES, documents_of, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Assignment, DimFactors, FactorRule, factors_of_choice
+from autopar.ir.rule import Assignment, Choice, DimFactors, FactorRule, factors_of_choice
 
 KEYS = "t"
 
@@ -35,10 +39,14 @@ _Value = tuple[fx.Node, int]
 
 
 class ZigzagDim(NamedTuple):
-    """A sequence in dimension ``dim`` of a tensor, with ``inner`` elements for each position."""
+    """A sequence in dimension ``dim`` of a tensor, with ``inner`` elements for each position.
+
+    rows: the dimension with the rows of the batch, where each is in an order of its own; ``dim`` if it is merged there.
+    """
 
     dim: int
     inner: int
+    rows: int | None = None
 
 
 Use = tuple[fx.Node, int]
@@ -50,8 +58,8 @@ class ZigzagSequence:
 
     into: operands, as (op, position), that come in natural order and are put in zigzag layout. back: operands that come
     in zigzag layout and are put back. attentions: causal and sliding attentions over the sequence. results: tensors in
-    zigzag layout.
-    obstacle: why the model cannot be run so; None if it can.
+    zigzag layout. documents: (B, S) or (1, S), if each row is in the order of its packed documents. obstacle: why the
+    model cannot be run so; None if it can.
     """
 
     length: int
@@ -59,11 +67,16 @@ class ZigzagSequence:
     back: Mapping[Use, tuple[ZigzagDim, ...]]
     attentions: frozenset[fx.Node]
     results: Mapping[_Value, tuple[ZigzagDim, ...]]
+    documents: fx.Node | None = None
     obstacle: str | None = None
 
+    def divisor(self, num_ranks: int) -> int:
+        """What the length has to be a multiple of for as many ranks: zigzag layout gives each two equal chunks."""
+        return num_ranks if self.documents is not None else 2 * num_ranks
+
     def divides(self, num_ranks: int) -> bool:
-        """Whether each of as many ranks gets two equal chunks."""
-        return self.length % (2 * num_ranks) == 0
+        """Whether the length divides for as many ranks."""
+        return self.length % self.divisor(num_ranks) == 0
 
     def num_ranks(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh) -> int:
         """Number of ranks that share the queries of an attention. Repeats may be left out of ``assignments``."""
@@ -105,9 +118,9 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
     queries, keys = lengths.pop()
     if queries != keys:
         return _impossible(f"a causal attention has {queries} queries and {keys} keys")
-    sweep = _Sweep(captured, repetition, roles, queries)
-    while sweep.run():
-        pass
+    sweep = _swept(captured, repetition, roles, queries, _documents(attentions, repetition))
+    if sweep.obstacles and sweep.documents is not None:
+        sweep = _swept(captured, repetition, roles, queries, None)
     if sweep.obstacles:
         return _impossible(sweep.obstacles[0])
     return ZigzagSequence(
@@ -116,7 +129,31 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
         back=sweep.back,
         attentions=frozenset(sweep.attentions),
         results=sweep.results,
+        documents=sweep.documents,
     )
+
+
+def _documents(attentions: Sequence[fx.Node], repetition: BlockRepetition) -> fx.Node | None:
+    """The documents that all of some attentions are within, if they are known outside the blocks."""
+    found = {documents_of(node) for node in attentions}
+    documents = found.pop()
+    return documents if documents is not None and not found and documents not in repetition.block_of else None
+
+
+def _swept(
+    captured: CapturedModel, repetition: BlockRepetition, roles: Roles, length: int, documents: fx.Node | None
+) -> _Sweep:
+    sweep = _Sweep(captured, repetition, roles, length, documents)
+    while sweep.run():
+        pass
+    if documents is not None and any(documents_of(node) is not documents for node in sweep.attentions):
+        sweep.obstacles.append("it has attentions within other documents")
+    return sweep
+
+
+def is_positional(node: fx.Node, rule: FactorRule) -> bool:
+    """Whether an op is an attention with a ring in which it matters where queries and keys are."""
+    return goes_round(rule) and (sight_of(node).reach != (None, None) or documents_of(node) is not None)
 
 
 def goes_round(rule: FactorRule) -> bool:
@@ -134,6 +171,7 @@ class _Sweep:
     repetition: BlockRepetition
     roles: Roles
     length: int
+    documents: fx.Node | None
     results: dict[_Value, tuple[ZigzagDim, ...]] = field(default_factory=dict)
     into: dict[Use, tuple[ZigzagDim, ...]] = field(default_factory=dict)
     back: dict[Use, tuple[ZigzagDim, ...]] = field(default_factory=dict)
@@ -158,7 +196,7 @@ class _Sweep:
         rule = self.roles.rules[node]
         operands = [source(operand) for operand in tensor_operands(node)]
         inners = self.factors(node, rule, operands)
-        positional = goes_round(rule) and sight_of(node).reach != (None, None)
+        positional = is_positional(node, rule)
         if positional and (QUERIES in inners) != (KEYS in inners):
             self.obstacles.append(f"{_title(node)} has only its queries or only its keys on the zigzag sequence")
         elif positional and inners:
@@ -166,9 +204,23 @@ class _Sweep:
         for position, value in enumerate(operands):
             self.operand(node, position, value, rule, inners)
         for number, dims in enumerate(rule.results):
-            found = _zigzag_dims(dims, rule, inners)
+            found = self.zigzag_dims(node, dims, inners)
             if found:
                 self.results[node, number] = found
+
+    def zigzag_dims(
+        self, node: fx.Node, dims: tuple[DimFactors, ...], inners: Mapping[str, int]
+    ) -> tuple[ZigzagDim, ...]:
+        """Where the factors in zigzag layout lie in a tensor of an op, and the rows that each is for."""
+        rule = self.roles.rules[node]
+        found = _zigzag_dims(dims, rule, inners)
+        num_rows = 1 if self.documents is None else shape_of(self.documents)[0]
+        if num_rows == 1:
+            return found
+        rows = [rows_dim(dims, own, rule, self.roles.batch.get(node), self.length, num_rows) for own in found]
+        if None in rows:
+            self.obstacles.append(f"{_title(node)} has a tensor along the sequence that is one for all rows")
+        return tuple(ZigzagDim(own.dim, own.inner, at) for own, at in zip(found, rows, strict=True))
 
     def factors(self, node: fx.Node, rule: FactorRule, operands: list[_Value]) -> dict[str, int]:
         """The factors of an op in zigzag layout: factor -> elements for each position."""
@@ -193,7 +245,7 @@ class _Sweep:
 
     def operand(self, node: fx.Node, position: int, value: _Value, rule: FactorRule, inners: dict[str, int]) -> None:
         """Compare the order that an operand has with the one that its op wants."""
-        wanted = _zigzag_dims(rule.operands[position], rule, inners)
+        wanted = self.zigzag_dims(node, rule.operands[position], inners)
         has = self.results.get(value, ())
         if not wanted and not has:
             return
@@ -231,6 +283,23 @@ class _Sweep:
                 )
                 return
             self.demanded.setdefault(producer, {}).setdefault(*located)
+
+
+def rows_dim(
+    dims: tuple[DimFactors, ...], own: ZigzagDim, rule: FactorRule, batch: Choice, length: int, num_rows: int
+) -> int | None:
+    """The dimension of a tensor with the rows that its sequence ``own`` is in as many orders for.
+
+    batch: the factor of rows. Rows and sequence are merged in one dimension, or rows have one to themselves. None if
+    the tensor has no rows, or the op is not the same for each of them.
+    """
+    merged = prod(rule.sizes[factor] for factor in dims[own.dim])
+    if merged == num_rows * length * own.inner:
+        first = next(factor for factor in dims[own.dim] if rule.sizes[factor] > 1)
+        if rule.sizes[first] % num_rows == 0 and (first == batch or rule.sizes[first] % (num_rows * length) == 0):
+            return own.dim if rule.is_positionwise(first) else None
+    alone = [n for n, dim in enumerate(dims) if [f for f in dim if rule.sizes[f] > 1] == [batch]]
+    return alone[0] if batch is not None and alone and rule.is_positionwise(batch) else None
 
 
 def _locate(dim: DimFactors, rule: FactorRule, inner: int, length: int) -> tuple[str, int] | None:

@@ -183,6 +183,12 @@ def attention_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]
     return operands, {"kind": kind, "window": None, "scale": scale, "dropout_p": call["dropout_p"]}
 
 
+def documents_of(node: fx.Node) -> fx.Node | None:
+    """The documents that an attention is within; None if it is over whole rows."""
+    found: fx.Node | None = arguments(node).get("documents")
+    return found
+
+
 def sight_of(node: fx.Node) -> Sight:
     """Positions that the queries of an attention see."""
     options = attention_arguments(node)[1]
@@ -199,7 +205,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces ``composite.attention`` or ``aten.scaled_dot_product_attention``."""
     operands, kwargs = attention_arguments(node)
     kwargs["query_groups"] = axes_with({QUERIES}, assignment, mesh)
-    kwargs["sinks"], kwargs["documents"] = (arguments(node).get(name) for name in ("sinks", "documents"))
+    kwargs["sinks"], kwargs["documents"] = arguments(node).get("sinks"), documents_of(node)
     if kwargs["dropout_p"] > 0:
         kwargs["random_groups"] = axes_sharded(rule, assignment, mesh)
     return attention, operands, kwargs

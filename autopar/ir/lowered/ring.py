@@ -29,10 +29,10 @@ from torch import Tensor, fx
 from autopar.ir.building import shape_of
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered import blockwise
-from autopar.ir.lowered.attention import QUERIES, attention_arguments, lengths_of, sight_of
+from autopar.ir.lowered.attention import QUERIES, attention_arguments, documents_of, lengths_of, sight_of
 from autopar.ir.lowered.blockwise import Scores
 from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
-from autopar.ir.lowered.shards import Groups, arguments, axes_with
+from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.ops.expert_ffn import has_values
@@ -336,7 +336,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     """The call that replaces an attention whose keys are cut where its queries are."""
     operands, kwargs = attention_arguments(node)
     del kwargs["dropout_p"]
-    kwargs["documents"] = arguments(node).get("documents")
+    kwargs["documents"] = documents_of(node)
     groups = kwargs["query_groups"], kwargs["key_groups"] = _axes(rule, assignment, mesh)
     kwargs["lengths"] = tuple(
         shape_of(operand)[-2] * prod(mesh.axes[mesh.index(name)].size for name in cut)

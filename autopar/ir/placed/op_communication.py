@@ -162,6 +162,7 @@ class _Sweep:
             batch=placed.analysis.roles.batch.get(node),
             num_microbatches=placed.num_microbatches,
             zigzag_ranks=placed.zigzag_ranks,
+            by_documents=placed.zigzag is not None and placed.zigzag.documents is not None,
             flows=lambda position: node in flow and operands[position] in flow,
         )
         block = placed.analysis.block_of(node)

@@ -185,7 +185,7 @@ def _in_zigzag_order(placed: PlacedModel) -> PlacedModel:
     if reason is None:
         ranks = zigzag.num_ranks(placed.layouts.assignments, placed.mesh)
         if ranks > 1 and not zigzag.divides(ranks):
-            reason = f"{zigzag.length} positions do not divide into 2 chunks for each of {ranks} ranks"
+            reason = f"{zigzag.length} positions do not divide by {zigzag.divisor(ranks)}, for {ranks} ranks"
     if reason is not None:
         raise PlanMismatch(
             f"sequence_layout: {placed.captured.name} cannot be run in zigzag order: {reason}.\n"
