@@ -213,7 +213,7 @@ class _Sweep:
         """``node`` with one sequence of it in another order."""
         zigzag, ranks = self.placed.zigzag, self.placed.zigzag_ranks
         assert zigzag is not None
-        options = {"dim": own.dim, "length": zigzag.length, "inner": own.inner}
+        options: dict[str, Any] = {"dim": own.dim, "length": zigzag.length, "inner": own.inner}
         args: tuple[fx.Node, ...]
         if zigzag.documents is None:
             function: Callable[..., torch.Tensor] = from_zigzag if back else to_zigzag
@@ -230,7 +230,10 @@ class _Sweep:
         assert zigzag is not None and zigzag.documents is not None
         documents = self.made[zigzag.documents]
         wanted, has = (
-            tuple(dim is not None and placement == Shard(dim) for placement in (one.meta["over_time"], *one.meta["layout"]))
+            tuple(
+                dim is not None and placement == Shard(dim)
+                for placement in (one.meta["over_time"], *one.meta["layout"])
+            )
             for one, dim in ((node, own.rows), (documents, 0))
         )
         if wanted != has:

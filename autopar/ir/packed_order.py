@@ -96,9 +96,7 @@ def piece(order: tuple[Span, ...], part: Span) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def blocks_in_documents(
-    sight: Sight, queries: tuple[Span, ...], keys: tuple[Span, ...], runs: Runs
-) -> Iterator[Block]:
+def blocks_in_documents(sight: Sight, queries: tuple[Span, ...], keys: tuple[Span, ...], runs: Runs) -> Iterator[Block]:
     """The blocks of scores of a piece of queries and one of keys that are of one document and not hidden."""
     columns = _by_document(keys, runs)
     for document, rows in _by_document(queries, runs).items():
@@ -175,14 +173,16 @@ def to_document_order(
     inner: elements for each position. rows: the dimension with the rows of ``documents``, ``dim`` itself if rows and
     sequence are merged there; None if all are in the order of one row.
     """
-    return _permuted(x, documents, dim, length, inner, num_ranks, rows, back=False)
+    put: Tensor = _permuted(x, documents, dim, length, inner, num_ranks, rows, back=False)
+    return put
 
 
 def from_document_order(
     x: Tensor, documents: Tensor, *, dim: int, length: int, inner: int, num_ranks: int, rows: int | None
 ) -> Tensor:
     """``x`` with the sequence in ``dim`` from the order of ``documents`` for as many ranks to natural order."""
-    return _permuted(x, documents, dim, length, inner, num_ranks, rows, back=True)
+    put: Tensor = _permuted(x, documents, dim, length, inner, num_ranks, rows, back=True)
+    return put
 
 
 @torch.compiler.disable
@@ -192,7 +192,7 @@ def _permuted(
     if not has_values(documents) or not len(documents):
         return x.clone()
     index = _index(documents, num_ranks)[back]
-    parts = x.unflatten(dim, (-1, length, inner))
+    parts: Tensor = x.unflatten(dim, (-1, length, inner))
     if rows is None:
         return parts.index_select(dim + 1, index[0]).flatten(dim, dim + 2)
     batch = rows if rows <= dim else rows + 2

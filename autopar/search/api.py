@@ -240,11 +240,11 @@ def _balanced(workload: Workload, constraints: Constraints) -> bool:
             f"{workload.captured.name} cannot be run with its sequence in zigzag order: {obstacle}.\n"
             "  try: --sequence-layout contiguous"
         )
-    degree = constraints.degree("cp") or 1
-    if constraints.sequence_layout == "zigzag" and degree > 1 and not workload.analysis.zigzag.divides(degree):
+    degree, zigzag = constraints.degree("cp") or 1, workload.analysis.zigzag
+    if constraints.sequence_layout == "zigzag" and degree > 1 and not zigzag.divides(degree):
         raise InfeasiblePlan(
-            f"a sequence of {workload.analysis.zigzag.length} on cp={degree} ranks has no zigzag order: ranks take "
-            f"equal chunks, so the length has to divide by {workload.analysis.zigzag.divisor(degree)}.\n  try: another --cp or --seq, or "
+            f"a sequence of {zigzag.length} on cp={degree} ranks has no zigzag order: ranks take equal chunks, so the "
+            f"length has to divide by {zigzag.divisor(degree)}.\n  try: another --cp or --seq, or "
             "--sequence-layout contiguous"
         )
     return obstacle is None

@@ -237,7 +237,9 @@ class CallTyper:
         if documents.zigzag or documents.term.shape != (sequence.num_rows, sequence.length):
             raise Mistyped(f"the documents are {documents.show(self.mesh)}; expected whole rows in natural order")
         merged = sequence.length * order.inner if rows == order.dim else 1
-        if (rows is None) != (sequence.num_rows == 1) or (rows is not None and shape[rows] != sequence.num_rows * merged):
+        if (rows is None) != (sequence.num_rows == 1) or (
+            rows is not None and shape[rows] != sequence.num_rows * merged
+        ):
             raise Mistyped(f"dimension {rows} of its operand does not have the rows of the documents")
         for axis, (own, told) in enumerate(zip(given.layout, documents.layout, strict=True)):
             if (rows is not None and own == Shard(rows)) != told.is_shard() or told not in (Replicate(), Shard(0)):

@@ -275,9 +275,7 @@ class Inference:
         leaves = flatten(form.arguments)
         return form, {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Slot)}
 
-    def _results(
-        self, op: CapturedOp, assignment: Assignment, inners: Orders
-    ) -> tuple[tuple[Layout, Order, int], ...]:
+    def _results(self, op: CapturedOp, assignment: Assignment, inners: Orders) -> tuple[tuple[Layout, Order, int], ...]:
         rule = op.rule
         scale = self.mesh.sizes[TIME] if self._is_mean(rule, assignment[TIME]) else 1
         return tuple(

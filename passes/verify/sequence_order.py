@@ -34,7 +34,7 @@ class Located(NamedTuple):
 Orders = Mapping[str, Located]
 
 
-def through(op: CapturedOp, operands: Items[Order], sequence: Sequence, free: Orders = {}) -> dict[str, Located]:
+def through(op: CapturedOp, operands: Items[Order], sequence: Sequence, free: Orders) -> dict[str, Located]:
     """The factors of an op that are in zigzag order, and how. Raises Mistyped if it minds.
 
     operands: orders of its operands. free: factors that no operand has, taken to be so.
@@ -78,7 +78,9 @@ def orders_of(factors: TensorFactors, rule: FactorRule, found: Orders) -> Order:
             if factor in found:
                 inner, rows = found[factor]
                 elements = inner * prod(rule.sizes[minor] for minor in dim[place + 1 :])
-                orders.append(Zigzag(number, elements, None if rows is None else _dim_of(factors, rule, number, factor, rows)))
+                orders.append(
+                    Zigzag(number, elements, None if rows is None else _dim_of(factors, rule, number, factor, rows))
+                )
     return tuple(orders)
 
 

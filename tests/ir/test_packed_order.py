@@ -37,7 +37,9 @@ def log_normal(length: int, seed: int, median: float = 400.0, sigma: float = 1.3
 
 
 def pairs_of(blocks: list[Block]) -> int:
-    return sum(Sight("causal").num_pairs(b.queries, b.keys) if not b.whole else len(b.rows) * len(b.columns) for b in blocks)
+    return sum(
+        Sight("causal").num_pairs(b.queries, b.keys) if not b.whole else len(b.rows) * len(b.columns) for b in blocks
+    )
 
 
 def busiest(order: tuple[Span, ...], runs: Runs, length: int, num_ranks: int) -> float:
@@ -71,7 +73,9 @@ def test_one_document_is_in_zigzag_layout() -> None:
     for num_ranks in (2, 4, 8):
         assert busiest(order_of(runs, 64, num_ranks), runs, 64, num_ranks) == 1.0
         pieces = [set(piece(order_of(runs, 64, num_ranks), stored(64, r, num_ranks))) for r in range(num_ranks)]
-        assert sorted(map(sorted, pieces)) == sorted(sorted(spans(64, num_ranks, r, num_ranks)) for r in range(num_ranks))
+        assert sorted(map(sorted, pieces)) == sorted(
+            sorted(spans(64, num_ranks, r, num_ranks)) for r in range(num_ranks)
+        )
 
 
 rows = st.lists(st.integers(0, 2), min_size=24, max_size=24)
@@ -95,9 +99,7 @@ def test_an_order_is_a_permutation(documents: list[list[int]], num_ranks: int) -
         options = {"dim": dim, "length": 24, "inner": inner, "num_ranks": num_ranks, "rows": rows_in}
         put = to_document_order(x, given_documents, **options)
         assert torch.equal(from_document_order(put, given_documents, **options), x)
-    own = to_document_order(
-        given_documents, given_documents, dim=1, length=24, inner=1, num_ranks=num_ranks, rows=0
-    )
+    own = to_document_order(given_documents, given_documents, dim=1, length=24, inner=1, num_ranks=num_ranks, rows=0)
     for row, runs, before in zip(own, runs_of(given_documents), given_documents, strict=True):
         assert torch.equal(row, before[[p for span in order_of(runs, 24, num_ranks) for p in range(*span)]])
 

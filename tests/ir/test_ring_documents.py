@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.ir.lowered.ring import ring_attention
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
-from autopar.ir.packed_order import order_of, piece
 from autopar.ir.ops.documents import runs_of
+from autopar.ir.packed_order import order_of, piece
 from autopar.ir.sequence import Span, spans, stored
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
@@ -100,7 +100,6 @@ def errors(cases: list[Case]) -> list[str]:
         for size in reversed(axes):
             rank, own = divmod(rank, size)
             place.insert(0, own)
-        number = count = key_number = key_count = 0
         number, count, key_number, key_count = 0, 1, 0, 1
         for size, own, ring in zip(case.axes, place, case.ring):
             number, count = number * size + own, count * size

@@ -10,9 +10,9 @@ outside them (tokens, labels, rotary tables, masks) are made in natural order, a
 An op that depends on the order (a slice, a convolution along the sequence) gets its operand back in natural order; no
 rule shards such a dimension. A dimension that merges others is reordered within: (b s) keeps s apart for each b.
 
-Where all those attentions are within the same packed documents, each row of the batch is in an order of its own, of its
-documents (``autopar.ir.packed_order``), if every tensor along the sequence has the rows too; otherwise all are in zigzag
-layout.
+Where all those attentions are within the same packed documents, each row of the batch is in an order of its own, that
+of its documents (``autopar.ir.packed_order``), if every tensor along the sequence has the rows too; otherwise all rows
+are in zigzag layout.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class LocalSizes:
     """Sizes of what one rank has of an op in one microbatch.
 
     itemsize: bytes of an element of compute, by dtype. batch: the factor that microbatches divide. zigzag_ranks: that
-    share a sequence in zigzag order, 1 in natural order. by_documents: it is in the order of packed documents. flows: whether a gradient goes to an operand, by position.
+    share a sequence in zigzag order, 1 in natural order. by_documents: it is in the order of packed documents. flows:
+    whether a gradient goes to an operand, by position.
     """
 
     assignment: Assignment

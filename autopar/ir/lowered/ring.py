@@ -79,7 +79,8 @@ def ring_attention(
         tuple(group in key_groups for group in query_groups), by_documents,
     )  # fmt: skip
     if documents is not None:
-        return _in_documents(q, k, v, mask, documents, shape, query_groups, key_groups, scale)
+        packed: Tensor = _in_documents(q, k, v, mask, documents, shape, query_groups, key_groups, scale)
+        return packed
     place = tuple(map(group_rank, query_groups))
     mask = _with_all_columns(mask, lengths, key_groups)
     if shape.reorders:
@@ -370,7 +371,11 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     for number, axis in enumerate(keys if len(phases) > 1 else ()):
         if hops.count(number) % sizes.size(axis):
             yield Inside("send", "backward", axis, gradients)
-    if attention_arguments(node)[0][3] is not None and operands[3].shape[-2] == 1 < operands[3].shape[-1] and rule.operands[3][-1]:
+    if (
+        attention_arguments(node)[0][3] is not None
+        and operands[3].shape[-2] == 1 < operands[3].shape[-1]
+        and rule.operands[3][-1]
+    ):
         mask = operands[3].numel() * sizes.share(rule.operands[3]) * sizes.itemsize(operands[3].dtype)
         for axis in reversed(keys):
             mask *= sizes.size(axis)

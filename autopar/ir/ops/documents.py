@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.ir.torch_private import writes_to
 
+
 class Run(NamedTuple):
     """Positions ``start`` to ``stop``, exclusive, of a row that are all of one document."""
 
