@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,14 +13,18 @@ from torch import Tensor
 
 import autopar
 from autopar.ir.ops import composite
+from autopar.ir.packed_order import to_document_order
+from autopar.ir.plan import Plan
 from benchmarks.models import CASES
 from tests.harness import run_ranks
 from tests.parity import relative
 
-# Lengths of the documents in each row of 16 positions; the second batch has others.
+# Lengths of the documents in each row of a batch: of 16 positions, of 20, and of 15, which no two ranks can share.
 PACKED = (
     ((5, 7, 4), (16,), (1, 15), (8, 8)),
     ((2, 3, 11), (6, 10), (13, 1, 1, 1), (9, 7)),
+    ((2, 18), (6, 10, 4), (13, 1, 1, 5), (9, 11)),
+    ((15,), (3, 3, 9), (8, 7), (1, 14)),
 )
 
 
@@ -47,15 +52,33 @@ def one_by_one(model: torch.nn.Module, given: dict[str, Tensor], lengths: tuple[
     return total
 
 
-def train(case: str, constraints: dict[str, Any]) -> tuple[list[float], bool]:
-    """Errors of each step's loss and gradients; whether every attention knows of documents, and has no mask."""
+def planned(case: str, ranks: int, constraints: dict[str, Any], attention: str | None) -> Plan | None:
+    """The plan of the search, with the factor of every attention on axis cp; None where that is to be searched."""
+    if attention is None:
+        return None
+    model = CASES[case].build()
+    given = packed_batch(PACKED[0], 0)
+    fields = autopar.search(model, ranks, example_inputs=given, **constraints).model_dump(mode="json")
+    for block in fields["blocks"]:
+        for key in block["ops"]:
+            if key.endswith("attention"):
+                block["ops"][key] = {**block["ops"][key], "cp": attention}
+    return Plan.model_validate(fields | {"sequence_layout": constraints.get("sequence_layout", "zigzag")})
+
+
+def train(
+    case: str, constraints: dict[str, Any], plan: Plan | None = None, steps: int = len(PACKED)
+) -> tuple[list[float], bool, bool]:
+    """Errors of each step's loss and gradients, and of logits; whether every attention knows of documents, and has no
+    mask; whether rows are in the order of their documents."""
     torch.manual_seed(0)
     model = CASES[case].build()
     alone = copy.deepcopy(model)
     given = packed_batch(PACKED[0], 0)
-    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **constraints)
+    how = constraints if plan is None else {"plan": plan}
+    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **how)
     errors = []
-    for step, lengths in enumerate(PACKED):
+    for step, lengths in enumerate(PACKED[:steps]):
         given = packed_batch(lengths, step)
         alone.zero_grad()
         parallel.zero_grad()
@@ -63,8 +86,15 @@ def train(case: str, constraints: dict[str, Any]) -> tuple[list[float], bool]:
         got = parallel.step(**parallel.shard_batch(given))
         expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
+    if "pp" not in constraints:
+        given = packed_batch(PACKED[0], 0)
+        own = parallel.shard_batch(given)
+        with torch.no_grad():
+            errors.append(float((parallel(**own)["logits"] - alone(**own).logits).abs().max()))
     attentions = [n for n in parallel.engine.captured.graph.nodes if n.target is composite.attention]
-    return errors, all(len(n.args) == 6 and n.args[3] is None for n in attentions)
+    called = {n.target for block in parallel.engine.program.blocks for n in block.graph.nodes}
+    by_documents = to_document_order in called
+    return errors, all(len(n.args) == 6 and n.args[3] is None for n in attentions), by_documents
 
 
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -77,12 +107,38 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mistral tp2 sp": ("mistral", 2, {"tp": 2, "sp": True}),
     "gemma2 dp2": ("gemma2", 2, {"dp": 2}),
 }
-FAST = ("llama cp2",)
+ATTENTION: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    f"{case} {name}": (case, ranks, {**constraints, "sequence_layout": layout}, choice)
+    for case in ("llama", "gpt2")
+    for layout in ("contiguous", "zigzag")
+    for name, ranks, constraints, choice in (
+        (f"cp2 ring {layout}", 2, {"cp": 2}, "s&t"),
+        (f"cp2 gathered {layout}", 2, {"cp": 2}, "s"),
+        (f"cp2 ulysses {layout}", 2, {"cp": 2}, "h"),
+        (f"pp2 cp2 ring {layout}", 4, {"pp": 2, "cp": 2, "num_microbatches": 2}, "s&t"),
+    )
+}
+FAST = ("llama cp2 ring zigzag",)
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS])
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", _marked(PLANS))
 def test_packed_documents_are_exact(name: str) -> None:
     case, ranks, constraints = PLANS[name]
-    for errors, is_packed in run_ranks(train, ranks, case, constraints):
+    for errors, is_packed, by_documents in run_ranks(train, ranks, case, constraints):
         assert max(errors) < 1e-4, errors
         assert is_packed
+        assert by_documents == ("cp" in constraints)
+
+
+@pytest.mark.parametrize("name", _marked(ATTENTION))
+def test_packed_documents_are_exact_however_ranks_share_them(name: str) -> None:
+    case, ranks, constraints, attention = ATTENTION[name]
+    plan, steps = planned(case, ranks, constraints, attention), 2 if name in FAST else len(PACKED)
+    for errors, is_packed, by_documents in run_ranks(train, ranks, case, constraints, plan, steps):
+        assert max(errors) < 1e-4, errors
+        assert is_packed
+        assert by_documents == (name.endswith("zigzag") and attention != "h")
