@@ -188,7 +188,7 @@ def largest(length: int) -> tuple[int, int]:
     return meter.numel, meter.pairs
 
 
-def both(lengths: tuple[int, int]) -> list[tuple[int, int]]:
+def both(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
     return [largest(length) for length in lengths]
 
 

@@ -22,6 +22,7 @@ from autopar.ir.ops import composite
 from autopar.ir.ops.composite import both
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import has_values
+from autopar.ir.ops.varlen import attend_at_once, takes_documents
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
 from autopar.ir.torch_private import FakeTensor
@@ -81,6 +82,9 @@ def _in_documents(
         mask = both(same_document(documents, first, q.shape[2]), mask)
         kind = "mask" if kind == "full" else kind
         return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)
+
+    if takes_documents(q, v, mask, sinks, kind, dropout_p):
+        return attend_at_once(q, k, v, rows, first, kind=kind, window=window, scale=scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: int) -> Tensor:
         return _attention(q, k, v, mask, sinks, kind, window, scale, dropout_p, first)

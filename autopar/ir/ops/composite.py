@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
+from autopar.ir.ops.varlen import attend_at_once, takes_documents
 from autopar.ir.torch_private import FUSED_RMS_NORM
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
@@ -84,6 +85,8 @@ def _attention_in_documents(
         mask = both(same_document(documents, 0, q.shape[2]), mask)
         options["kind"] = "mask" if options["kind"] == "full" else options["kind"]
         return attention(q, k, v, mask, sinks, **options)
+    if takes_documents(q, v, mask, sinks, options["kind"], options["dropout_p"]):
+        return attend_at_once(q, k, v, rows, 0, kind=options["kind"], window=options["window"], scale=options["scale"])
     return attend_in_documents(
         q, k, v, mask, rows, 0, lambda q, k, v, mask, _: attention(q, k, v, mask, sinks, **options)
     )
