@@ -47,7 +47,7 @@ def errors() -> bool:
         *((name, *plan) for name, plan in ATTENTION.items()),
     ):
         plan = planned(case, ranks, constraints, attention)
-        found = run_ranks(train, ranks, case, constraints, plan)
+        found = run_ranks(train, ranks, case, constraints, plan, idle_s=900.0, limit_s=3600.0)
         steps = 2 * len(PACKED)
         loss = max(max(own[0][:steps:2]) for own in found)
         gradients = max(max(own[0][1:steps:2]) for own in found)

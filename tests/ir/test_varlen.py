@@ -1,4 +1,4 @@
-"""Documents as one call of a variable-length kernel: what the kernel is told, of whole rows and of some queries of them.
+"""Documents as one call of a variable-length kernel: what it is told of whole rows, and of some queries of them.
 
 The kernel runs on GPUs alone. Here a function in its place computes what its documentation says, sequence by sequence.
 """
