@@ -138,7 +138,8 @@ class Plan(_Model):
     prefetch: blocks gathered ahead of the one that runs, at ZeRO-3. reshard_after_forward: whether ZeRO-3
         reshards gathered parameters after the forward of a block, to gather them again for its backward.
     sequence_layout: order of the sequence where ranks share it. "zigzag" gives each rank one chunk of the first half
-        and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``).
+        and one of the second, so that causal attention is equal work for all (``autopar.ir.sequence``); of rows of
+        packed documents, chunks that are so for the documents at hand (``autopar.ir.packed_order``).
     expert_capacity: most rows that an expert takes of a microbatch, as a multiple of an even share; tokens beyond it
         pass it by. None: every expert takes all that is sent to it.
     params: parameters that are stored otherwise than their first user needs them: name -> axis -> tensor
