@@ -120,43 +120,57 @@ def _by_document(positions: tuple[Span, ...], runs: Runs) -> dict[int, list[Held
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """Where the documents of a row are, and the order that it is stored in. One object for rows that are alike."""
+
+    runs: Runs
+    order: tuple[Span, ...]
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # rows are few, and all layers of a step ask the same of them
+    def blocks(self, sight: Sight, queries: Span, keys: Span) -> tuple[Block, ...]:
+        """Blocks of scores of what lies in two parts of storage; keys are put in natural order within theirs."""
+        return tuple(blocks_in_documents(sight, piece(self.order, queries), joined(piece(self.order, keys)), self.runs))
+
+
+@lru_cache(maxsize=256)
+def _row_of(runs: Runs, order: tuple[Span, ...]) -> PackedRow:
+    return PackedRow(runs, order)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of documents and the order that each is stored in; one that stands for all if they are alike."""
+    """Rows of documents as they are stored; one that stands for all if they are alike."""
 
-    runs: tuple[Runs, ...]
-    orders: tuple[tuple[Span, ...], ...]
+    rows: tuple[PackedRow, ...]
 
     @classmethod
     def of(cls, documents: Tensor, order: tuple[Span, ...] | None, num_ranks: int) -> PackedRows:
         """Of documents (B, S) or (1, S), in ``order``; if there is none, in that of the documents on as many ranks."""
-        rows, length = tuple(runs_of(documents)), documents.shape[1]
-        return cls(rows, tuple(order_of(runs, length, num_ranks) if order is None else order for runs in rows))
+        length = documents.shape[1]
+        orders = ((runs, order_of(runs, length, num_ranks) if order is None else order) for runs in runs_of(documents))
+        return cls(tuple(_row_of(*row) for row in orders))
 
     def blocks(self, sight: Sight, queries: Span, keys: Span) -> Iterator[tuple[slice, Block]]:
-        """Blocks of scores, each with the rows of the batch that it is of.
-
-        queries, keys: where the pieces lie in storage. Keys are put in natural order within theirs.
-        """
-        for number, (runs, order) in enumerate(zip(self.runs, self.orders, strict=True)):
-            rows = slice(None) if len(self.runs) == 1 else slice(number, number + 1)
-            found = blocks_in_documents(sight, piece(order, queries), joined(piece(order, keys)), runs)
-            yield from ((rows, block) for block in found)
+        """Blocks of scores of what lies in two parts of storage, each with the rows of the batch that it is of."""
+        for number, row in enumerate(self.rows):
+            rows = slice(None) if len(self.rows) == 1 else slice(number, number + 1)
+            yield from ((rows, block) for block in row.blocks(sight, queries, keys))
 
     def in_natural_order(self, x: Tensor, parts: list[Span], dim: int) -> Tensor:
         """``x`` (B, ..), of which dimension ``dim`` holds ``parts`` of storage one after another, each put in order."""
         sizes = [len(part) for part in parts]
-        rows = x.split(1) if len(self.orders) > 1 else (x,) * len(self.orders)
+        rows = x.split(1) if len(self.rows) > 1 else (x,) * len(self.rows)
         put = [
             torch.cat(
                 [
                     own.narrow(dim, place.start, len(place))
                     for own, part in zip(row.split(sizes, dim), parts, strict=True)
-                    for place in natural_order(piece(order, part))
+                    for place in natural_order(piece(own_row.order, part))
                 ],
                 dim,
             )
-            for row, order in zip(rows, self.orders, strict=True)
+            for row, own_row in zip(rows, self.rows, strict=True)
         ]
         return torch.cat(put) if put else x
 

@@ -156,14 +156,14 @@ def backward(
         if _takes_cuda_flash(q, v):
             no_seed = torch.empty(0, dtype=torch.uint64, device=q.device)
             dq, dk, dv = FLASH_CUDA_BACKWARD(
-                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed,
+                grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, no_seed, no_seed,
                 scale=scores.scale,
             )  # fmt: skip
             return dq, dk, dv
         if _takes_cuda_efficient(q, v):
             no_seed = torch.empty((), dtype=torch.int64, device=q.device)
             dq, dk, dv, _ = EFFICIENT_CUDA_BACKWARD(
-                grad, q, repeat_heads(k, q), repeat_heads(v, q), None, out, lse, no_seed, no_seed, 0.0,
+                grad, q, repeat_heads(k, q), repeat_heads(v, q), None, out, lse.contiguous(), no_seed, no_seed, 0.0,
                 [True, True, True, False], causal, scale=scores.scale,
             )  # fmt: skip
             return dq, _sum_groups(dk, k), _sum_groups(dv, v)
