@@ -135,7 +135,8 @@ class ConstantEvaluator:
             value = self._compute(node, box, shape)
             if value.numel() > 1 << 16:
                 return value  # cheap to make again, costly to keep
-            self._values[key] = value
+            # A box of a long range is a view that would keep all of the range.
+            self._values[key] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
         return self._values[key]
 
     def _compute(self, node: fx.Node, box: Box, shape: tuple[int, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autopar.ir.building import add_call, dtype_of, shape_of
 from autopar.ir.ops.composite import AttentionKind
+from autopar.ir.sequence import Span
 from autopar.ir.torch_private import FakeTensorMode
 from autopar.passes.normalise.constants import Box, ConstantEvaluator, TooLarge
 from autopar.passes.normalise.documents import find_packing
@@ -30,10 +31,11 @@ _AND = {
 }
 # Additive masks write "never" as the smallest number of some dtype; -1e4 was usual for float16.
 NEVER = -9999.0
-# Elements of a mask that are looked at together, and altogether. Beyond, a sample of rows decides.
+# Elements of a mask that are looked at together, and altogether. Beyond, a sample of rows and columns decides, with
+# as many elements of rows as of columns.
 _BLOCK_NUMEL = 1 << 23
 _TOTAL_NUMEL = 1 << 27
-_SAMPLE_STRIDE = 61
+_SAMPLE_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +129,13 @@ class MaskReader:
         if queries == keys:
             candidates["causal"] = None
         try:
-            last = self._seen(parts, queries - 1, queries, queries, keys)
+            last = self._seen(parts, Span(queries - 1, queries), Span(0, keys), queries, keys)
             window = int(last.reshape(-1, keys)[0].sum())
             if queries == keys and 0 < window < keys:
                 candidates["sliding"] = window
-            for low, high in self._row_blocks(parts, queries, keys):
-                seen = self._seen(parts, low, high, queries, keys)
-                candidates = {k: w for k, w in candidates.items() if _agrees(seen, k, w, low)}
+            for rows, columns in _looked_at(queries, keys, max(prod(self._lead(p)) for p in parts)):
+                seen = self._seen(parts, rows, columns, queries, keys)
+                candidates = {k: w for k, w in candidates.items() if _agrees(seen, k, w, rows, columns)}
                 if not candidates:
                     return None
         except TooLarge:
@@ -141,33 +143,51 @@ class MaskReader:
         kind = next(iter(candidates))
         return MaskMeaning(kind=kind, window=candidates[kind])
 
-    def _row_blocks(self, parts: list[fx.Node], queries: int, keys: int) -> Iterator[tuple[int, int]]:
-        width = keys * max(prod(self._lead(p)) for p in parts)
-        rows = max(_BLOCK_NUMEL // width, 1)
-        blocks = [(low, min(low + rows, queries)) for low in range(0, queries, rows)]
-        if width * queries > _TOTAL_NUMEL:
-            blocks = [*blocks[:2], *((low, low + 1) for low in range(rows, queries, _SAMPLE_STRIDE)), *blocks[-2:]]
-        return iter(blocks)
-
     def _lead(self, part: fx.Node) -> list[int]:
         """Sizes of the dimensions before (queries, keys) along which a part varies."""
         shape, uniform = shape_of(part), self.evaluator.uniform(part)
         return [1 if d in uniform else size for d, size in enumerate(shape[:-2])]
 
-    def _seen(self, parts: list[fx.Node], low: int, high: int, queries: int, keys: int) -> Tensor:
-        """Which keys the queries from low to high see: boolean, (.., high - low, keys) or broadcasting to it."""
+    def _seen(self, parts: list[fx.Node], rows: Span, columns: Span, queries: int, keys: int) -> Tensor:
+        """Which of the keys ``columns`` the queries ``rows`` see: boolean, (.., len(rows), len(columns))."""
         seen: Tensor | None = None
         for part in parts:
             shape = shape_of(part)
             lead: Box = tuple((0, size) for size in self._lead(part))
             tail: Box = tuple((0, size) for size in shape[-2:])
+            if tail and shape[-1] == keys:
+                tail = (*tail[:-1], (columns.start, columns.stop))
             if len(shape) >= 2 and shape[-2] == queries and queries > 1:
-                tail = ((low, high), tail[1])
+                tail = ((rows.start, rows.stop), tail[1])
             value = self.evaluator.evaluate(part, (*lead, *tail))
             own = _as_boolean(value)
             seen = own if seen is None else seen & own
         assert seen is not None
-        return seen.expand(torch.broadcast_shapes(seen.shape, (high - low, keys)))
+        return seen.expand(torch.broadcast_shapes(seen.shape, (len(rows), len(columns))))
+
+
+def _looked_at(queries: int, keys: int, lead: int) -> Iterator[tuple[Span, Span]]:
+    """Rows and columns of a mask that decide of what kind it is: all of a small one.
+
+    Of a large one the first and the last rows, and rows and columns spread evenly between them, whole: the longer the
+    mask, the fewer, so that the work grows with neither its area nor, up to millions of positions, its length.
+    """
+    rows = max(_BLOCK_NUMEL // (keys * lead), 1)
+    if lead * queries * keys <= _TOTAL_NUMEL:
+        yield from ((Span(low, min(low + rows, queries)), Span(0, keys)) for low in range(0, queries, rows))
+        return
+    edge = -(-rows // 2)
+    yield Span(0, edge), Span(0, keys)
+    yield Span(queries - edge, queries), Span(0, keys)
+    yield from ((row, Span(0, keys)) for row in _spread(queries, _SAMPLE_NUMEL // (keys * lead)))
+    yield from ((Span(0, queries), column) for column in _spread(keys, _SAMPLE_NUMEL // (queries * lead)))
+
+
+def _spread(size: int, count: int) -> list[Span]:
+    """``count`` of ``size`` positions, 8 at least, the last one among them. They are an odd number apart, so that they
+    meet each place within blocks of a power of two."""
+    stride = max(size // max(count, 8), 1) | 1
+    return [Span(at, at + 1) for at in range(size - 1, -1, -stride)]
 
 
 def _is_expansion(mask: fx.Node) -> bool:
@@ -194,13 +214,13 @@ def _as_boolean(value: Tensor) -> Tensor:
     return zero
 
 
-def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, first: int) -> bool:
+def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, rows: Span, columns: Span) -> bool:
     if kind == "full":
         return bool(seen.all())
-    rows, keys = seen.shape[-2:]
-    expected = torch.ones(rows, keys, dtype=torch.bool).tril_(first)
+    ahead = rows.start - columns.start
+    expected = torch.ones(len(rows), len(columns), dtype=torch.bool).tril_(ahead)
     if window is not None:
-        expected.triu_(first - window + 1)
+        expected.triu_(ahead - window + 1)
     return torch.equal(seen, expected.expand(seen.shape))
 
 
