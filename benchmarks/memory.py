@@ -1,4 +1,4 @@
-"""Peak memory of training steps, predicted and measured on up to four gloo ranks of this machine, for twelve plans.
+"""Peak memory of training steps, predicted and measured on up to four gloo ranks of this machine, for seventeen plans.
 
     python benchmarks/memory.py [--plans "zero2;tp"] [--live]
 
@@ -35,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.lowered import loss_chunks
 from autopar.load_model import load_model_file
 from autopar.search.api import predict_plan
 
@@ -91,6 +92,18 @@ def bert() -> Case:
     return BertForMaskedLM(config), {"input_ids": _tokens(), "labels": _tokens()}
 
 
+def long_llama() -> Case:
+    """Few layers, many tokens, many words: what a step needs is its logits, unless they come in chunks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=1024, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    tokens = torch.randint(0, 8192, (1, 1024))
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
 def resnet() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -103,17 +116,25 @@ def resnet() -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model under a plan. limits: constraints of the search."""
+    """A model under a plan. limits: constraints of the search. chunk: logits that are there at once, if not as many as
+    on a GPU."""
 
     model: Callable[[], Case]
     ranks: int
     limits: dict[str, Any]
+    chunk: int | None
 
 
 def _trial(
-    model: Callable[[], Case], ranks: int, *, precision: str = "fp32", remat: str = "none", **limits: Any
+    model: Callable[[], Case],
+    ranks: int,
+    *,
+    precision: str = "fp32",
+    remat: str = "none",
+    chunk: int | None = None,
+    **limits: Any,
 ) -> Trial:
-    return Trial(model, ranks, {"precision": precision, "remat": remat, **limits})
+    return Trial(model, ranks, {"precision": precision, "remat": remat, **limits}, chunk)
 
 
 TRIALS = {
@@ -128,6 +149,13 @@ TRIALS = {
     "pp 1f1b": _trial(llama, 2, pp=2, schedule="1f1b", num_microbatches=4),
     "pp dp zero1": _trial(bert, 4, pp=2, dp=2, zero=1, schedule="1f1b", num_microbatches=2),
     "ep": _trial(mixtral, 2, ep=2, dp=1, tp=1, zero=0),
+    "long": _trial(long_llama, 1),
+    "long, loss in chunks": _trial(long_llama, 1, chunk=1 << 20),
+    "long, loss in chunks, remat full": _trial(long_llama, 1, chunk=1 << 20, remat="full"),
+    "long cp bf16, loss in chunks, remat selective": _trial(
+        long_llama, 2, cp=2, chunk=1 << 20, remat="selective", precision="bf16"
+    ),
+    "long tp, loss in chunks": _trial(long_llama, 2, tp=2, chunk=1 << 20),
     "ddp of convolutions": _trial(resnet, 2, dp=2, zero=0, num_microbatches=1),
 }
 
@@ -229,6 +257,8 @@ def measure(name: str, live: bool = False) -> Row:
     """On every rank of a process group."""
     trial = TRIALS[name]
     torch.manual_seed(0)
+    if trial.chunk is not None:
+        loss_chunks.LIMIT, loss_chunks.CHUNK = 2 * trial.chunk, trial.chunk
     before = _held()
     model, batch = trial.model()
     parallel = autopar.parallelize(model, trial.ranks, example_inputs=batch, **trial.limits)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from autopar.ir.autograd.function_op import FunctionOp
+from autopar.ir.lowered.chunked_loss import chunked_call, linear_cross_entropy
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.scan import AssociativeScan, Scan
 from autopar.ir.primitives.collectives import bind_groups
@@ -115,11 +116,16 @@ class CodeLibrary:
                 return graph.call_function(truediv, tuple(sizes.get(part, part) for part in _quotient(leaf)))
             return sizes[leaf.expression] if isinstance(leaf, Size) else leaf
 
+        chunked = {node: call for node in program.graph.nodes if (call := chunked_call(node)) is not None}
+        unmade = {node.args[0] for node in chunked}
         for node in program.graph.nodes:
+            if node in unmade:
+                continue
             if node.op == "call_function":
-                args, kwargs = pytree.tree_map(own, (node.args, node.kwargs))
+                target = linear_cross_entropy if node in chunked else node.target
+                args, kwargs = pytree.tree_map(own, chunked.get(node, (node.args, node.kwargs)))
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
-                copied[node] = graph.create_node("call_function", node.target, args, kwargs)
+                copied[node] = graph.create_node("call_function", target, args, kwargs)
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
@@ -141,7 +147,10 @@ class CodeLibrary:
             # its own may be anything, and a scan would be unrolled. Such blocks stay as they are.
             whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan)) for n in nodes)
             compiled = self._compile and not is_drawing and not whole
-            wrap = partial(rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled)
+            keeps = any(n.target is linear_cross_entropy for n in nodes)
+            wrap = partial(
+                rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled, keeps_work=keeps
+            )
             if compiled:
                 self._callables[key] = compile_block(function, wrap)
             else:

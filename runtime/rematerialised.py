@@ -6,6 +6,8 @@
     alternate   the same without every second matrix product, which is recomputed
     full        saves the block's inputs
 
+A loss in chunks (``ir/lowered/chunked_loss.py``) makes its gradients forward; they are saved at every level.
+
 Where only a reduction or an all-to-all reads the result of a matrix product, the result of the collective is saved
 instead. In recomputation nobody reads the product, so it does not run:
 
@@ -43,15 +45,23 @@ _not_kept: ContextVar[_Mark | None] = ContextVar("autopar results that are not s
 
 
 def rematerialised(
-    call: Callable[..., Any], *, remat: Remat, preserve_rng_state: bool, compiled: bool = False
+    call: Callable[..., Any],
+    *,
+    remat: Remat,
+    preserve_rng_state: bool,
+    compiled: bool = False,
+    keeps_work: bool = False,
 ) -> Callable[..., Any]:
-    """``call`` at a level of rematerialisation. preserve_rng_state: it draws random numbers. compiled: it will be."""
+    """``call`` at a level of rematerialisation. preserve_rng_state: it draws random numbers. compiled: it will be.
+
+    keeps_work: what is ``computed_once`` is saved though nothing else is.
+    """
     if remat == "none":
         return call
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if remat != "full":
+    if remat != "full" or (keeps_work and not compiled):
         # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
-        kept = partial(create_selective_checkpoint_contexts, _keep)
+        kept = partial(create_selective_checkpoint_contexts, _keep if remat != "full" else _keep_nothing)
         options["context_fn"] = kept if compiled else partial(_contexts, kept)
 
     def run(*args: Tensor) -> Any:
@@ -163,3 +173,7 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
     dear = dear or any(part in name for part in _ATTENTION)
     return CheckpointPolicy.MUST_SAVE if dear and _not_kept.get() is None else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE

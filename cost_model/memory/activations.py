@@ -25,9 +25,11 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction, is_view
 from autopar.cost_model.memory.backward_peak import BackwardOp, BlockBackward, is_read_outside
+from autopar.cost_model.memory.chunked_losses import ChunkableLoss, Chunked, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, storage_of
 from autopar.ir.analysis.matrix_products import every_second, is_product
-from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.lowered.loss_chunks import Pair, pair_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
@@ -63,7 +65,8 @@ class BlockActivations:
     kept: results of contractions. every_second: products that level alternate leaves out, with the factors that they
     sum over. moved: what goes from op to op, where a collective may be between them.
     inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose
-    operands are there again all the same.
+    operands are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are
+    saved at each level.
     """
 
     saved: tuple[Saved, ...]
@@ -75,6 +78,7 @@ class BlockActivations:
     backward: BlockBackward
     unreached: frozenset[fx.Node]
     ends_at: fx.Node | None
+    losses: tuple[ChunkableLoss, ...] = ()
 
     @classmethod
     def of(
@@ -120,6 +124,11 @@ class BlockActivations:
         ops: list[BackwardOp] = []
         unreached: list[fx.Node] = []
         ends_at: fx.Node | None = None
+        losses: list[ChunkableLoss] = []
+
+        def flows(tensor: fx.Node) -> bool:
+            return has_gradient_dtype(tensor.meta["val"]) and (differentiable is None or differentiable(tensor))
+
         for node in nodes:
             if is_getitem(node):
                 continue
@@ -143,6 +152,10 @@ class BlockActivations:
                 extra.append(Saved.of(node, (node, -1), extra_bytes, (*shaped, (extra_factors,)), batches.get(node)))
             if is_contraction(node, rule):
                 kept += results
+            pair = pair_of(node)
+            if pair is not None and pair.linear in inside:
+                loss = ChunkableLoss.of(node, entry, rules, tensor_operands(pair.linear), flows)
+                losses += [] if loss is None else [loss]
             inputs += [use for use in uses if use in counted and use.storage[0] not in inside]
             for position, (tensor, use) in enumerate(zip(operands, uses, strict=True)):
                 producer, result = source(tensor)
@@ -164,9 +177,16 @@ class BlockActivations:
             },
             moved=tuple(moved),
             inputs=tuple(dict.fromkeys(inputs)),
-            backward=BlockBackward(ops=tuple(reversed(ops)), outputs=tuple(outputs), saved=kept_once, extra=beside),
+            backward=BlockBackward(
+                ops=tuple(reversed(ops)),
+                outputs=tuple(outputs),
+                saved=kept_once,
+                extra=beside,
+                losses=tuple(losses),
+            ),
             unreached=frozenset(unreached if ends_early else ()),
             ends_at=ends_at,
+            losses=tuple(losses),
         )
 
     def saved_bytes(
@@ -174,21 +194,30 @@ class BlockActivations:
     ) -> float:
         """Bytes of activations that a rank saves of one microbatch between forward and backward, at
         rematerialisation level ``remat``."""
+        chunks = self.chunks(assignments, mesh, num_microbatches)
+        held = sum(chunked.held_bytes for chunked in chunks.values())
+        unsaved = {node for pair in chunks for node in pair}
         if remat == "full":
-            return _total(self.inputs, assignments, mesh, num_microbatches)
+            return held + _total(self.inputs, assignments, mesh, num_microbatches)
         if remat in ("selective", "alternate"):
             contracted, communicated = self._dear(assignments)
             if remat == "alternate":
                 contracted = [t for t in contracted if not self._is_recomputed(t.node, assignments)]
+            contracted = [t for t in contracted if t.node not in unsaved]
             # The result of a collective is another tensor than its operand, of the same storage in the graph.
             least = sum(
                 _total(tensors, assignments, mesh, num_microbatches)
                 for tensors in ((*self.inputs, *contracted), communicated)
             )
-            return min(least, self.saved_bytes(assignments, mesh, num_microbatches))
-        return _total(self.saved, assignments, mesh, num_microbatches) + _total(
-            self.extra, assignments, mesh, num_microbatches
-        )
+            return min(held + least, self.saved_bytes(assignments, mesh, num_microbatches))
+        saved, extra = ([t for t in tensors if t.node not in unsaved] for tensors in (self.saved, self.extra))
+        return held + sum(_total(tensors, assignments, mesh, num_microbatches) for tensors in (saved, extra))
+
+    def chunks(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1
+    ) -> dict[Pair, Chunked]:
+        """The losses that are computed in chunks under ``assignments``, and what they need."""
+        return chunks(self.losses, assignments, mesh, num_microbatches)
 
     def recomputed(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
         """Results of contractions that level selective saves and level alternate recomputes."""

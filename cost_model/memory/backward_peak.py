@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_view, op_name
+from autopar.cost_model.memory.chunked_losses import ChunkableLoss, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
@@ -114,13 +115,15 @@ class BackwardPeak:
 class BlockBackward:
     """The backward of one block.
 
-    ops: last first. outputs: results that are read outside the block. saved, extra: as in ``BlockActivations``.
+    ops: last first. outputs: results that are read outside the block. saved, extra, losses: as in
+    ``BlockActivations``.
     """
 
     ops: tuple[BackwardOp, ...]
     outputs: tuple[Saved, ...]
     saved: tuple[Saved, ...]
     extra: tuple[Saved, ...]
+    losses: tuple[ChunkableLoss, ...] = ()
 
     def peak(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1) -> BackwardPeak:
         """Peak bytes of the backward, op by op, as autograd allocates and releases."""
@@ -157,11 +160,19 @@ class BlockBackward:
             most["arriving"] = max(most["arriving"], now + wide + more_wide)
             most["unsharded"] = max(most["unsharded"], now + weights + more)
 
-        released = self._released(assignments, mesh, num_microbatches)
+        in_chunks = chunks(self.losses, assignments, mesh, num_microbatches)
+        working = {pair.loss: chunked.working_bytes for pair, chunked in in_chunks.items()}
+        released = self._released(assignments, mesh, num_microbatches, {node for pair in in_chunks for node in pair})
+        released |= {pair.linear: chunked.held_bytes for pair, chunked in in_chunks.items()}
         for tensor in self.outputs:
             gradients[tensor.storage] = allocate(local(tensor))
         for op in self.ops:
             came = [gradients.pop(result.storage) for result in op.incoming if result.storage in gradients]
+            if op.node in working:  # forward, while all that forward saved is there
+                see(working[op.node], working[op.node])
+                for memory in came:
+                    release(memory)
+                continue
             own = sum(map(local, op.weights))
             own_wide = sum(local(tensor) * _WIDE / tensor.itemsize for tensor in op.weights)
             made = []
@@ -203,7 +214,10 @@ class BlockBackward:
     def working(self) -> Iterator[tuple[Saved, ...]]:
         """Tensors that ops surely hold in their backward beside all saved ones: those before anything is released."""
         savers = {tensor.node for tensor in (*self.saved, *self.extra)}
+        chunkable = {node for loss in self.losses for node in loss.pair}
         for op in self.ops:
+            if op.node in chunkable:  # their logits may not be there
+                continue
             made = [used for (used, _), passed in zip(op.outgoing, op.passes, strict=True) if not passed]
             if op.logits is not None and (logits := op.logits[0]).itemsize < _WIDE:
                 made.append(replace(logits, num_bytes=logits.num_bytes * _WIDE / logits.itemsize))
@@ -212,12 +226,20 @@ class BlockBackward:
                 return
 
     def _released(
-        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
-    ) -> Mapping[fx.Node, float]:
-        """Bytes of saved tensors that are released after the backward of an op, the first that saved them."""
+        self,
+        assignments: Mapping[fx.Node, Assignment],
+        mesh: Mesh,
+        num_microbatches: int,
+        unsaved: AbstractSet[fx.Node],
+    ) -> dict[fx.Node, float]:
+        """Bytes of saved tensors that are released after the backward of an op, the first that saved them.
+
+        unsaved: ops that save nothing.
+        """
         released: dict[fx.Node, float] = {}
-        sizes = local_sizes((*self.saved, *self.extra), assignments, mesh, num_microbatches)
-        for tensor in (*self.saved, *self.extra):
+        saved = [tensor for tensor in (*self.saved, *self.extra) if tensor.node not in unsaved]
+        sizes = local_sizes(saved, assignments, mesh, num_microbatches)
+        for tensor in saved:
             size = sizes.pop((tensor.storage, tensor.cuts(assignments[tensor.node])), 0.0)
             released[tensor.node] = released.get(tensor.node, 0.0) + size
         return released

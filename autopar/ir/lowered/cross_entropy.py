@@ -11,13 +11,15 @@ completes the loss (Megatron-LM, 3 all_reduces).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from math import ceil, prod
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.inside import Inside, LocalSizes
+from autopar.ir.lowered.loss_chunks import pair_of, rows_at_once
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, factors_of, shard_count, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
@@ -28,6 +30,56 @@ from autopar.ir.rule import Assignment, FactorRule
 _REDUCTIONS = ("none", "mean", "sum")
 
 
+class TokenLosses(NamedTuple):
+    """Of each token: its loss, 0 where ignored, and what the gradient of its logits is made of.
+
+    log_sum: over all classes. local: its class among those of this rank, 0 where ``inside`` says that it has another.
+    """
+
+    loss: Tensor
+    log_sum: Tensor
+    local: Tensor
+    inside: Tensor
+    valid: Tensor
+
+
+def token_losses(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, groups: Groups
+) -> TokenLosses:
+    """Losses of tokens whose classes are split over ``groups``. logits: (..., local c), target: (...)."""
+    local_classes = logits.shape[-1]
+    valid = target != ignore_index
+    local = target - shard_index(groups) * local_classes
+    inside = valid & (local >= 0) & (local < local_classes)
+    local = local.masked_fill(~inside, 0).unsqueeze(-1)
+    parts = [logits.logsumexp(-1), logits.gather(-1, local).squeeze(-1).masked_fill(~inside, 0)]
+    if label_smoothing:
+        parts.append(logits.sum(-1))
+    numbers = torch.stack(parts)
+    for group in reversed(groups):
+        ranks = group_all_gather_stacked(numbers, group)
+        numbers = torch.cat([ranks[:, :1].logsumexp(0), ranks[:, 1:].sum(0)])
+    log_sum, picked = numbers[0], numbers[1]
+    loss = log_sum - picked
+    if label_smoothing:
+        num_classes = local_classes * shard_count(groups)
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - numbers[2] / num_classes)
+    return TokenLosses(loss.masked_fill(~valid, 0), log_sum, local, inside, valid)
+
+
+def gradient_of_logits(
+    shifted: Tensor, of: TokenLosses, grad: Tensor | None, label_smoothing: float, groups: Groups
+) -> Tensor:
+    """``shifted``, which is the logits less ``log_sum``, becomes their gradient, in place. grad: of each loss, or 1."""
+    weight = of.valid.to(shifted.dtype) if grad is None else grad.masked_fill(~of.valid, 0)
+    weight = weight.unsqueeze(-1)
+    result = shifted.exp_().mul_(weight)
+    result.scatter_add_(-1, of.local, weight.masked_fill(~of.inside.unsqueeze(-1), 0) * (label_smoothing - 1))
+    if label_smoothing:
+        result.sub_(weight * (label_smoothing / (shifted.shape[-1] * shard_count(groups))))
+    return result
+
+
 class _SplitClasses(torch.autograd.Function):
     """Loss of each token, 0 where ignored. Backward recomputes the softmax from the logits: nothing else is kept."""
 
@@ -35,36 +87,17 @@ class _SplitClasses(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, groups: Groups
     ) -> Tensor:
-        local_classes = logits.shape[-1]
-        num_classes = local_classes * shard_count(groups)
-        valid = target != ignore_index
-        local = target - shard_index(groups) * local_classes
-        inside = valid & (local >= 0) & (local < local_classes)
-        local = local.masked_fill(~inside, 0).unsqueeze(-1)
-        parts = [logits.logsumexp(-1), logits.gather(-1, local).squeeze(-1).masked_fill(~inside, 0)]
-        if label_smoothing:
-            parts.append(logits.sum(-1))
-        numbers = torch.stack(parts)
-        for group in reversed(groups):
-            ranks = group_all_gather_stacked(numbers, group)
-            numbers = torch.cat([ranks[:, :1].logsumexp(0), ranks[:, 1:].sum(0)])
-        log_sum, picked = numbers[0], numbers[1]
-        loss = log_sum - picked
-        if label_smoothing:
-            loss = (1 - label_smoothing) * loss + label_smoothing * (log_sum - numbers[2] / num_classes)
-        ctx.save_for_backward(logits, log_sum, local, inside, valid)
-        ctx.label_smoothing, ctx.num_classes = label_smoothing, num_classes
-        return loss.masked_fill(~valid, 0)
+        found = token_losses(logits, target, ignore_index, label_smoothing, groups)
+        ctx.save_for_backward(logits, *found[1:])
+        ctx.label_smoothing, ctx.groups = label_smoothing, groups
+        return found.loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, log_sum, local, inside, valid = ctx.saved_tensors
-        grad = grad.masked_fill(~valid, 0).unsqueeze(-1)
-        result = (logits - log_sum.unsqueeze(-1)).exp_().mul_(grad)
-        result.scatter_add_(-1, local, grad.masked_fill(~inside.unsqueeze(-1), 0) * (ctx.label_smoothing - 1))
-        if ctx.label_smoothing:
-            result.sub_(grad * (ctx.label_smoothing / ctx.num_classes))
-        return result, None, None, None, None
+        logits, *others = ctx.saved_tensors
+        found = TokenLosses(grad, *others)
+        shifted = logits - found.log_sum.unsqueeze(-1)
+        return gradient_of_logits(shifted, found, grad, ctx.label_smoothing, ctx.groups), None, None, None, None
 
 
 def cross_entropy(
@@ -114,6 +147,11 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     """The numbers of every token, in at least float32, along each axis of the classes, the minor one first."""
     logits, target = (operand.meta["val"] for operand in tensor_operands(node)[:2])
     numbers = 3 if arguments(node)["label_smoothing"] else 2
-    payload = numbers * max(4, logits.dtype.itemsize) * target.numel() * sizes.share(rule.operands[1])
-    for axis in reversed(_axes_of_classes(rule, sizes.assignment, sizes.mesh)):
-        yield Inside("all_gather", "forward", axis, payload * sizes.size(axis))
+    rows = target.numel() * sizes.share(rule.operands[1])
+    axes = _axes_of_classes(rule, sizes.assignment, sizes.mesh)
+    classes = logits.shape[-1] / prod(map(sizes.size, axes))
+    at_once = rows_at_once(rows, classes) if pair_of(node) is not None else None
+    for start in range(0, ceil(rows), at_once or ceil(rows)):
+        payload = numbers * max(4, logits.dtype.itemsize) * min(at_once or rows, rows - start)
+        for axis in reversed(axes):
+            yield Inside("all_gather", "forward", axis, payload * sizes.size(axis), once=at_once is not None)

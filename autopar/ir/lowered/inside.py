@@ -26,7 +26,8 @@ class Inside(NamedTuple):
 
     kind: ``all_gather``, ``send`` and so on, as counted when it runs. axis: of the mesh. payload_bytes: of one
     microbatch on one rank, of the tensor before a scatter or after a gather. dispatch: part of the dispatch of
-    tokens to experts, which decide its size; ``payload_bytes`` is the mean over the ranks.
+    tokens to experts, which decide its size; ``payload_bytes`` is the mean over the ranks. once: no recomputation runs
+    it again.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Inside(NamedTuple):
     axis: str
     payload_bytes: float
     dispatch: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

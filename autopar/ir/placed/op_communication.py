@@ -170,7 +170,8 @@ class _Sweep:
         for one in INSIDE[lowering](node, rule, sizes):
             if sizes.size(one.axis) == 1 or (one.phase == "backward" and node not in flow):
                 continue
-            phases: tuple[Phase, ...] = (one.phase, "backward") if one.phase == "forward" and again else (one.phase,)
+            repeated = again and one.phase == "forward" and not one.once
+            phases: tuple[Phase, ...] = (one.phase, "backward") if repeated else (one.phase,)
             for phase in phases:
                 yield from self._records(
                     "op", node.name, one.kind, phase, (one.axis,), one.payload_bytes, self.stages[node], one.dispatch

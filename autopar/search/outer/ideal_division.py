@@ -87,15 +87,21 @@ class Kept:
         repeats = workload.repetition.kinds[kind].repeats
         contracts = [float(is_contraction(node, workload.rule(node))) for node in nodes]
         saved = [tensor for node in nodes for tensor in workload.kept.get(node, ())]
-        fewer = [tensor for tensor in found.kept if tensor.node not in found.every_second]
-        levels = saved, (*found.inputs, *found.kept), (*found.inputs, *fewer), found.inputs
+        # In chunks neither op of a loss is recomputed, and its logits are not saved.
+        chunkable = {node for loss in found.losses for node in loss.pair}
+        kept = [tensor for tensor in found.kept if tensor.node not in chunkable]
+        fewer = [tensor for tensor in kept if tensor.node not in found.every_second]
+        levels = saved, (*found.inputs, *kept), (*found.inputs, *fewer), found.inputs
         size = [[repeats * _distinct_bytes(tensors, batch) for tensors in levels] for batch in (True, False)]
         second = [number for number, node in enumerate(nodes) if node in found.every_second]
-        results = [[tensor for tensor in found.kept if tensor.node is nodes[number]] for number in second]
+        results = [[tensor for tensor in kept if tensor.node is nodes[number]] for number in second]
         own = [[repeats * _distinct_bytes(tensors, batch) for tensors in results] for batch in (True, False)]
         return cls(
             forward=Work.of(
-                [NOTHING if node in found.unreached else _forward(ops.cost(node), repeats) for node in nodes]
+                [
+                    NOTHING if node in found.unreached | chunkable else _forward(ops.cost(node), repeats)
+                    for node in nodes
+                ]
             ),
             light=np.array([1.0 - share for share in contracts]),
             batch_bytes=np.array(size[0]),

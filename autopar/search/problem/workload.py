@@ -381,11 +381,13 @@ class Workload:
 
     @cached_property
     def kept(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Tensors that ops save for backward, each storage of a block with the first op that saves it."""
+        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it."""
         found: dict[fx.Node, list[Saved]] = {}
         for activations in self.activations:
             seen = set()
-            for tensor in (*activations.saved, *activations.extra):
+            losses = {loss.pair.loss for loss in activations.losses}
+            surely = (tensor for tensor in activations.extra if tensor.node not in losses)
+            for tensor in (*activations.saved, *surely):
                 if tensor.storage not in seen:
                     seen.add(tensor.storage)
                     found.setdefault(tensor.node, []).append(tensor)

@@ -63,7 +63,9 @@ def read(mask: Callable[[int], Tensor], length: int) -> tuple[tuple[str, int | N
     Counting.numel, evaluator = 0, Counting()
     made = next(node for node in graph.nodes if node.op == "output").args[0]
     meaning = MaskReader(evaluator).read(made, queries=length, keys=length)
-    held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in evaluator._values.values()}
+    held = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in evaluator._values.values()
+    }
     return (meaning.kind, meaning.window), Counting.numel, sum(held.values())
 
 
