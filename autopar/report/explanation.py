@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.report.comparison import comparison, in_words
 from autopar.report.divided import divided_data
 from autopar.report.table import plain_table
+from autopar.report.whereabouts import SequencePlaces, held_on_fullest
 from autopar.search.api import priced_plan
 from autopar.search.divided_share import divided_by_axes
 from autopar.search.explanation import Alternative, Explanation
@@ -29,7 +31,7 @@ _TIGHT = 0.9
 
 
 def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """Every communication of a plan, those that take longest first.
+    """Every communication of a plan, those that take longest first; where its sequence lies, and what its memory holds.
 
     ``times``: how often it is there in a step, over all blocks and microbatches. ``num_bytes``: of a microbatch on one
     rank. ``step_s``: seconds that all of them take on a rank that has every block, waits for other ranks not counted.
@@ -45,11 +47,13 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
         "breakdown_s": {} if plan.prediction is None else plan.prediction.breakdown_s,
         "divided": divided_data(divided_by_axes(captured, plan, workload=pricing.workload)),
         "communications": found,
+        "sequence": None if (places := SequencePlaces.of(plan)) is None else places.words,
+        "held": [asdict(one) for one in held_on_fullest(plan, pricing, assignment)],
     }
 
 
 def print_overview(found: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Prints where the step's time goes and what is communicated for it."""
+    """Prints where the step's time goes, what is where, and what is communicated for it."""
     console = console or Console(highlight=False)
     if found["breakdown_s"]:
         total = found["step_time_s"]
@@ -59,6 +63,13 @@ def print_overview(found: Mapping[str, Any], *, console: Console | None = None) 
         console.print(Text(f"{seconds(total)} a step: " + ", ".join(spent)), soft_wrap=True)
     for axis in found["divided"].values():
         console.print(axis["words"], soft_wrap=True)
+    if found["sequence"]:
+        console.print(f"the sequence: {found['sequence']}", soft_wrap=True)
+    if found["held"]:
+        memory = plain_table("of the fullest rank", "memory")
+        for one in found["held"]:
+            memory.add_row(Text(f"  {one['what']}", "dim") if one["inside"] else one["what"], gib(one["num_bytes"]))
+        console.print(memory)
     if not found["communications"]:
         console.print("no op communicates with another rank")
         return

@@ -24,7 +24,7 @@ from autopar.report.data import report_data, step_data
 from autopar.report.study import Study
 
 # In the order in which they run: each adds to what those before it defined.
-_SCRIPTS = ("common", "training", "cluster", "time", "timeline", "memory", "candidates", "start")
+_SCRIPTS = ("common", "training", "cluster", "sequence", "time", "timeline", "memory", "candidates", "start")
 
 
 def plan_report(plan: Plan | Study, path: str | Path) -> None:

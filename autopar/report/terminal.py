@@ -13,6 +13,7 @@ from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
+from autopar.report.whereabouts import SequencePlaces
 from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
 from autopar.units import gib, percent, plural, seconds, significant
 
@@ -43,6 +44,8 @@ def print_plan(
                 console.print(Text(divided_words(found), "yellow"), soft_wrap=True)
     if whole and plan.num_ranks > 1:
         console.print(drawn_mesh(plan, styles))
+        if (places := SequencePlaces.of(plan)) is not None:
+            console.print(f"the sequence: {places.words}", soft_wrap=True)
     console.print(_stages(plan, len(plan.stages) if whole else _SCREEN_STAGES))
     timeline = timeline_of(plan) if whole and plan.num_stages > 1 else None
     if timeline is not None:

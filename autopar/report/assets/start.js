@@ -5,6 +5,7 @@
   autopar.paintChips();
   autopar.drawTraining();
   autopar.drawCluster();
+  autopar.drawSequence();
   autopar.drawTime();
   const packed = Uint8Array.from(atob(document.getElementById("step-data").textContent), (letter) => letter.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -15,6 +16,7 @@
   autopar.drawCandidates();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     autopar.repaintCluster();
+    autopar.drawSequence();
     autopar.drawTime();
     autopar.redrawTimeline();
     autopar.drawMemory(step);
