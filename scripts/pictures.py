@@ -30,6 +30,7 @@ SEARCHES = {
     "llama3-70b": f"{_LLAMA} --no-vary",
     "llama3-70b-pp4": f"{_LLAMA} --pp 4",
     "deepseek-v3": "examples/deepseek_v3.py --gpus 2048 --global-batch 8192 --seq 4096 --no-vary",
+    "llama3-8b-1m": "examples/llama3_8b.py --gpus 32 --global-batch 1 --seq 1048576 --no-vary",
     "llama31-405b": "examples/llama31_405b.py --gpus 16384 --global-batch 2048 --seq 8192 --no-vary",
 }
 
@@ -45,6 +46,8 @@ VIEWS: dict[str, tuple[str, Literal["light", "dark"]]] = {
 
 # Sections with a picture of their own, of a pipeline.
 SECTIONS = {"timeline": "#step-section", "memory": "#memory-section", "candidates": "section:has(#candidates)"}
+# Of a plan that cuts the sequence.
+SEQUENCE = "section:has(#sequence-picture)"
 
 
 def main() -> int:
@@ -83,6 +86,8 @@ def opened(browser: Browser, path: Path, screen: str, scheme: Literal["light", "
 
 
 def take_sections(page: Page, name: str) -> None:
+    if page.locator(SEQUENCE).count():
+        page.locator(SEQUENCE).screenshot(path=IMAGES / f"report-{name}-sequence.png")
     if page.locator("#memory-rank option").count() > 1:
         for section, selector in SECTIONS.items():
             if page.locator(selector).count():

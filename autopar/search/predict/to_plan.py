@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
+from autopar.ir.lowered.attention import is_attention
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.placed.assign import spread
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
@@ -112,14 +113,17 @@ def prediction_of(
 
 def name_axes(workload: Workload, mesh: Mesh, assignment: tuple[Assignment, ...]) -> Mesh:
     """``mesh`` with each free axis named after the role that heavy ops give it: dp, cp, ep or tp; duplicates
-    numbered."""
+    numbered. An attention may divide its heads on an axis where all others divide the sequence (Ulysses)."""
     heavy = [node for node in workload.repeats if _is_heavy(workload, node)]
     taken: set[str] = set()
     axes = []
     for position, axis in enumerate(mesh.axes):
         name = axis.name
         if name.startswith("free") or not name:
-            roles = {role_of(workload, n, _own(workload, n, assignment)[position]) for n in heavy} - {""}
+            found = {n: role_of(workload, n, _own(workload, n, assignment)[position]) for n in heavy}
+            roles = {role for role in found.values() if role}
+            if roles == {"cp", "tp"} and all(is_attention(n) for n, role in found.items() if role == "tp"):
+                roles = {"cp"}
             name = "ep" if "ep" in roles and roles <= {"ep", "dp"} else roles.pop() if len(roles) == 1 else "tp"
             if not roles and not heavy:
                 name = "dp"
