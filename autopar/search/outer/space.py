@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import gcd
 
 from autopar.ir.mesh import Mesh
 from autopar.search.outer.configuration import Configuration
@@ -106,7 +107,8 @@ class Space:
         return found
 
     def baselines(self) -> Iterator[Configuration]:
-        """DDP, FSDP, and tensor or expert parallelism with pipelines and data parallelism outside.
+        """DDP, FSDP, and tensor or expert parallelism with pipelines and data parallelism outside; context parallelism
+        where a batch has fewer rows than that asks for.
 
         All are in the space; with their axes' roles given they are solved fast, and their step times exclude most of
         it.
@@ -124,10 +126,13 @@ class Space:
                     inner = tensor * experts
                     if size % inner or (given.dp or size // inner) * inner != size or (given.cp or 1) > 1:
                         continue
-                    constraints = replace(given, pp=num_stages, dp=size // inner, tp=tensor, cp=1, ep=experts)
+                    data = size // inner
+                    short = given.dp is None and given.cp is None and experts == 1
+                    rows_for = gcd(data, self.solver.workload.captured.batch_size) if short else data
+                    constraints = replace(given, pp=num_stages, dp=rows_for, tp=tensor, cp=data // rows_for, ep=experts)
                     for mesh in constraints.meshes(size, node if given.dp is None and experts == 1 else None):
                         # The dense part divides the batch over the ranks of the experts too.
-                        rows = self.solver.workload.captured.batch_size // (mesh.size // tensor)
+                        rows = self.solver.workload.captured.batch_size // (rows_for * experts)
                         options = self.microbatches(mesh, constraints)
                         dividing = tuple(num for num in options if rows and rows % num == 0)
                         for num in self._few(dividing or options, num_stages):
