@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from autopar.export.strategy import AxisUse, Strategy
-from autopar.ir.lowered.attention import is_attention
+from autopar.ir.lowered.attention import QUERIES, is_attention
 from autopar.ir.plan import Plan
 from autopar.ir.program import Remat
-from autopar.ir.rule import Assignment
+from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.ir.sequence import Span, spans
 from autopar.search.pricing.block_prices import evaluate, layouts_of
 from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.constraints import role_of_axis
 from autopar.search.stages.stage import LEVELS
 from autopar.units import gib, plural
 
 # Nodes whose ranks are drawn.
 _MAX_NODES = 16
 
+_ATTENTIONS = ("attention", "scaled_dot_product_attention")
 _HOW = {
     "ring": "keys and values go round a ring over {axes}",
     "gathered": "keys and values are gathered over {axes}",
     "heads": "over {axes} the sequence is exchanged for heads around each attention",
 }
+
+
+class ContextAxis(NamedTuple):
+    """A mesh axis that divides the sequence. attention: how it divides attention, a key of ``_HOW``; "" without one."""
+
+    name: str
+    size: int
+    attention: str
+
+
+def context_axes(plan: Plan) -> tuple[ContextAxis, ...]:
+    """Axes of more than one rank that attention has queries on, or that are for context, outermost first."""
+    found = []
+    for name, size in plan.mesh.items():
+        choices = Counter[str]()
+        for block in plan.blocks:
+            for key, axes in block.ops.items():
+                if name in axes and key.rpartition("/")[2].partition(":")[0] in _ATTENTIONS:
+                    choices[axes[name]] += block.repeats
+        factors = factors_of_choice(choices.most_common(1)[0][0]) if choices else ()
+        how = ("ring" if "t" in factors else "gathered") if QUERIES in factors else "heads" if factors else ""
+        if size > 1 and (QUERIES in factors or role_of_axis(name) == "cp"):
+            found.append(ContextAxis(name, size, how))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +63,13 @@ class SequencePlaces:
 
     plan: Plan
     length: int
-    axes: tuple[AxisUse, ...]
+    axes: tuple[ContextAxis, ...]
     zigzag_ranks: int
 
     @classmethod
     def of(cls, plan: Plan) -> SequencePlaces | None:
         """None of a plan that leaves the sequence whole."""
-        axes = Strategy(plan).of_role("context")
+        axes = context_axes(plan)
         if plan.model.seq is None or not axes:
             return None
         sharing = prod(axis.size for axis in axes if axis.attention != "heads")
