@@ -1,8 +1,12 @@
 """Plans for several batches and lengths from one capture, and which plan is best over a mixture of lengths.
 
-captured once, with symbols  ->  captured_at(256, 2048)  ->  search  ->  a plan for each size
-                                 captured_at(256, 8192)  ->  search
+captured once, with symbols  ->  captured_at(512, 2048)  ->  prices  ->  search 256  ->  a plan for each size
+                                                                     ->  search 512
+                                 captured_at(512, 8192)  ->  prices  ->  search 256 ...
 every plan at every length   ->  the one with the least seconds over the steps of a mixture
+
+Batches of one length share an analysis and its prices: a microbatch is a part of a batch that all of them divide. Each
+search but the first begins with the best configurations of those before it, instead of baselines.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, lcm
 from typing import Any
 
 import torch
@@ -25,9 +29,15 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
-from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.api import estimate_captured, predict_plan, prices_of, search_captured
+from autopar.search.outer.known_configurations import MOST_OF_ONE, Known, best_of
+from autopar.search.outer.prices import Prices
 from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
+
+# Configurations of earlier searches that one begins with. Chosen.
+MOST_KNOWN = 6
 
 # The inputs of a model for a global batch and a length; None for the model's own.
 InputsOf = Callable[[int | None, int | None], Any]
@@ -89,31 +99,92 @@ def find_plans(
     """
     constraints = constraints or Constraints()
     progress("capturing the model")
-    captures = _Captures(model, inputs_of, (batches[-1], lengths[-1]), (batches[0], lengths[0]), name)
+    whole = _common(batches)
+    captures = _Captures(model, inputs_of, (whole, lengths[-1]), (batches[0], lengths[0]), name)
     capture_s, start = captures.seconds, time.perf_counter()
     search = estimate_captured if pin_degrees else search_captured
-    found, mixed = [], []
-    for batch in batches:
-        own = []
-        for length in lengths:
-            captured = captures.at(batch, length)
-            size = f"{captured.batch_size} samples" + ("" if length is None else f" of {length}")
-            progress(f"searching plans for {size}")
-            try:
-                result, reason = search(captured, cluster, constraints), ""
-            except InfeasiblePlan as error:
-                result, reason = None, str(error)
-            own.append(SizedPlan(batch=captured.batch_size, length=length, result=result, reason=reason))
-        found += own
-        best = _best_over(own, cluster, shares or [1.0] * len(lengths))
-        mixed += [] if best is None else [best]
+    at = [_Length(captures, length, whole, cluster, constraints) for length in lengths]
+    found: dict[tuple[int | None, int | None], SizedPlan] = {}
+    ends: tuple[Known, ...] = ()
+    latest: tuple[Known, ...] = ()
+
+    def find(place: _Length, batch: int | None) -> None:
+        nonlocal ends, latest
+        prices = place.prices(batch)
+        captured = prices.workload.captured
+        size = batch or captured.batch_size
+        progress(f"searching plans for {size} samples" + ("" if place.length is None else f" of {place.length}"))
+        result, reason, is_end = None, "", len(ends) < 2 * MOST_OF_ONE and not latest
+        try:
+            known = () if is_end else (*latest, *ends)
+            result = search(captured, cluster, constraints, prices=prices, batch_size=size, known=known)
+            if is_end:
+                ends += best_of(result.candidates)
+            else:
+                latest = (*best_of(result.candidates), *latest)[:MOST_KNOWN]
+        except InfeasiblePlan as error:
+            reason = str(error)
+        found[batch, place.length] = SizedPlan(batch=size, length=place.length, result=result, reason=reason)
+
+    # The least and the most work first, each searched in full: the others begin with what is good there.
+    order = [(place, batch) for place in at for batch in batches]
+    for place, batch in (order[-1], *order[:-1]):
+        find(place, batch)
+    by_batch = [[(found[batch, place.length], place) for place in at] for batch in batches]
+    mixed = [_best_over(own, shares or [1.0] * len(lengths)) for own in by_batch]
     return SizedPlans(
-        found=tuple(found),
-        mixed=tuple(mixed),
+        found=tuple(one for own in by_batch for one, _ in own),
+        mixed=tuple(one for one in mixed if one is not None),
         capture_time_s=captures.seconds,
         search_time_s=time.perf_counter() - start - (captures.seconds - capture_s),
         num_captures=captures.count,
     )
+
+
+def _common(batches: Sequence[int | None]) -> int | None:
+    """The least batch that all of ``batches`` divide: a step of each is a part of it."""
+    given = [batch for batch in batches if batch is not None]
+    return lcm(*given) if given else None
+
+
+@dataclass(slots=True)
+class _Length:
+    """What all searches at one length share."""
+
+    captures: _Captures
+    length: int | None
+    whole: int | None
+    cluster: Cluster
+    constraints: Constraints
+    _known: dict[int | None, Prices] = field(default_factory=dict)
+    _other_layout: Prices | None = None
+
+    def prices(self, batch: int | None) -> Prices:
+        """Prices of a step of ``batch``, as a part of the batch that they all divide where the batch may be cut."""
+        found = self._known.get(self.whole) or self._made(self.whole)
+        if found.workload.analysis.obstacle is not None:
+            found = self._known.get(batch) or self._made(batch)
+        return found
+
+    def _made(self, batch: int | None) -> Prices:
+        limits = self.constraints
+        workload = Workload.of(self.captures.at(batch, self.length), limits.precision, limits.expert_capacity)
+        found = self._known[batch] = prices_of(workload, self.cluster, limits)
+        return found
+
+    def step_time_s(self, plan: Plan) -> float:
+        """Seconds of a step of ``plan`` at this length; infinite where it does not fit."""
+        prices, zigzag = self.prices(plan.batch.global_size), plan.sequence_layout == "zigzag"
+        if prices.balanced is not zigzag:
+            if self._other_layout is None or self._other_layout.workload is not prices.workload:
+                self._other_layout = Prices(prices.workload, self.cluster, zigzag, self.constraints.expert_load)
+            prices = self._other_layout
+        try:
+            predicted = predict_plan(prices.workload.captured, self.cluster, plan, prices=prices)
+        except (InvalidPlan, PlanMismatch):
+            return inf
+        budget = self.cluster.device.usable_bytes * self.constraints.memory_fraction
+        return predicted.step_time_s if predicted.peak_bytes <= budget else inf
 
 
 class _Captures:
@@ -179,27 +250,22 @@ def _tensors(inputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _best_over(found: Sequence[SizedPlan], cluster: Cluster, shares: Sequence[float]) -> MixedPlan | None:
+def _best_over(searched: Sequence[tuple[SizedPlan, _Length]], shares: Sequence[float]) -> MixedPlan | None:
     """Of the plans for one batch that with the least seconds over all lengths; None if none fits them all."""
     best: MixedPlan | None = None
-    if len(found) == 1 or any(own.result is None for own in found):
+    if len(searched) == 1 or any(own.result is None for own, _ in searched):
         return None
-    for own in found:
+    tried = set[str]()
+    for own, _ in searched:
         assert own.result is not None
-        times = {other.length: _step_time(own.result.plan, other, cluster) for other in found}
-        mean = sum(share * times[other.length] for share, other in zip(shares, found, strict=True)) / sum(shares)
+        plan = own.result.plan
+        same = plan.model_copy(update={"prediction": None}).model_dump_json()
+        if same in tried:
+            continue
+        tried.add(same)
+        times = {place.length: place.step_time_s(plan) for _, place in searched}
+        weighted = (share * times[place.length] for share, (_, place) in zip(shares, searched, strict=True))
+        mean = sum(weighted) / sum(shares)
         if mean < (inf if best is None else best.step_time_s):
-            best = MixedPlan(batch=own.batch, length=own.length, plan=own.result.plan, step_time_s=mean, at=times)
+            best = MixedPlan(batch=own.batch, length=own.length, plan=plan, step_time_s=mean, at=times)
     return best
-
-
-def _step_time(plan: Plan, size: SizedPlan, cluster: Cluster) -> float:
-    """Seconds of a step of ``plan`` at another length; infinite where it does not fit."""
-    assert size.result is not None
-    workload, constraints = size.result.workload, size.result.constraints
-    try:
-        predicted = predict_plan(workload.captured, cluster, plan, workload=workload)
-    except (InvalidPlan, PlanMismatch):
-        return inf
-    budget = cluster.device.usable_bytes * constraints.memory_fraction
-    return predicted.step_time_s if predicted.peak_bytes <= budget else inf

@@ -29,6 +29,7 @@ from autopar.search.assign.solve import solve, solve_program
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import HIDDEN, Solver
 from autopar.search.outer.lagrangian_sweep import MULTIPLIERS
+from autopar.search.outer.prices import Prices
 from autopar.search.pricing.build_instance import Weights, build
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -93,7 +94,7 @@ def main() -> int:
     for text in options.meshes.split(","):
         sizes = [int(size) for size in text.split("x")]
         cluster = make_cluster("h100-sxm", int(torch.tensor(sizes).prod()), 8)
-        solver = Solver(workload=workload, cluster=cluster, budget_bytes=0.94 * cluster.device.usable_bytes)
+        solver = Solver(prices=Prices(workload, cluster), budget_bytes=0.94 * cluster.device.usable_bytes)
         # What all problems of a cluster have in common is there after the first.
         problems(solver, sizes)
         plain, priced = problems(solver, sizes)

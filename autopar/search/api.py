@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import gcd, inf
 
@@ -17,6 +18,8 @@ from autopar.search.outer.best_first import Outer, Progress
 from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.infeasible import explain
+from autopar.search.outer.known_configurations import Known
+from autopar.search.outer.prices import Prices
 from autopar.search.outer.refine import refine
 from autopar.search.predict.predict import Predicted, predict
 from autopar.search.predict.to_plan import plan_of
@@ -36,19 +39,26 @@ def search_captured(
     constraints: Constraints | None = None,
     *,
     workload: Workload | None = None,
+    prices: Prices | None = None,
+    batch_size: int | None = None,
+    known: Sequence[Known] = (),
     report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
     """The fastest plan for training ``captured`` on all of ``cluster`` under ``constraints``.
 
-    workload: the analysis of ``captured`` for this precision, if it is there already. report: called now and then.
+    workload: the analysis of ``captured`` for this precision, if it is there already; prices: of it on ``cluster``
+    (``prices_of``), if so. batch_size: of a step, if that is not the captured batch but an equal part of it. known: of
+    the best plans for other sizes (``best_of``), to begin with. report: called now and then.
     Interrupted by the user it returns the best plan so far.
     Deterministic. Raises InfeasiblePlan, saying why, if there is none.
     """
     start = time.perf_counter()
     constraints = constraints or Constraints()
-    constraints.check(cluster.num_gpus, captured.batch_size)
-    workload = workload
-    if workload is None or constraints.expert_capacity is not None:
+    batches = captured.batch_size // (batch_size or captured.batch_size)
+    constraints.check(cluster.num_gpus, captured.batch_size // batches)
+    if prices is not None:
+        workload = prices.workload
+    elif workload is None or constraints.expert_capacity is not None:
         workload = Workload.of(captured, constraints.precision, constraints.expert_capacity)
     _check_microbatches(workload, constraints)
     _check_experts(workload, constraints)
@@ -57,19 +67,17 @@ def search_captured(
     axes = constraints.pinned_axes() if constraints.axes is None else constraints.axes
     check_forbidden(workload, constraints.forbidden, tuple(axis.name for axis in axes))
     solver = Solver(
-        workload=workload,
-        cluster=cluster,
+        prices=prices or prices_of(workload, cluster, constraints),
         budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
-        balanced=_balanced(workload, constraints),
-        loads=constraints.expert_load,
+        batches=batches,
     )
     tried: list[tuple[Configuration, Inner]] = []
     refusal: NoOption | None = None
     # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
     for offload in (False, True) if constraints.offload is None else (constraints.offload,):
-        outer = Outer(solver=solver, constraints=constraints, offload=offload, report=report)
-        with solver.ahead.help():
+        outer = Outer(solver=solver, constraints=constraints, offload=offload, known=known, report=report)
+        with nullcontext() if known else solver.ahead.help():
             outer.run()
         best = outer.final()
         if best is not None:
@@ -98,6 +106,11 @@ def search_captured(
     )
 
 
+def prices_of(workload: Workload, cluster: Cluster, constraints: Constraints) -> Prices:
+    """Prices that searches under ``constraints`` share. Raises InfeasiblePlan."""
+    return Prices(workload, cluster, _balanced(workload, constraints), constraints.expert_load)
+
+
 def _baselines(outer: Outer) -> tuple[Baseline, ...]:
     found = [
         Baseline(
@@ -117,17 +130,20 @@ def estimate_captured(
     constraints: Constraints | None = None,
     *,
     workload: Workload | None = None,
+    prices: Prices | None = None,
+    batch_size: int | None = None,
+    known: Sequence[Known] = (),
     report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
     """The prediction with every degree pinned: degrees not given are 1, and dp takes the ranks left over.
 
     The schedule is 1F1B, interleaved if there are virtual stages. The number of microbatches, ZeRO and
-    rematerialisation are the best ones unless given.
+    rematerialisation are the best ones unless given. For the other arguments see ``search_captured``.
     """
     constraints = constraints or Constraints()
     if constraints.schedule is None:
         constraints = replace(constraints, schedule="interleaved" if (constraints.virtual_stages or 1) > 1 else "1f1b")
-    constraints.check(cluster.num_gpus, captured.batch_size)
+    constraints.check(cluster.num_gpus, batch_size or captured.batch_size)
     if constraints.axes is None:
         pp, tp, cp, ep = (getattr(constraints, name) or 1 for name in ("pp", "tp", "cp", "ep"))
         ranks = pp * tp * cp * ep
@@ -138,26 +154,49 @@ def estimate_captured(
                 f"{cluster.num_gpus}.\n  try: --dp {max(1, cluster.num_gpus // ranks)}"
             )
         constraints = replace(constraints, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
-    return search_captured(captured, cluster, constraints, workload=workload, report=report)
+    return search_captured(
+        captured,
+        cluster,
+        constraints,
+        workload=workload,
+        prices=prices,
+        batch_size=batch_size,
+        known=known,
+        report=report,
+    )
 
 
 def predict_plan(
-    captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
+    captured: CapturedModel,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    workload: Workload | None = None,
+    prices: Prices | None = None,
 ) -> Predicted:
-    """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model."""
-    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
+    """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model.
+
+    captured: of its batch, or of a multiple of that. prices: of the model, with its sequence in the plan's layout.
+    """
+    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload, prices=prices)
     priced = evaluate_stages(pricing, assignment, stages)
     return predict(pricing, assignment, priced, stages, plan.pipelining)
 
 
 def priced_plan(
-    captured: CapturedModel, cluster: Cluster, plan: Plan, *, workload: Workload | None = None
+    captured: CapturedModel,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    workload: Workload | None = None,
+    prices: Prices | None = None,
 ) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
     """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
-    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
-    solver = Solver(
-        workload=workload, cluster=cluster, budget_bytes=float("inf"), balanced=plan.sequence_layout == "zigzag"
-    )
+    if prices is None:
+        workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+        prices = Prices(workload, cluster, plan.sequence_layout == "zigzag")
+    workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.batch.global_size)
+    solver = Solver(prices=prices, budget_bytes=float("inf"), batches=1 if rest else batches)
     assignment = assignment_of(workload.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,

@@ -16,6 +16,7 @@ from autopar.load_model import load_model_file
 from autopar.planning import find_plan
 from autopar.planning_sizes import find_plans
 from autopar.search.api import predict_plan
+from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.problem.constraints import Constraints
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
@@ -48,7 +49,7 @@ def test_other_shares_are_refused(text: str) -> None:
         shares_of(text)
 
 
-def test_plans_are_those_of_single_searches() -> None:
+def test_plans_are_as_good_as_those_of_single_searches() -> None:
     source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
     limits = Constraints(precision="bf16")
     found = find_plans(
@@ -61,8 +62,17 @@ def test_plans_are_those_of_single_searches() -> None:
             source.meta_model(), cluster, source.meta_inputs(own.batch, own.length), constraints=limits
         ).result
         assert own.result is not None
-        assert own.result.plan.prediction == alone.plan.prediction
-        assert own.result.plan.blocks == alone.plan.blocks
+        # Another plan may be as good.
+        assert own.result.predicted.step_time_s <= alone.predicted.step_time_s * (1 + 2 * TOLERANCE)
+        assert own.result.plan.batch.global_size == own.batch
+        # Predicted for a part of the batch that all share, as for that batch alone.
+        again = predict_plan(alone.workload.captured, cluster, own.result.plan)
+        assert again.step_time_s == pytest.approx(own.result.predicted.step_time_s, rel=1e-9)
+        assert again.peak_bytes == pytest.approx(own.result.predicted.peak_bytes, rel=1e-9)
+        assert own.result.plan.prediction is not None
+        assert alone.plan.prediction is not None
+        tokens = own.result.plan.prediction.tokens_per_s_per_gpu * own.result.predicted.step_time_s
+        assert tokens == pytest.approx(alone.plan.prediction.tokens_per_s_per_gpu * alone.predicted.step_time_s)
     for batch, mixed in zip((16, 64), found.mixed, strict=True):
         short, long = (own.result for own in found.found if own.batch == batch)
         assert short is not None

@@ -19,6 +19,7 @@ from autopar.search.outer.best_first import TOLERANCE, Outer, Progress
 from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver
 from autopar.search.outer.lagrangian_sweep import lagrangian_sweep
+from autopar.search.outer.prices import Prices
 from autopar.search.pricing.build_instance import Weights, build
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -45,9 +46,8 @@ def outer_of(widths: tuple[int, ...], batch: int, seq: int, room: float, gpus: i
         captured = normalise(capture(Chain(widths), inputs))
     state = 16 * sum(parameter.numel for parameter in captured.parameters.values())
     budget = room * (state + 4 * batch * seq * sum(widths))
-    solver = Solver(
-        workload=Workload.of(captured, "fp32"), cluster=make_cluster("a100-80gb", gpus, gpus), budget_bytes=budget
-    )
+    prices = Prices(Workload.of(captured, "fp32"), make_cluster("a100-80gb", gpus, gpus))
+    solver = Solver(prices=prices, budget_bytes=budget)
     return Outer(solver=solver, constraints=Constraints())
 
 

@@ -16,6 +16,7 @@ from autopar.passes.normalise import normalise
 from autopar.search.outer.best_first import Outer
 from autopar.search.outer.configuration import Candidate
 from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.prices import Prices
 from autopar.search.outer.refine import refine
 from autopar.search.predict.to_plan import name_axes
 from autopar.search.pricing.block_prices import evaluate_stages
@@ -44,7 +45,7 @@ def with_whole_inputs() -> tuple[Solver, Candidate]:
         captured = normalise(capture(Tagger(1024), (tokens, tokens.clone())))
     cluster = make_cluster("a100-80gb", 8)
     workload = Workload.of(captured, "bf16")
-    solver = Solver(workload=workload, cluster=cluster, budget_bytes=cluster.device.usable_bytes)
+    solver = Solver(prices=Prices(workload, cluster), budget_bytes=cluster.device.usable_bytes)
     found = Outer(solver=solver, constraints=Constraints(precision="bf16")).run()
     assert found is not None
     assignment = list(found.assignment)

@@ -14,7 +14,7 @@ from math import inf
 from typing import Protocol
 
 from autopar.ir.mesh import Mesh
-from autopar.search.outer.configuration import Candidate, Configuration
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
 from autopar.search.outer.lower_bounds import Bounds
 from autopar.search.outer.outcome import Outcome
@@ -77,6 +77,9 @@ class Trials(Protocol):
 
     def try_baseline(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome:
         """Try a configuration. relaxed: with memory free of charge."""
+
+    def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+        """The plan of an answer to the inner problem, recorded if it is the best so far; None if nothing fits."""
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """Record the outcome of a baseline."""

@@ -29,7 +29,7 @@ baseline, the search takes the one that is fastest with compute and communicatio
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -39,6 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search.outer.baselines import Seeds
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
+from autopar.search.outer.known_configurations import Known, try_known
 from autopar.search.outer.lagrangian_sweep import lagrangian_sweep
 from autopar.search.outer.lower_bounds import Bounds
 from autopar.search.outer.outcome import Outcome
@@ -112,12 +113,15 @@ class Outer:
     refusal: the error of the last configuration in which an op had no choice left.
     baselines: the best of each kind of baseline that was tried. candidates: every plan that fits.
     interrupted: by the user; ``best`` is the best plan until then.
+    known: the best plans for other sizes. If one fits they are tried instead of the baselines and, unless the space is
+    small, of all else.
     report: called now and then.
     """
 
     solver: Solver
     constraints: Constraints
     offload: bool = False
+    known: Sequence[Known] = ()
     max_work: int = MAX_WORK
     report: Callable[[Progress], object] = lambda progress: None
     interrupted: bool = False
@@ -276,7 +280,7 @@ class Outer:
             return self.solver.work >= 3 * self.max_work
         if self.is_small:
             return self.solver.work >= self.max_work
-        return self.solver.work >= min(self.max_work, self._better_at + PATIENCE)
+        return bool(self.known) or self.solver.work >= min(self.max_work, self._better_at + PATIENCE)
 
     @property
     def record_s(self) -> float:
@@ -304,7 +308,10 @@ class Outer:
         """Try the baselines; none of them may beat the result by however little, so without a tolerance."""
         # What people would do without a search is not to be better by however little.
         self._tolerance = 0.0
-        Seeds(self).run()
+        try_known(self, self.known)
+        if self.best is None:
+            self.known = ()
+            Seeds(self).run()
         self._tolerance = 0.0 if self.is_small else TOLERANCE
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import NamedTuple
 
-from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
-from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.memory.model_state import state_memory
 from autopar.cost_model.schedule.pipeline_simulator import time_weights
@@ -17,13 +15,12 @@ from autopar.ir.rule import Assignment
 from autopar.ir.schedule import STEADY_ROUNDS, Pipelining
 from autopar.search.assign.solve import solve
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
-from autopar.search.outer.ideal_division import IdealDivision
+from autopar.search.outer.prices import Prices
 from autopar.search.outer.speculation import Ahead, Job
 from autopar.search.pricing.block_prices import Priced, evaluate
 from autopar.search.pricing.build_instance import Weights, build
-from autopar.search.pricing.price_cache import MeshPrices, OpPrices
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.allowed_choices import Allowed, AnyOf, Choices, Rules
+from autopar.search.problem.allowed_choices import Allowed, AnyOf, Rules
 from autopar.search.problem.constraints import Constraints, role_of_axis
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import LEVELS
@@ -94,32 +91,42 @@ def _passes(shape: Pipelining) -> float:
 class Solver:
     """Answers for configurations of one workload on one cluster, each computed once.
 
-    balanced: the sequence is in zigzag layout where ranks share causal attention. loads: tokens per expert, by layer.
-    work: a measure of time that is the same on every machine.
+    batches: of a step, that the captured batch makes. work: a measure of time that is the same on every machine.
     """
 
-    workload: Workload
-    cluster: Cluster
+    prices: Prices
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
-    balanced: bool = False
-    loads: Loads = ()
+    batches: int = 1
     num_solved: int = 0
     work: int = 0
-    ops: OpPrices = field(init=False)
-    ideal: IdealDivision = field(init=False)
-    choices: Choices = field(init=False)
     ahead: Ahead = field(init=False)
-    _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], Allowed] = field(default_factory=dict)
     _inner: dict[Hashable, Inner] = field(default_factory=dict)
     _room: dict[tuple[object, ...], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ops = OpPrices(self.workload, self.cluster, self.balanced, self.loads)
-        self.ideal = IdealDivision.of(self.ops)
-        self.choices = Choices(self.workload)
         self.ahead = Ahead(self._solve, self._solve_ahead)
+
+    @property
+    def workload(self) -> Workload:
+        """The workload that is planned for."""
+        return self.prices.workload
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is planned for."""
+        return self.prices.cluster
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return self.workload.captured.batch_size // self.batches
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of a step."""
+        return self.workload.num_tokens / self.batches
 
     @property
     def least_state_bytes(self) -> float:
@@ -145,13 +152,11 @@ class Solver:
 
     def pricing(self, configuration: Configuration) -> Pricing:
         """Prices of a configuration on its mesh."""
-        mesh = configuration.mesh
-        if mesh.sizes not in self._meshes:
-            self._meshes[mesh.sizes] = MeshPrices(Fabric(self.cluster, mesh), self.ops.codes.moves(len(mesh)))
         return Pricing(
-            ops=self.ops,
-            moves=self._meshes[mesh.sizes],
-            named_mesh=mesh,
+            ops=self.prices.ops,
+            moves=self.prices.on(configuration.mesh),
+            named_mesh=configuration.mesh,
+            batches=self.batches,
             num_microbatches=configuration.num_microbatches,
             zero=configuration.zero,
             data_axes=configuration.data_axes,
@@ -211,11 +216,12 @@ class Solver:
         if key not in self._rules:
             rules = [
                 Rules(
-                    choices=self.choices,
+                    choices=self.prices.choices,
                     mesh=first.mesh,
                     constraints=first.constraints,
                     data_axes=data_axes,
                     batch_axes=batch_axes,
+                    batch_size=self.batch_size,
                 )
                 for data_axes, batch_axes in kinds
             ]

@@ -23,7 +23,7 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
         return InfeasiblePlan(
             f"no configuration of {cluster.num_gpus} GPUs satisfies the constraints: {_stated(constraints)}.\n"
             f"  the model has {_blocks(workload)}, which bounds pp, and a global batch of "
-            f"{workload.captured.batch_size}, which dp times the number of microbatches has to divide.\n"
+            f"{solver.batch_size}, which dp times the number of microbatches has to divide.\n"
             "  try: fewer constraints"
         )
     need, configuration, inner = min(

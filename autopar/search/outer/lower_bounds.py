@@ -28,14 +28,15 @@ class Bounds:
         recomputation."""
         key = (num_stages, num_microbatches)
         if key not in self._known:
-            ideal, ranks = self.solver.ideal, self.solver.cluster.num_gpus // num_stages
-            pass_s = ideal.microbatch_s(ranks, num_microbatches)
+            ideal, ranks = self.solver.prices.ideal, self.solver.cluster.num_gpus // num_stages
+            parts = self.solver.batches * num_microbatches
+            pass_s = ideal.microbatch_s(ranks, parts)
             passes = num_microbatches + self.bubble * (num_stages - 1)
             recomputed = num_microbatches * self._recomputed_s(ranks, num_stages, num_microbatches)
             busy = (pass_s * passes + recomputed) / num_stages
             if self.may_be_naive(num_stages):
                 busy = min(busy, num_microbatches * pass_s)
-            self._known[key] = max(busy, ideal.path_s(ranks, num_microbatches))
+            self._known[key] = max(busy, ideal.path_s(ranks, parts))
         return self._known[key]
 
     def estimate_s(self, num_stages: int, num_microbatches: int) -> float:
@@ -45,7 +46,7 @@ class Bounds:
             return ideal_s
         bubble = LIKELY_BUBBLE * (num_stages - 1) / num_stages
         ranks = self.solver.cluster.num_gpus // num_stages
-        return ideal_s + bubble * self.solver.ideal.microbatch_s(ranks, num_microbatches)
+        return ideal_s + bubble * self.solver.prices.ideal.microbatch_s(ranks, self.solver.batches * num_microbatches)
 
     def _recomputed_s(self, ranks: int, num_stages: int, num_microbatches: int) -> float:
         """Least seconds of recomputation of a microbatch, in all stages, that a rank's memory demands."""
@@ -53,7 +54,8 @@ class Bounds:
             return 0.0
         live, room = self.solver.room(num_stages, num_microbatches, self.constraints)
         state = 0.0 if self.offload else self.solver.least_state_bytes * num_stages
-        return self.solver.ideal.recomputed_s(ranks, num_microbatches, (room - state) / live)
+        parts = self.solver.batches * num_microbatches
+        return self.solver.prices.ideal.recomputed_s(ranks, parts, (room - state) / live)
 
     def may_be_naive(self, num_stages: int) -> bool:
         """Whether the schedule may be naive: one microbatch at a time, all other ranks idle."""
@@ -68,5 +70,6 @@ class Bounds:
         """Lower bound on the seconds of a step whose ops and gradient reductions take ``stage_s`` seconds in all on one
         stage mesh."""
         stages, num = configuration.num_stages, configuration.num_microbatches
-        bubble = self.solver.ideal.microbatch_s(configuration.mesh.size, num) * (stages - 1) / stages
+        pass_s = self.solver.prices.ideal.microbatch_s(configuration.mesh.size, self.solver.batches * num)
+        bubble = pass_s * (stages - 1) / stages
         return max(stage_s / stages + self.bubble * bubble, self.ideal_s(stages, num))

@@ -78,10 +78,9 @@ def _with_own_rows(solver: Solver, found: Candidate, most_s: float) -> Candidate
         for name, old, choice in zip(names, pricing.mesh.names, found.assignment[group.index], strict=True)
     )
     picks = np.array([[group.choices.index(choice) for choice in divided]], dtype=np.int64)
-    count = pricing.num_microbatches
     if (
         divided == found.assignment[group.index]
-        or not pricing.ops.codes.allows(group, picks, pricing.mesh, count).all()
+        or not pricing.ops.codes.allows(group, picks, pricing.mesh, pricing.parts).all()
     ):
         return found
     assignment = (*found.assignment[: group.index], divided, *found.assignment[group.index + 1 :])

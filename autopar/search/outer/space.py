@@ -39,7 +39,7 @@ class Space:
 
     def microbatches(self, mesh: Mesh, constraints: Constraints) -> tuple[int, ...]:
         """Numbers of microbatches to consider, ascending."""
-        batch = self.solver.workload.captured.batch_size
+        batch = self.solver.batch_size
         dividing = ("dp", "ep") if divides_experts_axes(batch, mesh, constraints) else ("dp",)
         pinned = 1
         for axis in mesh.axes:
@@ -70,6 +70,14 @@ class Space:
         for shape in self.solver.shapes(root)[:1]:
             yield replace(root, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
 
+    def near(self, configuration: Configuration) -> Iterator[Configuration]:
+        """The same configuration with the next fewer and the next more microbatches."""
+        options = self.microbatches(configuration.mesh, configuration.constraints)
+        place = options.index(configuration.num_microbatches)
+        for num in (*options[max(0, place - 1) : place], *options[place + 1 : place + 2]):
+            for root in self.roots(configuration.num_stages, configuration.mesh, num, configuration.constraints):
+                yield replace(root, zero=configuration.zero, data_axes=configuration.data_axes, offload=self.offload)
+
     def variants(self, root: Configuration) -> Iterator[Configuration]:
         """``root`` with each ZeRO stage and set of data axes, the cheapest in time first."""
         mesh, constraints = root.mesh, root.constraints
@@ -93,7 +101,7 @@ class Space:
         size = root.constraints.microbatch_size
         if size is None:
             return [None]
-        degree = self.solver.workload.captured.batch_size // (root.num_microbatches * size)
+        degree = self.solver.batch_size // (root.num_microbatches * size)
         found: list[tuple[int, ...] | None] = []
         for number in range(len(root.mesh) + 1):
             for axes in combinations(range(len(root.mesh)), number):
@@ -128,11 +136,11 @@ class Space:
                         continue
                     data = size // inner
                     short = given.dp is None and given.cp is None and experts == 1
-                    rows_for = gcd(data, self.solver.workload.captured.batch_size) if short else data
+                    rows_for = gcd(data, self.solver.batch_size) if short else data
                     constraints = replace(given, pp=num_stages, dp=rows_for, tp=tensor, cp=data // rows_for, ep=experts)
                     for mesh in constraints.meshes(size, node if given.dp is None and experts == 1 else None):
                         # The dense part divides the batch over the ranks of the experts too.
-                        rows = self.solver.workload.captured.batch_size // (rows_for * experts)
+                        rows = self.solver.batch_size // (rows_for * experts)
                         options = self.microbatches(mesh, constraints)
                         dividing = tuple(num for num in options if rows and rows % num == 0)
                         for num in self._few(dividing or options, num_stages):

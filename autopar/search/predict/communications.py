@@ -116,8 +116,8 @@ def priced_steps(
     pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout
 ) -> Iterator[tuple[Step, float, OpTime]]:
     """Steps of a redistribution, with the bytes of a microbatch that a rank has where it has most, and the seconds."""
-    num_bytes = tensor.bytes_of_microbatch(pricing.num_microbatches)
-    rows, before = tensor.rows_of_microbatch(pricing.num_microbatches), ZERO
+    num_bytes = tensor.bytes_of_microbatch(pricing.parts)
+    rows, before = tensor.rows_of_microbatch(pricing.parts), ZERO
     local = num_bytes / pricing.pieces(source)
     steps = redistribute(source, value, grad)
     for number, step in enumerate(steps):

@@ -21,7 +21,6 @@ from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_m
 from autopar.search.predict.step_tasks import StepCosts, run_step
 from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
 from autopar.search.pricing.pricing import MASTER, Pricing
-from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage
 
 
@@ -256,12 +255,3 @@ def _by_axis(
     if not whole or not total_s:
         return {}
     return {f"communication_{mesh.names[a]}": total_s * s / whole for a, s in enumerate(spent) if s}
-
-
-def tokens_per_step(workload: Workload) -> int:
-    """Tokens of the first step input, or samples if it holds no token ids."""
-    for node in workload.clusters.input_dims:
-        value = node.meta["val"]
-        if not value.is_floating_point() and value.dim() >= 2:
-            return int(value.numel())
-    return workload.captured.batch_size

@@ -16,7 +16,7 @@ from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Pipelining
 from autopar.ir.sequence import SequenceLayout
-from autopar.search.predict.predict import Predicted, tokens_per_step
+from autopar.search.predict.predict import Predicted
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import role_of
 from autopar.search.problem.workload import Workload
@@ -51,7 +51,7 @@ def plan_of(
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
         cluster=ClusterRef(gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node),
-        batch=Batch(global_size=captured.batch_size, num_microbatches=pricing.num_microbatches),
+        batch=Batch(global_size=pricing.batch_size, num_microbatches=pricing.num_microbatches),
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=shape.schedule,
@@ -94,10 +94,11 @@ def prediction_of(
     workload, cluster = pricing.workload, pricing.ops.cluster
     renamed = {f"communication_{old}": f"communication_{new}" for old, new in zip(old_names, new_names, strict=True)}
     step = predicted.step_time_s
-    flops = workload.model_flops / step / cluster.num_gpus
+    share = pricing.batch_size / workload.captured.batch_size
+    flops = share * workload.model_flops / step / cluster.num_gpus
     return Prediction(
         step_time_s=step,
-        tokens_per_s_per_gpu=tokens_per_step(workload) / step / cluster.num_gpus,
+        tokens_per_s_per_gpu=pricing.num_tokens / step / cluster.num_gpus,
         model_tflops_per_gpu=flops / 1e12,
         mfu=flops / cluster.device.peak_flops(workload.precision),
         peak_memory_bytes=int(predicted.peak_bytes),

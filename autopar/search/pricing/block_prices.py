@@ -209,7 +209,7 @@ def _known(
     known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
     found = []
     for number, own in enumerate(clusters):
-        key = (number, pricing.num_microbatches, *(assignment[index] for index in own))
+        key = (number, pricing.parts, *(assignment[index] for index in own))
         if key not in known:
             known[key] = make(number)
         found.append(known[key])
@@ -299,11 +299,11 @@ class _Ops:
             share = workload.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if 0.0 < share < 1.0:
-                later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.num_microbatches)
+                later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.parts)
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
                 twice += branch_s(pricing.ops.cluster.device)
-        batches = pricing.mesh, pricing.num_microbatches
+        batches = pricing.mesh, pricing.parts
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
         recomputed = {tensor.node for tensor in activations.recomputed(assignments)}
         return cls(

@@ -89,12 +89,12 @@ def options_of(pricing: Pricing, group: OpCluster, allowed: Allowed) -> Options:
     mesh, known = pricing.mesh, pricing.moves.options
     choices = tuple(allowed(group, axis) for axis in range(len(mesh)))
     forbidden = allowed.forbidden(group)
-    key = (group.index, pricing.num_microbatches, choices, forbidden)
+    key = (group.index, pricing.parts, choices, forbidden)
     if key not in known:
         where = {choice: pick for pick, choice in enumerate(group.choices)}
         every = list(product(*([where[choice] for choice in own] for own in choices)))
         picks = np.array(every, dtype=np.int64).reshape(len(every), len(mesh))
-        picks = picks[pricing.ops.codes.allows(group, picks, mesh, pricing.num_microbatches)]
+        picks = picks[pricing.ops.codes.allows(group, picks, mesh, pricing.parts)]
         for one in forbidden:
             picks = picks[~np.all([picks[:, axis] == where.get(choice, -1) for axis, choice in one], axis=0)]
         if not len(picks):
@@ -121,7 +121,7 @@ class _Builder:
         self.codes = pricing.ops.codes
         self.weights = weights
         self.groups = self.workload.clusters.clusters
-        self.count = pricing.num_microbatches
+        self.count, self.parts = pricing.num_microbatches, pricing.parts
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
         self.factors: list[Factor] = []
@@ -142,16 +142,17 @@ class _Builder:
 
     def _seconds(self, options: Options) -> Floats:
         """Seconds of a step of the members of a cluster, under each option."""
-        found = options.memo.get(self.count)
+        found = options.memo.get(self.parts)
         if found is None:
-            found = options.memo[self.count] = self.count * (self._alone(options) + self._inside(options))
-        return np.array(found)
+            found = options.memo[self.parts] = self._alone(options) + self._inside(options)
+        seconds: Floats = self.count * found
+        return seconds
 
     def _alone(self, options: Options) -> Floats:
         """Without the collectives inside ops: it depends on the degrees only."""
         totals = []
         for degrees, option in zip(options.degrees, options.first.tolist(), strict=True):
-            key = (options.group.index, self.count, degrees.tobytes())
+            key = (options.group.index, self.parts, degrees.tobytes())
             total = self.pricing.ops.totals.get(key)
             if total is None:
                 total = self.pricing.ops.totals[key] = sum(
@@ -163,7 +164,7 @@ class _Builder:
     def _time(self, node: fx.Node, option: int) -> OpTime:
         """One microbatch of one op alone, under an option of its cluster."""
         assignment = self.options[self.workload.cluster_of(node).index].member(node, option)
-        return self.pricing.ops.time(node, assignment, self.pricing.mesh, self.count)
+        return self.pricing.ops.time(node, assignment, self.pricing.mesh, self.parts)
 
     def _inside(self, options: Options) -> Floats:
         """Collectives inside ops."""
@@ -183,7 +184,7 @@ class _Builder:
         options = self.options[self.workload.cluster_of(tensor.node).index]
         mesh = self.pricing.mesh
         local = [
-            tensor.local_bytes(options.member(tensor.node, option), mesh, self.count)
+            tensor.local_bytes(options.member(tensor.node, option), mesh, self.parts)
             for option in options.first.tolist()
         ]
         return np.array(local)[options.of]
@@ -223,7 +224,7 @@ class _Builder:
             return least
         kept = np.zeros(len(options))
         for tensor in self.workload.contracted[node]:
-            whole = tensor.num_bytes / (self.count if tensor.carries_batch else 1)
+            whole = tensor.num_bytes / (self.parts if tensor.carries_batch else 1)
             divided = whole / self.pricing.mesh.size
             kept += divided if is_product(node.target) else self._bytes(tensor)
         return np.minimum(least, self.weights.activations * kept)
@@ -280,7 +281,7 @@ class _Builder:
         variables = [
             self.workload.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))
         ]
-        rows = rows_class(transfer.tensor.rows_of_microbatch(self.count), self.pricing.mesh)
+        rows = rows_class(transfer.tensor.rows_of_microbatch(self.parts), self.pricing.mesh)
         key = (number, rows, *(id(self.options[variable]) for variable in variables))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
@@ -290,7 +291,7 @@ class _Builder:
         if not shape.costs:
             return
         times = self.count * len(transfer.blocks)
-        cost = times * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.count))
+        cost = times * (shape.fixed + shape.per_byte * transfer.tensor.bytes_of_microbatch(self.parts))
         for (axes, pieces), where in shape.summed.items():
             rate = min(self._sum_rate(pricing, axes) for pricing in self.pricings)
             share = len(transfer.blocks) * transfer.tensor.numel / pieces

@@ -69,7 +69,8 @@ class Pricing:
     data_axes: axes that divide the step inputs or have every parameter replicated; parameters replicated on one are
     sharded there. Without ZeRO they mean nothing. prefetch: blocks that stage 3 gathers ahead. zero_stages, reshards:
     of the parameters of each kind of block, instead of ``zero`` and ``reshard``. offload: whether tensors that ZeRO
-    shards are in host memory. named_mesh: the mesh with its axes' names, if those of ``moves`` differ.
+    shards are in host memory. named_mesh: the mesh with its axes' names, if those of ``moves`` differ. batches: of a
+    step, that the captured batch makes.
     """
 
     ops: OpPrices
@@ -83,6 +84,7 @@ class Pricing:
     reshards: tuple[bool, ...] | None = None
     offload: bool = False
     named_mesh: Mesh | None = None
+    batches: int = 1
 
     @property
     def workload(self) -> Workload:
@@ -95,6 +97,21 @@ class Pricing:
         return self.named_mesh or self.moves.mesh
 
     @property
+    def parts(self) -> int:
+        """Microbatches that the captured batch makes."""
+        return self.batches * self.num_microbatches
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return self.workload.captured.batch_size // self.batches
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of a step."""
+        return self.workload.num_tokens / self.batches
+
+    @property
     def zero_degree(self) -> int:
         """Ranks over which ZeRO shards; 1 without ZeRO."""
         return self._size(self.data_axes) if self.zero else 1
@@ -104,7 +121,7 @@ class Pricing:
 
     def op(self, node: fx.Node, assignment: Assignment) -> OpTime:
         """One microbatch of one op, collectives of its lowering included."""
-        time = self.ops.time(node, assignment, self.mesh, self.num_microbatches)
+        time = self.ops.time(node, assignment, self.mesh, self.parts)
         return time + self.lowering(node, assignment)
 
     def lowering(self, node: fx.Node, assignment: Assignment) -> OpTime:
@@ -112,15 +129,15 @@ class Pricing:
         rule = self.workload.rule(node)
         if not any(choice in rule.lowered for choice in assignment):
             return ZERO
-        return self.moves.lowering(node, assignment, self.ops, self.num_microbatches)
+        return self.moves.lowering(node, assignment, self.ops, self.parts)
 
     def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""
         if source == value and not tensor.differentiable:
             return ZERO
-        rows = tensor.rows_of_microbatch(self.num_microbatches)
+        rows = tensor.rows_of_microbatch(self.parts)
         affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
-        return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.num_microbatches))
+        return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.parts))
 
     def feeding_s(self, choices: Assignment) -> float:
         """One microbatch of the step inputs, from the host. choices: of their cluster."""
@@ -129,11 +146,11 @@ class Pricing:
             value = node.meta["val"]
             pieces = self.pieces(tuple(clusters.input_placement(node, choice) for choice in choices))
             num_bytes += value.numel() * value.itemsize / pieces
-        return self.ops.cluster.device.host.copy_seconds(num_bytes) / self.num_microbatches
+        return self.ops.cluster.device.host.copy_seconds(num_bytes) / self.parts
 
     def local_bytes(self, tensor: Tensor, layout: Layout) -> float:
         """Bytes of a microbatch of ``tensor`` on one rank."""
-        return tensor.bytes_of_microbatch(self.num_microbatches) / self.pieces(layout)
+        return tensor.bytes_of_microbatch(self.parts) / self.pieces(layout)
 
     def pieces(self, layout: Layout) -> int:
         """Number of pieces into which ``layout`` cuts a tensor."""

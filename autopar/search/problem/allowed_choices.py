@@ -116,7 +116,8 @@ class Rules:
 
     data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts on an axis for
     experts, which then divides the step inputs.
-    batch_axes: if given, exactly these axes divide the step inputs.
+    batch_axes: if given, exactly these axes divide the step inputs. batch_size: samples of a step, None if it is the
+    captured batch.
     """
 
     choices: Choices
@@ -124,6 +125,7 @@ class Rules:
     constraints: Constraints
     data_axes: tuple[int, ...] = ()
     batch_axes: tuple[int, ...] | None = None
+    batch_size: int | None = None
     known: dict[tuple[int, int], tuple[Choice, ...]] = field(default_factory=dict)
 
     @property
@@ -196,9 +198,8 @@ class Rules:
         between = wanted_role == "tp" and not heavy and self.constraints.sequence_parallel
         wanted = wanted_role if heavy or between else ""
         if wanted == "ep" and group.leader not in self.workload.expert_factors:
-            wanted = (
-                "dp" if divides_experts_axes(self.workload.captured.batch_size, self.mesh, self.constraints) else ""
-            )
+            batch = self.batch_size or self.workload.captured.batch_size
+            wanted = "dp" if divides_experts_axes(batch, self.mesh, self.constraints) else ""
         roles = {wanted}
         if between:
             roles = {"tp", "cp"}

@@ -408,6 +408,15 @@ class Workload:
         return sum(self.rule(node).flops * count for node, count in self.repeats.items())
 
     @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the first step input of the captured batch, or samples if it holds no token ids."""
+        for node in self.clusters.input_dims:
+            value = node.meta["val"]
+            if not value.is_floating_point() and value.dim() >= 2:
+                return int(value.numel())
+        return self.captured.batch_size
+
+    @cached_property
     def model_flops(self) -> float:
         """Floating point operations of a step on the whole batch: of its forward and of the gradients it computes.
 
