@@ -70,13 +70,15 @@ class MixedPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPlans:
     """found: by batch, then length. mixed: one for each batch for which a plan fits all lengths. num_captures: how
-    often the model was traced."""
+    often the model was traced. fixed: names of sizes that the model makes numbers, so that it was traced at each -> the
+    line that does so."""
 
     found: tuple[SizedPlan, ...]
     mixed: tuple[MixedPlan, ...]
     capture_time_s: float
     search_time_s: float
     num_captures: int
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_plans(
@@ -138,6 +140,7 @@ def find_plans(
         capture_time_s=captures.seconds,
         search_time_s=time.perf_counter() - start - (captures.seconds - capture_s),
         num_captures=captures.count,
+        fixed=captures.fixed,
     )
 
 
@@ -201,10 +204,12 @@ class _Captures:
         """size: of the capture with symbols. other: at which it is compared with a capture of that size."""
         self._model, self._inputs_of, self._name = model, inputs_of, name
         self.seconds, self.count = 0.0, 0
+        self.fixed: Mapping[str, str] = {}
         self._tensors = _tensors(inputs_of(*size))
         self._known = {size: self._capture(*size, symbolic=size != other)}
         self._symbolic: CapturedModel | None = None
         symbolic = self._known[size]
+        self.fixed = symbolic.fixed
         if size != other:
             self._known[other] = self._capture(*other)
             self._symbolic = symbolic

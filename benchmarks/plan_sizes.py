@@ -59,8 +59,8 @@ def main() -> None:
         alone = search_captured(captured, cluster, batch_size=own.batch)
         times = own.result.predicted.step_time_s, alone.predicted.step_time_s
         ratios.append(times[0] / times[1])
-        plans = one_line(own.result.plan), one_line(alone.plan)
-        print(f"| {own.batch} | {own.length} | {times[0]:.3f} | {times[1]:.3f} | {ratios[-1]:.4f} | {' | '.join(plans)} |")
+        plans = f"{one_line(own.result.plan)} | {one_line(alone.plan)}"
+        print(f"| {own.batch} | {own.length} | {times[0]:.3f} | {times[1]:.3f} | {ratios[-1]:.4f} | {plans} |")
     print(f"\nratio: {min(ratios):.4f} to {max(ratios):.4f}, mean {statistics.mean(ratios):.4f}")
 
 

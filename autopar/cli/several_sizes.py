@@ -91,6 +91,7 @@ def _data(found: SizedPlans) -> dict[str, Any]:
     return {
         "capture_time_s": found.capture_time_s,
         "search_time_s": found.search_time_s,
+        "captured_at_each": dict(found.fixed),
         "plans": [
             {"global_batch": own.batch, "seq": own.length, "feasible": own.result is not None}
             | ({"reason": own.reason} if own.result is None else planned(own.result.plan))

@@ -121,7 +121,8 @@ class CapturedModel:
     constants: tensors lifted by capture, by placeholder name (real tensors).
     batch_size: global batch in the example inputs.
     fingerprint: hash of parameter names and shapes and of the ops, to tell whether a plan fits a model.
-    symbols: of sizes of the step inputs, by name; none of a capture of one size.
+    symbols: of sizes of the step inputs, by name; none of a capture of one size. fixed: names of sizes that were to be
+        symbols -> the line of the model that made them numbers.
     """
 
     graph_module: fx.GraphModule
@@ -137,6 +138,7 @@ class CapturedModel:
     name: str
     fingerprint: str
     symbols: Mapping[str, sympy.Symbol] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

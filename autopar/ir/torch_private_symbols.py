@@ -46,6 +46,17 @@ def are_equal(a: Any, b: Any) -> None:
     torch._check(a == b)
 
 
+def fixing_lines(mode: FakeTensorMode) -> dict[int, str]:
+    """Sizes that began as symbols of ``mode`` and became numbers -> the line that made them so."""
+    environment: Any = mode.shape_env
+    found: dict[int, str] = {}
+    for symbol, number in environment.replacements.items():
+        frame = getattr(environment.replacements_slocs.get(symbol), "framework_loc", None)
+        if number.is_Integer and frame is not None:
+            found[int(number)] = f"{frame.filename}:{frame.lineno}"
+    return found
+
+
 def python_kernels() -> AbstractContextManager[Any]:
     """Within, ops of which C++ knows no symbolic shape have it from Python, as in ``torch.export``."""
     return cast("AbstractContextManager[Any]", enable_python_dispatcher())

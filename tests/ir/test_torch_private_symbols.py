@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,3 +62,18 @@ def _symbols() -> None:
     with traced.fake_mode, private.python_kernels():
         mask = torch.empty(size, dtype=torch.bool)
         assert private.expression_of_symbol(torch.empty(size).masked_fill(mask, 0).shape[0]) == 3 * symbol
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * len(x)
+
+
+@case("fixing_lines")
+def _fixed() -> None:
+    dims = {0: torch.export.Dim.AUTO}
+    program = torch.export.export(Counted(), (torch.ones(6),), dynamic_shapes=(dims,), strict=False)
+    value = next(node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    line = private.fixing_lines(value.fake_mode)[6]
+    assert line.startswith(__file__)
+    assert "len(x)" in Path(__file__).read_text().splitlines()[int(line.rpartition(":")[2]) - 1]

@@ -43,7 +43,7 @@ from autopar.ir.capture.python_state.second_call import check_second_call
 from autopar.ir.capture.repeated_modules import NotAlike, RepeatedCall, Repetition
 from autopar.ir.capture.rolling import roll_loops
 from autopar.ir.capture.simplify import simplify
-from autopar.ir.capture.symbols import SymbolicDims
+from autopar.ir.capture.symbols import SymbolicDims, fixed_dims
 from autopar.ir.capture.value_checks import drop_value_checks
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import Buffer, CapturedModel, Parameter, StepInput, module_of
@@ -58,6 +58,7 @@ from autopar.ir.torch_private import (
     same_hooks_on_all_modules,
     storage_of,
 )
+from autopar.ir.torch_private_symbols import fixing_lines
 
 aten = torch.ops.aten
 
@@ -108,7 +109,8 @@ def capture(
     _refuse_lazy(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
     traced = _traced_with_symbols(model, call, loss_fn, training) if symbolic else None
-    if traced is None:
+    fixed = {} if traced is None else traced.fixed
+    if traced is None or not traced.symbols:
         try:
             traced = _trace(model, call, loss_fn, training, Repetition())
         except (*_FAILURES, NotAlike):
@@ -117,7 +119,7 @@ def capture(
     traced.recording.refuse_reading(traced.twin.output.changed)
     if traced.twin.output.changed:
         _check_second_call(title, model, call, loss_fn, training)
-    return _assemble(model, title, call, traced)
+    return replace(_assemble(model, title, call, traced), fixed=fixed)
 
 
 def _refuse_lazy(model: nn.Module, title: str) -> None:
@@ -130,11 +132,10 @@ def _refuse_lazy(model: nn.Module, title: str) -> None:
 
 
 def _traced_with_symbols(model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace | None:
-    """The trace with the batch and the lengths as symbols; None if it fails with them, or they all become numbers."""
+    """The trace with the batch and the lengths as symbols; None if it fails with them."""
     for repetition in (Repetition(), None):
         with suppress(*_FAILURES, NotAlike):
-            traced = _trace(model, call, loss_fn, training, repetition, SymbolicDims.of(call.tensors))
-            return traced if traced.symbols else None
+            return _trace(model, call, loss_fn, training, repetition, SymbolicDims.of(call.tensors))
     return None
 
 
@@ -170,7 +171,7 @@ class _Trace:
     """What torch.export made of ``twin``.
 
     repeats: what stands for calls that were not followed. recording: the calls of autograd functions. symbols: of sizes
-    of the step inputs, by name.
+    of the step inputs, by name. fixed: see ``CapturedModel``.
     """
 
     twin: FlatModel
@@ -179,6 +180,7 @@ class _Trace:
     repeats: Mapping[int, RepeatedCall]
     recording: Recording
     symbols: Mapping[str, sympy.Symbol]
+    fixed: Mapping[str, str]
 
 
 def _trace(
@@ -212,11 +214,15 @@ def _trace(
     drop_value_checks(program.graph)
     repeats = {} if repetition is None else repetition.resolve(program, WRAPPED)
     symbols: Mapping[str, sympy.Symbol] = {}
+    fixed: Mapping[str, str] = {}
     if dims is not None:
         inputs = _traced_inputs(program)
         # Symbols are those of the mode that torch.export has made for them.
         symbols, mode = dims.found(inputs), inputs[0].fake_mode  # type: ignore[attr-defined]  # fake tensors
-    return _Trace(twin=twin, mode=mode, program=program, repeats=repeats, recording=recording, symbols=symbols)
+        fixed = fixed_dims(dims, inputs, fixing_lines(mode))
+    return _Trace(
+        twin=twin, mode=mode, program=program, repeats=repeats, recording=recording, symbols=symbols, fixed=fixed
+    )
 
 
 def _traced_inputs(program: torch.export.ExportedProgram) -> list[Tensor]:

@@ -34,9 +34,12 @@ def captured_at(captured: CapturedModel, sizes: Mapping[str, int], *, keep_symbo
     """
     unknown = sizes.keys() - captured.symbols.keys()
     if unknown:
+        fixed = sorted(unknown & captured.fixed.keys())
+        lines = "".join(f"\n  {name} is made a number at {captured.fixed[name]}" for name in fixed)
         raise CaptureError(
             f"{captured.name} is captured for one size of {sorted(unknown)}; what may change is "
-            f"{sorted(captured.symbols)}.\n  try: a capture at that size"
+            f"{sorted(captured.symbols)}.{lines}\n  try: a capture at that size, or tensor.size(dim) in place of "
+            "what makes a number of it, as len(tensor)"
         )
     values = {**sizes_of_inputs(captured), **sizes}
     point = {symbol: values[name] for name, symbol in captured.symbols.items()}

@@ -82,6 +82,17 @@ class SymbolicDims:
         return symbols
 
 
+def fixed_dims(dims: SymbolicDims, tensors: Sequence[Tensor], lines: Mapping[int, str]) -> dict[str, str]:
+    """Names of what became a number in a trace -> the line that made it one. lines: by the number."""
+    found: dict[str, str] = {}
+    for tensor, names in zip(tensors, dims.names, strict=True):
+        for dim, name in names.items():
+            size = tensor.shape[dim]
+            if name is not None and isinstance(size, int) and size in lines:
+                found[name] = lines[size]
+    return found
+
+
 def named_dims(tensors: Sequence[Tensor]) -> list[dict[int, str]]:
     """Of each input of a call dimension -> name of what may be of another size in another call.
 
