@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
@@ -54,6 +55,7 @@ def find_plan(
     inputs_of: Callable[[int], Any] | None = None,
     constraints: Constraints | None = None,
     pin_degrees: bool = False,
+    documents_of: Callable[[CapturedModel], Documents | None] = lambda captured: None,
     loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
@@ -64,7 +66,8 @@ def find_plan(
     model: on any device, meta included; only its structure is read. example_inputs: of one global batch. inputs_of: of
     a global batch of so many samples, for whoever wants to plan for another one.
     pin_degrees: degrees that are not given are 1, and data parallelism takes the ranks left over; nothing but
-    microbatches, ZeRO and rematerialisation is searched. progress: called with what is being done and,
+    microbatches, ZeRO and rematerialisation is searched. documents_of: that are packed into the rows of the model as
+    captured. progress: called with what is being done and,
     during the search, how much of it is done at most.
     Raises CaptureError or InfeasiblePlan.
     """
@@ -77,6 +80,7 @@ def find_plan(
 
     captured = captured_with(example_inputs)
     capture_time_s = time.perf_counter() - start
+    constraints = replace(constraints, documents=documents_of(captured) or constraints.documents)
     searching = f"searching plans for {cluster.num_gpus} × {cluster.device.name}"
     progress(searching)
 

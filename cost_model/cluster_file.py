@@ -83,11 +83,15 @@ class LinkDescription(_Model):
 
 
 class RateDescription(_Model):
-    """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve."""
+    """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve.
+
+    attention_by_length: number of keys -> fraction that attention to so many achieves, at 64 elements a head.
+    """
 
     peak_tflops: PositiveFloat
     efficiency: Fraction
     attention_efficiency: Fraction
+    attention_by_length: dict[PositiveInt, Fraction] = {}
 
     def rate(self, precision: str) -> MatmulRate:
         """The matrix rate in this precision, in FLOP/s."""
@@ -96,6 +100,7 @@ class RateDescription(_Model):
             peak_flops=self.peak_tflops * 1e12,
             efficiency=self.efficiency,
             attention_efficiency=self.attention_efficiency,
+            attention_by_length=tuple(sorted(self.attention_by_length.items())),
         )
 
 

@@ -92,12 +92,35 @@ class StagePlan(_Model):
         return "none"
 
 
+class LengthsPrediction(_Model):
+    """Steps on documents as long as those of a dataset.
+
+    packed: into rows of ``max_tokens``, one after another; else one a row, padded to the longest of a rank's. num_batches:
+    of drawn documents, whose steps these are. step_time_s: mean; fast_step_time_s, slow_step_time_s: as long as a tenth,
+    and nine tenths, of them take at most. even_step_time_s: if all microbatches of all ranks were the mean of them, so
+    the difference is what ranks wait as their documents differ. document_tokens: of a step, without padding;
+    computed_tokens: with it. document_tokens_per_s_per_gpu: of documents.
+    """
+
+    packed: bool
+    max_tokens: PositiveInt
+    num_batches: PositiveInt
+    step_time_s: float
+    fast_step_time_s: float
+    slow_step_time_s: float
+    even_step_time_s: float
+    document_tokens: float
+    computed_tokens: float
+    document_tokens_per_s_per_gpu: float
+
+
 class Prediction(_Model):
     """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank.
 
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
-    in the pipeline, which holds one stage or several.
+    in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
+    the search was given ``lengths``, which is then the prediction over batches of them.
     """
 
     step_time_s: float
@@ -112,6 +135,7 @@ class Prediction(_Model):
     stage_weights_s: list[float] = []
     memory_parts_bytes: list[dict[str, int]] = []
     breakdown_s: dict[str, float] = {}
+    lengths: LengthsPrediction | None = None
 
 
 def split_obstacle(schedule: Schedule, zero: int, *, remat: bool) -> str | None:

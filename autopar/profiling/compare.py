@@ -49,7 +49,7 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
         add(name, "FLOPs", product.flops, product.seconds, _product_s(product, device))
     for run in samples.attention:
         rate = device.matmul_rate(run.precision)
-        predicted = run.flops / (rate.peak_flops * rate.attention_efficiency)
+        predicted = run.flops / (rate.peak_flops * rate.attention_at(run.length))
         add(f"attention, {run.precision}", "FLOPs", run.flops, run.seconds, predicted)
     for traffic in samples.traffic:
         add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))

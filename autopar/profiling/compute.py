@@ -35,6 +35,9 @@ _CPU_PRODUCTS = (
 )
 
 
+# Of attention. A core takes most time for a score of few, and documents that are packed into rows may be short.
+_GPU_LENGTHS, _CPU_LENGTHS = (2048, 8192), (32, 64, 128, 256, 512, 1024)
+
 # Operands of a product that are used in turn.
 _CACHE_BYTES, _MOST_COPIES = 64 << 20, 16
 
@@ -60,7 +63,7 @@ def measure_compute(
             ):
                 samples.products.append(Product(precision, *shape, clock.time(run)))
         progress(f"attention in {precision}")
-        for length in (2048, 8192) if gpu else (256, 512):
+        for length in _GPU_LENGTHS if gpu else _CPU_LENGTHS:
             samples.attention.append(_attention(clock, precision, heads=16 if gpu else 4, length=length))
     progress("memory traffic")
     for mib in (64, 256, 1024) if gpu else (4, 16):
@@ -154,7 +157,7 @@ def _floor(clock: Clock, count: int = 100) -> float:
 
 
 def _attention(clock: Clock, precision: str, *, heads: int, length: int) -> AttentionRun:
-    width = 128 if clock.device.type == "cuda" else 32
+    width = 128 if clock.device.type == "cuda" else 64
     q, k, v = (
         torch.randn(1, heads, length, width, device=clock.device).to(DTYPES[precision]).requires_grad_()
         for _ in range(3)
@@ -166,4 +169,4 @@ def _attention(clock: Clock, precision: str, *, heads: int, length: int) -> Atte
 
     # Two products forward, five backward, of half of the scores.
     flops = 7 * 2 * heads * length * length * width / 2
-    return AttentionRun(precision, flops, clock.time(run))
+    return AttentionRun(precision, flops, clock.time(run), length)

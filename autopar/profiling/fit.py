@@ -50,12 +50,16 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
         own = [product for product in samples.products if product.precision == precision]
         peak = max(device.peak_flops(precision), *(product.flops / product.seconds for product in own))
         achieved = _achieved(own, replace(device, tiling=tiling))
-        attention = max(run.flops / run.seconds for run in samples.attention if run.precision == precision)
+        attentions = {run.length: run.flops / run.seconds for run in samples.attention if run.precision == precision}
+        attention = max(attentions.values())
         rates[precision] = {
             "peak_tflops": _rounded(peak / 1e12),
             "efficiency": _rounded(min(1.0, achieved / peak)),
             "attention_efficiency": _rounded(min(1.0, attention / peak)),
         }
+        if device.is_cpu:
+            by_length = {length: _rounded(min(1.0, rate / peak)) for length, rate in sorted(attentions.items())}
+            rates[precision]["attention_by_length"] = by_length
     found: dict[str, Any] = {
         "gpu": gpu,
         "num_gpus": cluster.num_gpus,

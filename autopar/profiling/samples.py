@@ -45,11 +45,12 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Causal attention, forward and backward. flops: of the half of the scores that is needed."""
+    """Causal attention, forward and backward. flops: of the half of the scores that is needed. length: keys."""
 
     precision: str
     flops: float
     seconds: float
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from math import gcd, inf
 
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
@@ -108,7 +109,8 @@ def search_captured(
 
 def prices_of(workload: Workload, cluster: Cluster, constraints: Constraints) -> Prices:
     """Prices that searches under ``constraints`` share. Raises InfeasiblePlan."""
-    return Prices(workload, cluster, _balanced(workload, constraints), constraints.expert_load)
+    balanced = _balanced(workload, constraints)
+    return Prices(workload, cluster, balanced, constraints.expert_load, constraints.documents)
 
 
 def _baselines(outer: Outer) -> tuple[Baseline, ...]:
@@ -173,12 +175,16 @@ def predict_plan(
     *,
     workload: Workload | None = None,
     prices: Prices | None = None,
+    documents: Documents | None = None,
 ) -> Predicted:
     """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model.
 
     captured: of its batch, or of a multiple of that. prices: of the model, with its sequence in the plan's layout.
+    documents: of a row, if they are packed; of ``prices``, if those are given.
     """
-    pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload, prices=prices)
+    pricing, assignment, stages = priced_plan(
+        captured, cluster, plan, workload=workload, prices=prices, documents=documents
+    )
     priced = evaluate_stages(pricing, assignment, stages)
     return predict(pricing, assignment, priced, stages, plan.pipelining)
 
@@ -190,11 +196,12 @@ def priced_plan(
     *,
     workload: Workload | None = None,
     prices: Prices | None = None,
+    documents: Documents | None = None,
 ) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
     """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
     if prices is None:
         workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
-        prices = Prices(workload, cluster, plan.sequence_layout == "zigzag")
+        prices = Prices(workload, cluster, plan.sequence_layout == "zigzag", documents=documents)
     workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.batch.global_size)
     solver = Solver(prices=prices, budget_bytes=float("inf"), batches=1 if rest else batches)
     assignment = assignment_of(workload.analysis, plan)

@@ -23,6 +23,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.cost_model.compute.documents import (
+    KERNELS,
+    SLICED_PASSES,
+    Documents,
+    keeps_documents_apart,
+    scores_counted,
+)
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
 from autopar.cost_model.compute.flops import (
     contracted_operands,
@@ -83,6 +90,7 @@ class OpCost:
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
+    documents: of an attention that runs document by document, those of a row; share: its work over that of whole rows.
     """
 
     name: str
@@ -111,6 +119,8 @@ class OpCost:
     lengths: tuple[int, int] = (1, 1)
     balanced: bool = False
     loads: Loads = ()
+    documents: Documents | None = None
+    share: float = 1.0
 
     @classmethod
     def of(
@@ -124,12 +134,14 @@ class OpCost:
         needs_grad: AbstractSet[fx.Node] | None = None,
         balanced: bool = False,
         loads: Loads = (),
+        documents: Documents | None = None,
     ) -> OpCost:
         """Measure ``node``.
 
         precision: of compute (fp32, bf16 or fp16): what float32 tensors of the capture become. batch_factor: the
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
+        documents: in the rows of an attention that keeps them apart; one whole row if not given.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -173,6 +185,13 @@ class OpCost:
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
+        sight = sight_of(node) if attention and QUERIES in rule.sizes else None
+        queries, keys = lengths_of(rule) if sight is not None else (1, 1)
+        share = 1.0
+        if sight is None or not keeps_documents_apart(node):
+            documents = None
+        elif documents is not None:
+            share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
             name=op_name(node),
@@ -193,14 +212,16 @@ class OpCost:
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
-            efficiency=rate.attention_efficiency if attention else rate.efficiency,
+            efficiency=(rate.attention_at(keys) if sight else rate.attention_efficiency) if attention else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             elements=transcendental_elements(node, rule, batch_factor),
-            sight=sight_of(node) if attention and QUERIES in rule.sizes else None,
-            lengths=lengths_of(rule) if attention and QUERIES in rule.sizes else (1, 1),
+            sight=sight,
+            lengths=(queries, keys),
             balanced=balanced,
             loads=loads,
+            documents=documents,
+            share=share,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -222,7 +243,8 @@ class OpCost:
         )
         most = self._largest_share(degrees)
         busy = most / work / (self.rate.peak_flops * self.efficiency)
-        computing, computing_back = self.flops * busy, self.backward_flops * busy
+        computing, computing_back = self.flops * self.share * busy, self.backward_flops * self.share * busy
+        by_document, by_document_back = self._by_document(degrees, num_microbatches)
         if self.products:
             computing = computing_back = 0.0
             for product in self.products:
@@ -237,12 +259,24 @@ class OpCost:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
-            forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch
+            forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch + by_document
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
-            backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back
+            backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back + by_document_back
         return OpTime(forward, backward)
+
+    def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:
+        """Seconds, forward and backward, of what runs once for each document beside its attention."""
+        if self.documents is None:
+            return 0.0, 0.0
+        rows = 1.0
+        if self.batch_factor is not None:
+            rows = self.sizes[self.batch_factor] / degrees.get(self.batch_factor, 1) / num_microbatches
+        count = rows * self.documents.per_row
+        forward, backward = (self.device.kernel_launch_s * kernels for kernels in KERNELS)
+        sliced = SLICED_PASSES * self._moved(self.read[:3], degrees, num_microbatches, 1.0)
+        return count * forward, count * (backward + self.device.memory_seconds(sliced))
 
     def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Bytes of the results of one microbatch on one rank."""

@@ -7,7 +7,7 @@ training is assumed to achieve. ``catalogue`` holds the figures with their sourc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import log2, sqrt
 
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
 from autopar.ir.errors import InvalidCluster
@@ -33,13 +33,27 @@ class MatmulRate:
     """Dense matrix multiplication in one precision.
 
     peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
-    step achieves. attention_efficiency: what fused attention does.
+    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does of so many),
+    the shortest first, where that is known.
     """
 
     precision: str
     peak_flops: float
     efficiency: float
     attention_efficiency: float
+    attention_by_length: tuple[tuple[int, float], ...] = ()
+
+    def attention_at(self, length: float) -> float:
+        """Fraction that attention to ``length`` keys achieves, between known lengths by their logarithm."""
+        if not self.attention_by_length:
+            return self.attention_efficiency
+        (shorter, low), *others = self.attention_by_length
+        for longer, high in others:
+            if shorter < length <= longer:
+                return low + (high - low) * log2(length / shorter) / log2(longer / shorter)
+            if length > longer:
+                shorter, low = longer, high
+        return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

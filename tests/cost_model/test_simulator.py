@@ -124,4 +124,4 @@ def test_a_slower_stage_never_makes_a_step_faster(num_stages: int, count: int, w
 def test_deadlock_shows_where_every_rank_stands() -> None:
     orders = [(Action(0, "B", 0), Action(0, "F", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     with pytest.raises(InvalidPlan, match="deadlocks:\n  rank 0: >0B0< 0F0\n  rank 1: >1F0< 1B0"):
-        run_actions(orders, [0, 1], lambda kind: [1.0, 1.0], [0.0], [0.0])
+        run_actions(orders, [0, 1], lambda kind: [[1.0] * 2] * 2, [0.0], [0.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.mesh import Mesh
@@ -19,19 +20,21 @@ class Prices:
     """Prices by the part of the captured batch that a microbatch is, each computed once.
 
     balanced: the sequence is in zigzag layout where ranks share causal attention. loads: tokens per expert, by layer.
+    documents: packed into a row.
     """
 
     workload: Workload
     cluster: Cluster
     balanced: bool = False
     loads: Loads = ()
+    documents: Documents | None = None
     ops: OpPrices = field(init=False)
     ideal: IdealDivision = field(init=False)
     choices: Choices = field(init=False)
     _meshes: dict[tuple[int, ...], MeshPrices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ops = OpPrices(self.workload, self.cluster, self.balanced, self.loads)
+        self.ops = OpPrices(self.workload, self.cluster, self.balanced, self.loads, self.documents)
         self.ideal = IdealDivision.of(self.ops)
         self.choices = Choices(self.workload)
 

@@ -31,7 +31,8 @@ class Predicted:
 
     memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for
     later ones. explain: makes ``breakdown_s``; costs: of the tasks that ``spans`` runs. memory_profile: of a rank of
-    the pipeline, the bytes held in each of its passes, in order.
+    the pipeline, the bytes held in each of its passes, in order. after_s: of a rank of each place in the pipeline,
+    seconds from its last pass to the end of its step.
     """
 
     step_time_s: float
@@ -41,6 +42,7 @@ class Predicted:
     weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
     kept_bytes: tuple[float, ...]
+    after_s: tuple[float, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
     memory_profile: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
@@ -132,6 +134,9 @@ def predict(
         memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
         kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
+        after_s=tuple(
+            end - (events[-1].end_s if events else 0.0) for end, events in zip(ends, timeline.events, strict=True)
+        ),
         explain=partial(
             _breakdown,
             pricing,

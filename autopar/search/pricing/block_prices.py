@@ -279,7 +279,7 @@ class _Ops:
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
         activations = workload.activations[kind]
-        chunks = activations.chunks(assignments, pricing.mesh, pricing.num_microbatches)
+        chunks = activations.chunks(assignments, pricing.mesh, pricing.parts)
         not_again = activations.unreached.union(*chunks)
         for chunked in chunks.values():
             compute += OpTime(pricing.ops.cluster.device.memory_seconds(chunked.summed_bytes))

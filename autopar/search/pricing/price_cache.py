@@ -15,6 +15,7 @@ from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.gradient_sync import SyncTime, sync_time
 from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.communication.redistribution_table import LinkPrices, Times
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.compute.op_time import Affine, OpTime
@@ -36,13 +37,14 @@ class OpPrices:
     """Seconds of ops, by the degrees of their factors: the same on every mesh. Caches its results.
 
     balanced: sequences that ranks share are in zigzag layout, so that causal attention is equal work for all. loads:
-    tokens per expert, by layer.
+    tokens per expert, by layer. documents: packed into a row, if they are.
     """
 
     workload: Workload
     cluster: Cluster
     balanced: bool = False
     loads: Loads = ()
+    documents: Documents | None = None
     codes: Codes = field(init=False)
     _costs: dict[fx.Node, OpCost] = field(default_factory=dict)
     _times: dict[tuple[object, ...], OpTime] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class OpPrices:
                 needs_grad=workload.analysis.differentiable,
                 balanced=self.balanced,
                 loads=self.loads,
+                documents=self.documents,
             )
         return found
 

@@ -20,6 +20,7 @@ from itertools import combinations
 from math import prod
 from typing import Literal, get_args
 
+from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
@@ -56,6 +57,7 @@ class Constraints:
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
+    documents: packed into a row, as the attention of the model keeps them apart, in the mean; one if left out.
     whole_backward: without schedules that split the backward, which compiled blocks cannot.
     """
 
@@ -80,6 +82,7 @@ class Constraints:
     memory_fraction: float = 0.94
     expert_capacity: float | None = None
     expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
+    documents: Documents | None = field(default=None, compare=False)  # likewise
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
     forbidden: tuple[Forbidden, ...] = ()

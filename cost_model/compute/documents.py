@@ -1,0 +1,68 @@
+"""What attention costs where documents are packed into rows, each of which attends to itself alone.
+
+    a row of 8 tokens   0 0 0 1 1 1 1 2      causal: 9/2 + 16/2 + 1/2 pairs of a query and a key, of 64/2
+
+The documents run one after the other (``ir.ops.documents``): each has its own kernels, and its queries, keys and values
+are slices of those of the whole rows, into whose gradients the backward adds theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_model.hardware.device import MatmulRate
+from autopar.ir.lowered.attention import is_attention
+from autopar.ir.lowered.shards import arguments
+from autopar.ir.sequence import Sight
+
+# Kernels of one document, forward and backward, beside the attention itself: slices, concatenation, additions.
+KERNELS = (2, 7)
+# Bytes that the backward of one document moves, of those of the queries, keys and values of all rows: zeros that are
+# filled in around a gradient, and the sum of that with the others'. Measured on a core: 2.3 to 2.6 of what a stream of
+# memory would take for each pass, as zeros do not come from memory.
+SLICED_PASSES = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Of some rows. lengths: of documents in tokens, the padding of a row being one, and how many a row has of each."""
+
+    lengths: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Documents:
+        """The mean of some rows of documents, of which there is one."""
+        counts = Counter(length for row in rows for length in row)
+        return cls(tuple((length, count / len(rows)) for length, count in sorted(counts.items())))
+
+    @property
+    def per_row(self) -> float:
+        """Documents of a row."""
+        return sum(count for _, count in self.lengths)
+
+    def work(self, sight: Sight, rate: MatmulRate) -> float:
+        """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document."""
+        return sum(count * pairs_seen(sight, n) / rate.attention_at(n) for n, count in self.lengths)
+
+
+def keeps_documents_apart(node: fx.Node) -> bool:
+    """Whether an attention is told which positions of a row are of one document."""
+    return is_attention(node) and arguments(node).get("documents") is not None
+
+
+def scores_counted(sight: Sight, queries: int, keys: int) -> float:
+    """Pairs of a row that the rule of an attention counts."""
+    seen = {"causal": keys / 2, "sliding": min(sight.window or keys, keys)}.get(sight.kind, keys)
+    return queries * seen
+
+
+def pairs_seen(sight: Sight, length: int) -> float:
+    """Pairs of a query and a key of a document that see each other."""
+    if sight.kind in ("full", "mask"):
+        return float(length * length)
+    window = min(length, sight.window or length) if sight.kind == "sliding" else length
+    return window * (length - window / 2)
