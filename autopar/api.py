@@ -23,6 +23,7 @@ from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
+from autopar.ir.lengths import LengthHistogram
 from autopar.ir.placed.placed_model import place
 from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram
@@ -31,6 +32,7 @@ from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
+from autopar.planning_lengths import Dataset, with_lengths
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import ensure_process_group, this_device
@@ -130,12 +132,19 @@ def search(
     example_inputs: Any = None,
     example_target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    lengths: LengthHistogram | str | Path | None = None,
+    pack: bool | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> Plan:
     """The fastest plan for training ``model`` on ``cluster``; needs neither its devices nor the model's weights.
 
-    cluster: or a number of devices like that of this machine. The other arguments are those of ``parallelize``.
-    Raises CaptureError or InfeasiblePlan.
+    cluster: or a number of devices like that of this machine.
+    lengths: a histogram of the lengths of documents, or the file of one that ``autopar lengths`` has written: the plan
+        is chosen for rows of such documents, if they are packed, and its prediction says how long steps on them take
+        (``plan.prediction.lengths``). pack: into rows as long as those of ``example_inputs``; else one document a row;
+        None: where the model's attention keeps documents apart.
+    The other arguments are those of ``parallelize``, which takes the plan. Raises CaptureError, InfeasiblePlan or
+    InvalidInput.
     """
     if example_inputs is None:
         example_inputs = getattr(model, "dummy_inputs", None)
@@ -147,7 +156,13 @@ def search(
     if isinstance(cluster, int):
         cluster = local_cluster(cluster, this_device())
     captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target))
-    return search_captured(captured, cluster, limits).plan
+    if lengths is None:
+        return search_captured(captured, cluster, limits).plan
+    histogram = lengths if isinstance(lengths, LengthHistogram) else LengthHistogram.load(lengths)
+    dataset = Dataset(histogram=histogram, packed=pack)
+    plan = search_captured(captured, cluster, replace(limits, documents=dataset.documents_of(captured))).plan
+    options = {"loss_fn": loss_fn, "example_target": example_target}
+    return with_lengths(plan, dataset, captured, cluster, model, example_inputs, **options)
 
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:

@@ -55,7 +55,7 @@ def find_plan(
     inputs_of: Callable[[int], Any] | None = None,
     constraints: Constraints | None = None,
     pin_degrees: bool = False,
-    documents_of: Callable[[CapturedModel], Documents | None] = lambda captured: None,
+    documents_of: Callable[[CapturedModel], Documents | None] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     example_target: Any = None,
     name: str | None = None,
@@ -80,7 +80,8 @@ def find_plan(
 
     captured = captured_with(example_inputs)
     capture_time_s = time.perf_counter() - start
-    constraints = replace(constraints, documents=documents_of(captured) or constraints.documents)
+    if documents_of is not None:
+        constraints = replace(constraints, documents=documents_of(captured))
     searching = f"searching plans for {cluster.num_gpus} × {cluster.device.name}"
     progress(searching)
 

@@ -6,7 +6,7 @@ histogram -> documents drawn -> packed or padded batches -> mean documents of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean, quantiles
 from typing import Any
@@ -28,6 +28,7 @@ from autopar.runtime.packing import Packing
 from autopar.search.api import predict_plan
 from autopar.search.predict.documents import Batch, Rows, predict_steps
 from autopar.search.predict.predict import Predicted
+from autopar.search.problem.workload import Workload
 
 # Steps that a prediction is the mean of; fewer where to pack them would take long, by documents times rows.
 _STEPS, _FEWEST, _PACKING_WORK = 100, 4, 20_000_000
@@ -148,7 +149,10 @@ def predict_lengths(
     lengths = _Lengths(captured, symbolic, needed=not packed)
 
     def at(length: int, documents: Documents | None) -> Predicted:
-        return predict_plan(lengths.at(length), cluster, plan, documents=documents)
+        workload = lengths.at(length, plan)
+        # One document a row runs as documents do, if attention is told of them.
+        one = documents or Documents(((length, 1.0),))
+        return predict_plan(workload.captured, cluster, plan, workload=workload, documents=one)
 
     count = plan.batch.num_microbatches
     steps = predict_steps(plan, [lengths.known(batch.microbatches(count, packed=packed)) for batch in drawn], at)
@@ -169,7 +173,13 @@ def predict_lengths(
 
 
 def with_lengths(
-    plan: Plan, dataset: Dataset, captured: CapturedModel, cluster: Cluster, model: nn.Module, inputs: Any, **options: Any
+    plan: Plan,
+    dataset: Dataset,
+    captured: CapturedModel,
+    cluster: Cluster,
+    model: nn.Module,
+    inputs: Any,
+    **options: Any,
 ) -> Plan:
     """A plan whose prediction has the steps on a dataset. inputs, options: those of ``capture``."""
     assert plan.prediction is not None, "the search predicts what it returns"
@@ -186,7 +196,8 @@ class _Lengths:
 
     def __init__(self, captured: CapturedModel, symbolic: Callable[[], CapturedModel], *, needed: bool) -> None:
         self._longest = row_length(captured)
-        self._made = {self._longest: captured}
+        self._captured = captured
+        self._made: dict[int, Workload] = {}
         self._symbolic: CapturedModel | None = None
         reason = ""
         try:
@@ -203,11 +214,14 @@ class _Lengths:
                 f"lengths: {reason}\n  try: documents packed into rows (--pack), or no --lengths"
             )
 
-    def at(self, length: int) -> CapturedModel:
-        """The capture with rows of a length that ``known`` has let pass."""
+    def at(self, length: int, plan: Plan) -> Workload:
+        """The model with rows of a length that ``known`` has let pass."""
         if length not in self._made:
-            assert self._symbolic is not None, "of one length alone"
-            self._made[length] = captured_at(self._symbolic, {LENGTH: length})
+            captured = self._captured
+            if length != self._longest:
+                assert self._symbolic is not None, "of one length alone"
+                captured = captured_at(self._symbolic, {LENGTH: length})
+            self._made[length] = Workload.of(captured, plan.precision, plan.expert_capacity)
         return self._made[length]
 
     def known(self, batch: Batch) -> Batch:
@@ -224,9 +238,7 @@ def row_length(captured: CapturedModel) -> int:
             value = node.meta["val"]
             if not value.is_floating_point() and value.dim() == 2:
                 return int(value.shape[1])
-    raise InvalidInput(
-        f"{captured.name} reads no rows of tokens, so documents have no lengths.\n  try: no --lengths"
-    )
+    raise InvalidInput(f"{captured.name} reads no rows of tokens, so documents have no lengths.\n  try: no --lengths")
 
 
 def _up(length: int, multiple: int) -> int:

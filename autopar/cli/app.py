@@ -1,4 +1,4 @@
-"""The commands: search, estimate, show, report, explain, compare, check, partition, profile, export, train."""
+"""The commands: search, estimate, lengths, show, report, explain, compare, check, partition, profile, export, train."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 from autopar import __version__
 from autopar.cli import options as opt
 from autopar.cli.json_output import print_json
+from autopar.cli.lengths import lengths
 from autopar.cli.request import Request
 from autopar.cli.several_sizes import run_sizes
 from autopar.cli.sizes import shares_of, sizes_of
@@ -60,6 +61,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         global_batch: opt.GlobalBatches = None,
         seq: opt.Seqs = None,
         shares: opt.Shares = None,
+        lengths: opt.Lengths = None,
+        pack: opt.Pack = None,
         pp: opt.Pp = None,
         dp: opt.Dp = None,
         tp: opt.Tp = None,
@@ -92,8 +95,8 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         request = Request(
             model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
             global_batches=sizes_of(global_batch, "--global-batch"), seqs=sizes_of(seq, "--seq"),
-            shares=shares_of(shares), pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero, shard=shard,
-            reshard=reshard, prefetch=prefetch, offload=offload,
+            shares=shares_of(shares), lengths=lengths, pack=pack, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero,
+            shard=shard, reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
             precision=precision, remat=remat,
@@ -126,6 +129,15 @@ app.command(
         "autopar estimate examples/gpt.py --gpus 8 --zero 3 --json",
     ),
 )(_planner(pin_degrees=True))
+
+
+app.command(
+    epilog=_example(
+        "autopar lengths stdlib",
+        "autopar lengths 'tokens/*.npy' --end-of-document 2 -o lengths.json",
+        "autopar search model.py --gpus 8 --seq 8192 --lengths lengths.json",
+    )
+)(lengths)
 
 
 @app.command(epilog=_example("autopar show plan.yaml", "autopar show plan.yaml --json"))

@@ -107,6 +107,24 @@ Shares = Annotated[
     ),
 ]
 
+Lengths = Annotated[
+    Path | None,
+    typer.Option(
+        "--lengths",
+        metavar="FILE",
+        help="histogram of the lengths of documents, as autopar lengths writes it: predict steps on such documents",
+        rich_help_panel=_SIZE,
+    ),
+]
+Pack = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack/--pad",
+        help="documents packed into rows of --seq tokens, or one a row; packed where attention keeps them apart",
+        rich_help_panel=_SIZE,
+    ),
+]
+
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="number of GPUs", rich_help_panel=_CLUSTER)]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU type, h100-sxm if not given", rich_help_panel=_CLUSTER)]
 GpusPerNode = Annotated[

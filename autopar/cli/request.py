@@ -18,6 +18,7 @@ from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
+from autopar.ir.lengths import LengthHistogram
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
 from autopar.search.problem.constraints import Constraints
@@ -39,6 +40,8 @@ class Request:
     global_batches: tuple[int, ...] = ()
     seqs: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    lengths: Path | None = None
+    pack: bool | None = None
     pp: int | None = None
     dp: int | None = None
     tp: int | None = None
@@ -102,6 +105,14 @@ class Request:
             raise InvalidCluster("how many GPUs?\n  try: --gpus 8, or --cluster with a YAML file that says num_gpus")
         return cluster_from_dict(described, source=source)
 
+    def _histogram(self) -> LengthHistogram | None:
+        """Of ``--lengths``. Raises InvalidInput."""
+        if self.lengths is not None:
+            return LengthHistogram.load(self.lengths)
+        if self.pack is not None:
+            raise InvalidInput(f"--{'pack' if self.pack else 'pad'} is about documents.\n  try: --lengths, too")
+        return None
+
     def constraints(self, cluster: Cluster) -> Constraints:
         """The constraints that the flags state; precision is fp32 on CPUs and else bf16 if none is given."""
         usual = PrecisionName.fp32 if cluster.device.name.lower() == "cpu" else PrecisionName.bf16
@@ -151,25 +162,36 @@ class Request:
         """Search, write the files that were asked for, print. Raises AutoparError."""
         cluster = self.cluster()
         constraints = self.constraints(cluster)
+        histogram = self._histogram()
         source = load_model_file(self.model)
         # Imported here so that a mistyped flag or file is answered at once.
         from autopar.cli.summary import infeasible_summary, summary
         from autopar.planning import find_plan
+        from autopar.planning_lengths import Dataset, with_lengths
         from autopar.report.terminal import print_plan
 
+        dataset = None if histogram is None else Dataset(histogram=histogram, packed=self.pack)
         try:
             with progress_on_stderr(quiet=self.json) as progress:
                 progress("building the model")
+                model, inputs = source.meta_model(), source.meta_inputs(self.global_batch, self.seq)
                 planned = find_plan(
-                    source.meta_model(),
+                    model,
                     cluster,
-                    source.meta_inputs(self.global_batch, self.seq),
+                    inputs,
                     inputs_of=lambda size: source.meta_inputs(size, self.seq),
                     constraints=constraints,
                     pin_degrees=self.pin_degrees,
+                    documents_of=None if dataset is None else dataset.documents_of,
                     name=source.name,
                     progress=progress,
                 )
+                if dataset is not None:
+                    progress("packing documents" if dataset.packs(planned.captured) else "padding documents")
+                    plan = with_lengths(
+                        planned.plan, dataset, planned.captured, cluster, model, inputs, name=source.name
+                    )
+                    planned = replace(planned, result=replace(planned.result, plan=plan))
         except InfeasiblePlan as error:
             if not self.json:
                 raise

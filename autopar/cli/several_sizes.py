@@ -55,7 +55,7 @@ def run_sizes(request: Request) -> None:
 
 
 def _check(request: Request) -> None:
-    for flag, given in (("--report", request.report), ("--trace", request.trace), ("--like", request.like)):
+    for flag, given in _of_one_plan(request):
         if given is not None:
             raise InvalidInput(f"{flag} is about one plan, and there are several sizes.\n  try: one size")
     if request.shares and len(request.shares) != max(1, len(request.seqs)):
@@ -63,6 +63,13 @@ def _check(request: Request) -> None:
         raise InvalidInput(
             f"--shares has {plural(len(request.shares), 'share')} for {lengths} of --seq.\n  expected one for each"
         )
+
+
+def _of_one_plan(request: Request) -> tuple[tuple[str, object], ...]:
+    flags = ("report", "trace", "like", "lengths", "pack")
+    return tuple(
+        ("--pad" if flag == "pack" and request.pack is False else f"--{flag}", getattr(request, flag)) for flag in flags
+    )
 
 
 def _save(found: SizedPlans, model: str, folder: Path) -> None:

@@ -12,7 +12,7 @@ from autopar.report.words import microbatch_size, remat_level
 KEYS = (
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
     "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
-    "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided",
+    "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "optimality_gap": planned.result.optimality_gap,
         "breakdown_s": dict(prediction.breakdown_s),
         "divided": divided_data(planned.divided()),
+        "lengths": None if prediction.lengths is None else prediction.lengths.model_dump(),
     }
     return {key: values[key] for key in KEYS}
 

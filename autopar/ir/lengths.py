@@ -1,6 +1,6 @@
 """How long the documents of a dataset are: a histogram in a JSON file that a person can read and write.
 
-    {"format": 1, "edges": [1, 100, 200, 400], "counts": [10, 30, 5]}        30 documents of 100 to 199 tokens
+{"format": 1, "edges": [1, 100, 200, 400], "counts": [10, 30, 5]}        30 documents of 100 to 199 tokens
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ class StagePlan(_Model):
 class LengthsPrediction(_Model):
     """Steps on documents as long as those of a dataset.
 
-    packed: into rows of ``max_tokens``, one after another; else one a row, padded to the longest of a rank's. num_batches:
-    of drawn documents, whose steps these are. step_time_s: mean; fast_step_time_s, slow_step_time_s: as long as a tenth,
-    and nine tenths, of them take at most. even_step_time_s: if all microbatches of all ranks were the mean of them, so
-    the difference is what ranks wait as their documents differ. document_tokens: of a step, without padding;
-    computed_tokens: with it. document_tokens_per_s_per_gpu: of documents.
+    packed: into rows of ``max_tokens``, one after another; else one a row, padded to the longest of a rank's.
+    num_batches: of drawn documents, whose steps these are. step_time_s: their mean; fast_step_time_s,
+    slow_step_time_s: what a tenth, and nine tenths, of them take at most. even_step_time_s: if all microbatches of all
+    ranks were the mean of them, so the rest is what ranks wait as their documents differ. document_tokens: of a step,
+    without padding; computed_tokens: with it. document_tokens_per_s_per_gpu: of documents.
     """
 
     packed: bool

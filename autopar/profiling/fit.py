@@ -45,7 +45,7 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
     device = replace(cluster.device, kernel_launch_s=samples.launch_s, memory_bandwidth=traffic, memory_efficiency=1.0)
     half_depth = best_half_depth(samples.products, device)
     tiling = replace(device.tiling, half_depth=half_depth)
-    rates = {}
+    rates: dict[str, dict[str, Any]] = {}
     for precision in dict.fromkeys(product.precision for product in samples.products):
         own = [product for product in samples.products if product.precision == precision]
         peak = max(device.peak_flops(precision), *(product.flops / product.seconds for product in own))

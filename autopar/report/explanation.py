@@ -12,9 +12,10 @@ from rich.text import Text
 
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.graph import CapturedModel
-from autopar.ir.plan import Plan
+from autopar.ir.plan import LengthsPrediction, Plan
 from autopar.report.comparison import comparison, in_words
 from autopar.report.divided import divided_data
+from autopar.report.lengths import in_words as lengths_in_words
 from autopar.report.table import plain_table
 from autopar.report.whereabouts import SequencePlaces, held_on_fullest
 from autopar.search.api import priced_plan
@@ -45,6 +46,9 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
     return {
         "step_time_s": None if plan.prediction is None else plan.prediction.step_time_s,
         "breakdown_s": {} if plan.prediction is None else plan.prediction.breakdown_s,
+        "lengths": None
+        if plan.prediction is None or plan.prediction.lengths is None
+        else plan.prediction.lengths.model_dump(),
         "divided": divided_data(divided_by_axes(captured, plan, workload=pricing.workload)),
         "communications": found,
         "sequence": None if (places := SequencePlaces.of(plan)) is None else places.words,
@@ -61,6 +65,8 @@ def print_overview(found: Mapping[str, Any], *, console: Console | None = None) 
             f"{part.replace('_', ' ')} {seconds(s)} ({s / total:.0%})" for part, s in found["breakdown_s"].items() if s
         )
         console.print(Text(f"{seconds(total)} a step: " + ", ".join(spent)), soft_wrap=True)
+    if found["lengths"] is not None:
+        console.print(Text(lengths_in_words(LengthsPrediction(**found["lengths"]))), soft_wrap=True)
     for axis in found["divided"].values():
         console.print(axis["words"], soft_wrap=True)
     if found["sequence"]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
+from autopar.report.lengths import in_words
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import SequencePlaces
@@ -96,6 +97,8 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}",
     )
     parts: list[RenderableType] = [line]
+    if prediction.lengths is not None:
+        parts.append(Text(in_words(prediction.lengths), "green"))
     if prediction.breakdown_s:
         total = sum(prediction.breakdown_s.values()) or 1.0
         shown = (

@@ -212,7 +212,9 @@ class OpCost:
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
-            efficiency=(rate.attention_at(keys) if sight else rate.attention_efficiency) if attention else rate.efficiency,
+            efficiency=(rate.attention_at(keys) if sight else rate.attention_efficiency)
+            if attention
+            else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             elements=transcendental_elements(node, rule, batch_factor),
@@ -263,7 +265,11 @@ class OpCost:
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
-            backward = self._together(computing_back, self.device.memory_seconds(moved), functions) + launch_back + by_document_back
+            backward = (
+                self._together(computing_back, self.device.memory_seconds(moved), functions)
+                + launch_back
+                + by_document_back
+            )
         return OpTime(forward, backward)
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:

@@ -33,8 +33,8 @@ class MatmulRate:
     """Dense matrix multiplication in one precision.
 
     peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
-    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does of so many),
-    the shortest first, where that is known.
+    step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does
+    of so many), the shortest first, where that is known.
     """
 
     precision: str

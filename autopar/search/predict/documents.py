@@ -5,8 +5,8 @@
     rank 1   | F0: 1000      | F1: 5 times 200      | ...      and ranks wait for each other
 
 Prices are those of ``predict``: what does not depend on documents is the same in all of them, and attention is a sum
-over documents. Where data-parallel ranks meet in every microbatch, each takes as long as on the slowest of them, or else
-the step does.
+over documents. Where data-parallel ranks meet in every microbatch, each takes as long as on the slowest of them; where
+they do not, the step does.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _step_s(shape: Pipelining, microbatches: Floats) -> float:
         p2p_backward_s=returns.mean(0).tolist(),
     )
     last = zip(timeline.events, after.mean(0).tolist(), strict=True)
-    return max((events[-1].end_s if events else 0.0) + rest for events, rest in last)
+    return float(max((events[-1].end_s if events else 0.0) + rest for events, rest in last))
 
 
 def _grid(lengths: Sequence[int], most: int) -> list[int]:
@@ -139,4 +139,3 @@ def _grid(lengths: Sequence[int], most: int) -> list[int]:
 def _weights(values: Sequence[float] | Floats, grid: Sequence[int]) -> Floats:
     """(values, grid): by how much each value counts as each of the grid, linear between neighbours."""
     return np.stack([np.interp(values, grid, unit) for unit in np.eye(len(grid))], axis=1)
-
