@@ -6,6 +6,7 @@ histogram -> documents drawn -> packed or padded batches -> mean documents of a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean, quantiles
@@ -33,6 +34,8 @@ from autopar.search.problem.workload import Workload
 # Steps that a prediction is the mean of; fewer where to pack them would take long, by documents times rows.
 _STEPS, _FEWEST, _PACKING_WORK = 100, 4, 20_000_000
 _SEED = 0
+# Documents that are drawn at least.
+_SAMPLE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,9 @@ class Dataset:
 
     def _packed(self, captured: CapturedModel, *, ranks: int, multiple: int) -> Iterator[_Drawn]:
         longest, count = row_length(captured), captured.batch_size
-        mean = fmean(min(longest, n) for n in self.histogram.drawn(1024, _SEED))
-        per_batch = count * longest / mean
+        per_batch = count * longest / fmean(self._pieces(_SAMPLE, longest))
         steps = max(_FEWEST, min(_STEPS, int(_PACKING_WORK / (per_batch * count))))
-        lengths = self._cut(int((steps + 1) * per_batch), longest)
+        lengths = self._pieces(int((steps + 1) * per_batch), longest)
         packing = Packing(count, ranks, longest, token_work(captured).of)
         order = range(len(lengths))
         for number, batch in enumerate(packing.batches(order, lengths, drop_last=True)):
@@ -93,23 +95,21 @@ class Dataset:
 
     def _padded(self, captured: CapturedModel, *, ranks: int, multiple: int) -> Iterator[_Drawn]:
         longest, count = row_length(captured), captured.batch_size
-        lengths, each = self._cut(_STEPS * count, longest), count // ranks
-        for start in range(0, len(lengths) - count + 1, count):
+        lengths, each = self._pieces(_STEPS * count, longest), count // ranks
+        for start in range(0, _STEPS * count, count):
             own = [lengths[start + rank * each : start + (rank + 1) * each] for rank in range(ranks)]
             padded = tuple(_up(max(part), multiple) for part in own)
             rows = tuple(tuple((length,) for length in part) for part in own)
             yield _Drawn(each * sum(padded), sum(map(sum, own)), rows, padded)
 
-    def _cut(self, count: int, longest: int) -> list[int]:
-        """About ``count`` lengths; documents that are longer than a row are cut into several."""
-        found: list[int] = []
-        for length in self.histogram.drawn(count, _SEED):
-            while length > longest and len(found) < count:
-                found.append(longest)
-                length -= longest
-            found.append(min(length, longest))
-            if len(found) >= count:
-                break
+    def _pieces(self, count: int, longest: int) -> list[int]:
+        """At least ``count`` lengths in a random order; documents that are longer than a row are cut into several."""
+        documents = self.histogram.drawn(_SAMPLE, _SEED)
+        pieces = sum(-(-length // longest) for length in documents)
+        if pieces < count:
+            documents = self.histogram.drawn(-(-count * _SAMPLE // pieces) + _SAMPLE, _SEED)
+        found = [min(longest, length - start) for length in documents for start in range(0, length, longest)]
+        random.Random(_SEED).shuffle(found)
         return found
 
 

@@ -90,7 +90,8 @@ class OpCost:
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
-    documents: of an attention that runs document by document, those of a row; share: its work over that of whole rows.
+    documents: of an attention that runs document by document, those of a row, and ``flops`` are
+    as many as take so long at the efficiency of whole rows.
     """
 
     name: str
@@ -120,7 +121,6 @@ class OpCost:
     balanced: bool = False
     loads: Loads = ()
     documents: Documents | None = None
-    share: float = 1.0
 
     @classmethod
     def of(
@@ -199,8 +199,8 @@ class OpCost:
             rate=rate,
             free=free,
             free_backward=not gradients or not flowing or (free and same_size),
-            flops=flops,
-            backward_flops=flops * passes,
+            flops=share * flops,
+            backward_flops=share * flops * passes,
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),
@@ -223,7 +223,6 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            share=share,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -245,7 +244,7 @@ class OpCost:
         )
         most = self._largest_share(degrees)
         busy = most / work / (self.rate.peak_flops * self.efficiency)
-        computing, computing_back = self.flops * self.share * busy, self.backward_flops * self.share * busy
+        computing, computing_back = self.flops * busy, self.backward_flops * busy
         by_document, by_document_back = self._by_document(degrees, num_microbatches)
         if self.products:
             computing = computing_back = 0.0

@@ -125,3 +125,14 @@ def test_deadlock_shows_where_every_rank_stands() -> None:
     orders = [(Action(0, "B", 0), Action(0, "F", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     with pytest.raises(InvalidPlan, match="deadlocks:\n  rank 0: >0B0< 0F0\n  rank 1: >1F0< 1B0"):
         run_actions(orders, [0, 1], lambda kind: [[1.0] * 2] * 2, [0.0], [0.0])
+
+
+def test_microbatches_may_take_different_times() -> None:
+    shape = Pipelining("1f1b", 2, 3)
+    same = simulate(shape, [1.0, 2.0], [2.0, 3.0], p2p_forward_s=0.5)
+    assert simulate(shape, [[1.0] * 3, 2.0], [2.0, [3.0] * 3], p2p_forward_s=0.5) == same
+    alone = simulate(Pipelining("1f1b", 1, 3), [[1.0, 2.0, 4.0]], [[0.5, 0.25, 0.125]])
+    assert alone.step_time_s == 7.875
+    # 0: F0 1, F1 5, then back; 1 waits for F1.
+    uneven = simulate(Pipelining("gpipe", 2, 2), [[1.0, 5.0], [1.0, 1.0]], [[1.0, 1.0]] * 2)
+    assert uneven.step_time_s == 10.0
