@@ -93,9 +93,8 @@ def padded(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels, "position_ids": torch.arange(shape[1]).expand(shape).contiguous()}
 
 
-def on_own_core() -> None:
-    """Keep this rank to one core, where it comes first."""
-    rank = dist.get_rank()
+def on_own_core(rank: int) -> None:
+    """Keep this process to one core, where it comes first."""
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     if CGROUP.is_dir():
         group = CGROUP / f"autopar-lengths-{rank}"
@@ -107,14 +106,14 @@ def on_own_core() -> None:
 def profiled(seconds: float) -> dict[str, Any]:
     from autopar.profiling.profile import profile
 
-    on_own_core()
+    on_own_core(dist.get_rank())
     return profile(lambda doing: None, seconds=seconds).description
 
 
 def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each step under a plan, and of the loading before it."""
     warnings.simplefilter("ignore")
-    on_own_core()
+    on_own_core(dist.get_rank())
     pm = autopar.parallelize(model(), RANKS, example_inputs=inputs(), plan=plan)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3, fused=True)
     data = documents(documents_of)
@@ -184,6 +183,7 @@ def main() -> int:
     else:
         cluster = yaml.safe_load(options.cluster.read_text())
     print(f"profile: {stolen(before, ticks()):.1%} stolen, load {os.getloadavg()[0]:.1f}", flush=True)
+    on_own_core(0)  # ranks run later: this process waits for them
     data = documents(options.documents)
     histogram = LengthHistogram.of(list(map(len, data)))
     histogram.save(options.out / "lengths.json")

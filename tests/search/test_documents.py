@@ -72,7 +72,7 @@ def test_equal_rows_take_what_the_prediction_says(captured: CapturedModel, name:
     kinds = [Documents(((LENGTH, 1.0),)), Documents(((16, 16.0),)), Documents(((16, 8.0), (128, 1.0)))]
     found = predict_steps(plan, batches(plan, kinds), at)
     for seconds, documents in zip(found.seconds, kinds, strict=True):
-        assert seconds == pytest.approx(at(LENGTH, documents).step_time_s, rel=2e-3)
+        assert seconds == pytest.approx(at(LENGTH, documents).step_time_s, rel=5e-3)
 
 
 def test_ranks_wait_for_the_one_with_the_longest_documents(captured: CapturedModel) -> None:

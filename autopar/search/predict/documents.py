@@ -138,4 +138,4 @@ def _grid(lengths: Sequence[int], most: int) -> list[int]:
 
 def _weights(values: Sequence[float] | Floats, grid: Sequence[int]) -> Floats:
     """(values, grid): by how much each value counts as each of the grid, linear between neighbours."""
-    return np.stack([np.interp(values, grid, unit) for unit in np.eye(len(grid))], axis=1)
+    return np.stack([np.interp(values, grid, one) for one in np.eye(len(grid))], axis=1)

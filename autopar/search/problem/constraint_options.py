@@ -13,6 +13,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from autopar.cost_model.compute.documents import Documents
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.plan import Precision
@@ -56,6 +57,7 @@ class ConstraintOptions(TypedDict, total=False):
     memory_fraction: float
     expert_capacity: float | None
     expert_load: Sequence[Sequence[float]] | Mapping[str, Sequence[float]] | Mapping[str, Tensor]
+    documents: Documents | None
     axes: tuple[MeshAxis, ...] | None
     annotations: ParameterAnnotation | Iterable[ParameterAnnotation]
     forbidden: tuple[Forbidden, ...]
