@@ -153,12 +153,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model, in float32, on a CPU")
     options = parser.parse_args()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    device = this_device()
+    on_gpu = torch.cuda.is_available() and not options.tiny
     lengths = [int(length) for length in options.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
-        run(device, lengths, options.tiny)
+        run(this_device(), lengths, options.tiny)
         dist.destroy_process_group()
     return 0
 

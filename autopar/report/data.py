@@ -19,7 +19,7 @@ from autopar.report.sensitivity import Variation
 from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, steps_of_streams
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
-from autopar.report.whereabouts import held_on_fullest, sequence_data
+from autopar.report.whereabouts import held_at_peak, sequence_data
 from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
 from autopar.search.divided_share import divided_by_axes
 
@@ -58,9 +58,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         else divided_data(divided_by_axes(study.workload.captured, plan, workload=study.workload)),
         "picture": cluster_picture(plan),
         "sequence": sequence_data(plan),
-        "held": []
-        if study is None
-        else [asdict(one) for one in held_on_fullest(plan, study.pricing, study.assignment)],
+        "held": [] if study is None else [asdict(one) for one in held_at_peak(plan, study.pricing, study.assignment)],
         "blocks": [_block(plan, number, own) for number, own in enumerate(rows)],
         "stages": [_stage(plan, number) for number in range(plan.num_stages)],
         "counted": counted(plan),

@@ -17,7 +17,7 @@ from autopar.report.comparison import comparison, in_words
 from autopar.report.divided import divided_data
 from autopar.report.lengths import in_words as lengths_in_words
 from autopar.report.table import plain_table
-from autopar.report.whereabouts import SequencePlaces, held_on_fullest
+from autopar.report.whereabouts import SequencePlaces, held_at_peak
 from autopar.search.api import priced_plan
 from autopar.search.divided_share import divided_by_axes
 from autopar.search.explanation import Alternative, Explanation
@@ -52,7 +52,7 @@ def overview(captured: CapturedModel, cluster: Cluster, plan: Plan) -> dict[str,
         "divided": divided_data(divided_by_axes(captured, plan, workload=pricing.workload)),
         "communications": found,
         "sequence": None if (places := SequencePlaces.of(plan)) is None else places.words,
-        "held": [asdict(one) for one in held_on_fullest(plan, pricing, assignment)],
+        "held": [asdict(one) for one in held_at_peak(plan, pricing, assignment)],
     }
 
 

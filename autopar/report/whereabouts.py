@@ -144,7 +144,7 @@ class Held:
     inside: bool = False
 
 
-def held_on_fullest(plan: Plan, pricing: Pricing, assignment: tuple[Assignment, ...]) -> list[Held]:
+def held_at_peak(plan: Plan, pricing: Pricing, assignment: tuple[Assignment, ...]) -> list[Held]:
     """The memory of the fullest rank of the pipeline at its peak, by part, with what the parts are made of; nothing
     without a prediction.
 

@@ -17,6 +17,7 @@ from torch import fx
 from autopar.cost_model.hardware.device import MatmulRate
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.lowered.shards import arguments
+from autopar.ir.rules.attention import keys_seen
 from autopar.ir.sequence import Sight
 
 # Kernels of one document, forward and backward, beside the attention itself: slices, concatenation, additions.
@@ -56,8 +57,7 @@ def keeps_documents_apart(node: fx.Node) -> bool:
 
 def scores_counted(sight: Sight, queries: int, keys: int) -> float:
     """Pairs of a row that the rule of an attention counts."""
-    seen = {"causal": keys / 2, "sliding": min(sight.window or keys, keys)}.get(sight.kind, keys)
-    return queries * seen
+    return queries * keys_seen(sight.kind, sight.window, keys)
 
 
 def pairs_seen(sight: Sight, length: int) -> float:

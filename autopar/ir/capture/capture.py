@@ -415,11 +415,16 @@ def _identifier(prefix: str, name: str) -> str:
 
 
 def _fingerprint(parameters: Mapping[str, Parameter], graph: fx.Graph) -> str:
-    """Identifies a model whatever the batch it is captured with."""
+    """Identifies a model whatever the batch it is captured with.
+
+    Ops on masks and positions, which no parameter reaches, are left out: which of them there are depends on sizes.
+    """
+    reached: set[fx.Node] = {node for node in graph.nodes if node.name in parameters}
     digest = hashlib.sha256()
     for parameter in parameters.values():
         digest.update(f"{parameter.names} {parameter.shape}\n".encode())
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
             digest.update(f"{node.meta.get('path')} {node.target}\n".encode())
     return digest.hexdigest()[:16]

@@ -83,14 +83,22 @@ def _attention(
         lowered.update(dict.fromkeys(("b", "h", "g", "s", "*"), "attention"))
     elif sinks is None:
         lowered["s&t"] = "ring"
-    seen = {"causal": keys / 2, "sliding": min(window or keys, keys)}.get(kind, keys)
     return factors.rule(
         operand_factors(call, known, factors),
         [(b, all_heads, s, e)],
         lowered=lowered,
         joint=["s&t"] if "s&t" in lowered else [],
-        flops=numel((batch, heads, queries)) * seen * (2 * size + 2 * v.shape[3] + 5),
+        flops=numel((batch, heads, queries)) * keys_seen(kind, window, keys) * (2 * size + 2 * v.shape[3] + 5),
     )
+
+
+def keys_seen(kind: str, window: int | None, keys: int) -> float:
+    """Keys of ``keys`` that a query sees, in the mean over queries, under a kind of mask.
+
+    A window that is as wide as the keys are many is a causal mask.
+    """
+    width = min(window or keys, keys)
+    return {"causal": keys / 2, "sliding": width * (1 - width / (2 * keys))}.get(kind, keys)
 
 
 RULES: dict[str, Rule] = {"autopar::attention": composite, "aten::scaled_dot_product_attention": scaled_dot_product}

@@ -280,7 +280,7 @@ class _Ops:
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
         activations = workload.activations[kind]
         chunks = activations.chunks(assignments, pricing.mesh, pricing.parts)
-        not_again = activations.unreached.union(*chunks)
+        unrepeated = activations.unreached.union(*chunks)
         for chunked in chunks.values():
             compute += OpTime(pricing.ops.cluster.device.memory_seconds(chunked.summed_bytes))
         for node in first.nodes:
@@ -293,7 +293,7 @@ class _Ops:
             contracts = is_contraction(node, workload.rule(node))
             if contracts:
                 contraction += (total + -1.0 * lowered).forward_s
-            if node in not_again:
+            if node in unrepeated:
                 unreached += total.forward_s
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
             share = workload.weights_share(node)
@@ -310,7 +310,7 @@ class _Ops:
             compute=compute,
             inside=inside,
             contraction_s=contraction,
-            recomputed_s=sum(pricing.op(node, assignments[node]).forward_s for node in recomputed - not_again),
+            recomputed_s=sum(pricing.op(node, assignments[node]).forward_s for node in recomputed - unrepeated),
             unreached_s=unreached,
             unreached_dear_s=unreached_dear,
             weights_s=weights,
