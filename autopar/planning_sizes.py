@@ -70,8 +70,8 @@ class MixedPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPlans:
     """found: by batch, then length. mixed: one for each batch for which a plan fits all lengths. num_captures: how
-    often the model was traced. fixed: names of sizes that the model makes numbers, so that it was traced at each -> the
-    line that does so."""
+    often the model was traced. fixed: names of sizes at each of which it was traced -> why, with the line of the model
+    that makes a number of it."""
 
     found: tuple[SizedPlan, ...]
     mixed: tuple[MixedPlan, ...]

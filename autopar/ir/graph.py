@@ -122,7 +122,7 @@ class CapturedModel:
     batch_size: global batch in the example inputs.
     fingerprint: hash of parameter names and shapes and of the ops, to tell whether a plan fits a model.
     symbols: of sizes of the step inputs, by name; none of a capture of one size. fixed: names of sizes that were to be
-        symbols -> the line of the model that made them numbers.
+        symbols -> why they are numbers, with the line of the model where there is one.
     """
 
     graph_module: fx.GraphModule

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, cast
 
 import sympy
@@ -13,6 +14,9 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 
 from autopar.ir.torch_private import FakeTensorMode
+
+# Lines of our own stand for those of a model that called them.
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def is_symbolic(number: Any) -> bool:
@@ -52,7 +56,7 @@ def fixing_lines(mode: FakeTensorMode) -> dict[int, str]:
     found: dict[int, str] = {}
     for symbol, number in environment.replacements.items():
         frame = getattr(environment.replacements_slocs.get(symbol), "framework_loc", None)
-        if number.is_Integer and frame is not None:
+        if number.is_Integer and frame is not None and not frame.filename.startswith(_PACKAGE):
             found[int(number)] = f"{frame.filename}:{frame.lineno}"
     return found
 

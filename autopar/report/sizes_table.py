@@ -44,8 +44,8 @@ def print_sizes(found: SizedPlans, *, console: Console | None = None) -> None:
     console.print(table)
     for mixed in found.mixed:
         console.print(_over_lengths(mixed), soft_wrap=True)
-    for name, line in found.fixed.items():
-        console.print(Text(f"captured at each {name}: the model makes it a number at {line}", "dim"), soft_wrap=True)
+    for name, reason in found.fixed.items():
+        console.print(Text(f"captured at each {name}: {reason}", "dim"), soft_wrap=True)
     once = "once" if found.num_captures == 1 else f"{found.num_captures} times"
     console.print(
         Text(f"captured {once} in {seconds(found.capture_time_s)}, searched in {seconds(found.search_time_s)}", "dim")

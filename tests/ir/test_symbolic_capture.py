@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +107,22 @@ def test_sizes_carry_their_expressions() -> None:
             assert (type(copied), copied, copied.expression) == (type(number), number, number.expression)
     assert not same_sizes((Size(8, batch),), (8,))
     assert same_sizes((Size(8, batch), 4), (rows, 4))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.layer(x).sum() * len(x) + ids.sum()
+
+
+def test_the_line_that_makes_a_size_a_number_is_named() -> None:
+    captured = capture(Counted(), (torch.randn(6, 4), torch.zeros(6, 5, dtype=torch.int64)), symbolic=True)
+    assert set(captured.symbols) == {"length"}
+    path, _, line = captured.fixed["batch"].removeprefix("a number is made of it at ").rpartition(":")
+    assert path == __file__
+    assert "len(x)" in Path(path).read_text().splitlines()[int(line) - 1]
+    with pytest.raises(CaptureError, match="batch is of one size: a number is made of it at "):
+        captured_at(captured, {"batch": 12})

@@ -108,8 +108,7 @@ def capture(
     refuse_hooks(model, title)
     _refuse_lazy(model, title)
     call = Call.of(model, example_inputs, loss_fn, example_target)
-    traced = _traced_with_symbols(model, call, loss_fn, training) if symbolic else None
-    fixed = {} if traced is None else traced.fixed
+    traced, fixed = _traced_with_symbols(model, call, loss_fn, training) if symbolic else (None, {})
     if traced is None or not traced.symbols:
         try:
             traced = _trace(model, call, loss_fn, training, Repetition())
@@ -131,12 +130,19 @@ def _refuse_lazy(model: nn.Module, title: str) -> None:
             )
 
 
-def _traced_with_symbols(model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace | None:
-    """The trace with the batch and the lengths as symbols; None if it fails with them."""
+def _traced_with_symbols(
+    model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool
+) -> tuple[_Trace | None, Mapping[str, str]]:
+    """The trace with the batch and the lengths as symbols, None if it fails with them; and why some are numbers."""
+    dims, reason = SymbolicDims.of(call.tensors), ""
     for repetition in (Repetition(), None):
-        with suppress(*_FAILURES, NotAlike):
-            return _trace(model, call, loss_fn, training, repetition, SymbolicDims.of(call.tensors))
-    return None
+        try:
+            traced = _trace(model, call, loss_fn, training, repetition, dims)
+        except (*_FAILURES, NotAlike) as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            return traced, traced.fixed
+    return None, dict.fromkeys((name for own in dims.names for name in own.values() if name is not None), reason)
 
 
 def _traced_whole(title: str, model: nn.Module, call: Call, loss_fn: LossFunction | None, training: bool) -> _Trace:

@@ -35,7 +35,7 @@ def captured_at(captured: CapturedModel, sizes: Mapping[str, int], *, keep_symbo
     unknown = sizes.keys() - captured.symbols.keys()
     if unknown:
         fixed = sorted(unknown & captured.fixed.keys())
-        lines = "".join(f"\n  {name} is made a number at {captured.fixed[name]}" for name in fixed)
+        lines = "".join(f"\n  {name} is of one size: {captured.fixed[name]}" for name in fixed)
         raise CaptureError(
             f"{captured.name} is captured for one size of {sorted(unknown)}; what may change is "
             f"{sorted(captured.symbols)}.{lines}\n  try: a capture at that size, or tensor.size(dim) in place of "

@@ -83,13 +83,13 @@ class SymbolicDims:
 
 
 def fixed_dims(dims: SymbolicDims, tensors: Sequence[Tensor], lines: Mapping[int, str]) -> dict[str, str]:
-    """Names of what became a number in a trace -> the line that made it one. lines: by the number."""
+    """Names of what became a number in a trace -> where it did. lines: by the number."""
     found: dict[str, str] = {}
     for tensor, names in zip(tensors, dims.names, strict=True):
         for dim, name in names.items():
-            size = tensor.shape[dim]
-            if name is not None and isinstance(size, int) and size in lines:
-                found[name] = lines[size]
+            size = expression_of_symbol(tensor.shape[dim])
+            if name is not None and size.is_Integer and int(size) in lines:
+                found[name] = f"a number is made of it at {lines[int(size)]}"
     return found
 
 
