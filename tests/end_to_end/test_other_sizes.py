@@ -77,7 +77,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "bert dp2 pp2 zb-h1": ("bert", 4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
     "llama zero3 tp2 pp2": ("llama", 8, {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "num_microbatches": 1}),
 }
-FAST = ("t5 dp2 tp2",)
+FAST = ("llama zero3",)
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PLANS])
