@@ -30,7 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.torch_private import pytree
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, predict_plan, prices_of, search_captured
-from autopar.search.outer.known_configurations import MOST_OF_ONE, Known, best_of
+from autopar.search.outer.known_configurations import Known, best_of
 from autopar.search.outer.prices import Prices
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
@@ -110,13 +110,13 @@ def find_plans(
     ends: tuple[Known, ...] = ()
     latest: tuple[Known, ...] = ()
 
-    def find(place: _Length, batch: int | None) -> None:
+    def find(place: _Length, batch: int | None, *, is_end: bool) -> None:
         nonlocal ends, latest
         prices = place.prices(batch)
         captured = prices.workload.captured
         size = batch or captured.batch_size
         progress(f"searching plans for {size} samples" + ("" if place.length is None else f" of {place.length}"))
-        result, reason, is_end = None, "", len(ends) < 2 * MOST_OF_ONE and not latest
+        result, reason = None, ""
         try:
             known = () if is_end else (*latest, *ends)
             result = search(captured, cluster, constraints, prices=prices, batch_size=size, known=known)
@@ -130,8 +130,8 @@ def find_plans(
 
     # The least and the most work first, each searched in full: the others begin with what is good there.
     order = [(place, batch) for place in at for batch in batches]
-    for place, batch in (order[-1], *order[:-1]):
-        find(place, batch)
+    for number, (place, batch) in enumerate((order[-1], *order[:-1])):
+        find(place, batch, is_end=number < 2)
     by_batch = [[(found[batch, place.length], place) for place in at] for batch in batches]
     mixed = [_best_over(own, shares or [1.0] * len(lengths)) for own in by_batch]
     return SizedPlans(
