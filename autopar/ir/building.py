@@ -140,8 +140,11 @@ def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _sizes(value: torch.Tensor, symbolic: torch.Tensor) -> tuple[int, ...]:
-    sizes = zip(value.shape, symbolic.shape, strict=True)
-    return tuple(expressed(size, expression_of_symbol(symbol)) for size, symbol in sizes)
+    # A plain number costs no expression: most sizes are plain, and passes ask for all of them.
+    return tuple(
+        expressed(size, expression_of_symbol(symbol)) if is_symbolic(symbol) else size
+        for size, symbol in zip(value.shape, symbolic.shape, strict=True)
+    )
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

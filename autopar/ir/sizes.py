@@ -132,7 +132,12 @@ def product(sizes: Sequence[int]) -> int:
 
 def same_sizes(a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether two shapes are the same at all sizes, not just at those of the capture."""
-    return len(a) == len(b) and all(x == y and expression_of(x) == expression_of(y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(_same_size, a, b))
+
+
+def _same_size(a: int, b: int) -> bool:
+    # Of two plain numbers, which most are, no expression is made.
+    return a == b and (not isinstance(a, Size) and not isinstance(b, Size) or expression_of(a) == expression_of(b))
 
 
 def plain(value: T) -> T:
