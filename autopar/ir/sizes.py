@@ -137,7 +137,7 @@ def same_sizes(a: Sequence[int], b: Sequence[int]) -> bool:
 
 def _same_size(a: int, b: int) -> bool:
     # Of two plain numbers, which most are, no expression is made.
-    return a == b and (not isinstance(a, Size) and not isinstance(b, Size) or expression_of(a) == expression_of(b))
+    return a == b and ((not isinstance(a, Size) and not isinstance(b, Size)) or expression_of(a) == expression_of(b))
 
 
 def plain(value: T) -> T:
