@@ -50,7 +50,7 @@ def run_sizes(request: Request) -> None:
         print_sizes(found)
         if request.output is not None:
             typer.echo(f"plans written to {request.output}/")
-    if all(own.result is None for own in found.found):
+    if all(own.plan is None for own in found.found):
         raise typer.Exit(2)
 
 
@@ -80,8 +80,8 @@ def _save(found: SizedPlans, model: str, folder: Path) -> None:
         plan.model_copy(update={"model": named}).save(folder / f"{name}.yaml")
 
     for own in found.found:
-        if own.result is not None:
-            save(own.result.plan, own.length, f"batch{own.batch}" + (f"-seq{own.length}" if own.length else ""))
+        if own.plan is not None:
+            save(own.plan, own.length, f"batch{own.batch}" + (f"-seq{own.length}" if own.length else ""))
     for mixed in found.mixed:
         save(mixed.plan, mixed.length, f"batch{mixed.batch}-mixture")
 
@@ -100,8 +100,8 @@ def _data(found: SizedPlans) -> dict[str, Any]:
         "search_time_s": found.search_time_s,
         "captured_at_each": dict(found.fixed),
         "plans": [
-            {"global_batch": own.batch, "seq": own.length, "feasible": own.result is not None}
-            | ({"reason": own.reason} if own.result is None else planned(own.result.plan))
+            {"global_batch": own.batch, "seq": own.length, "feasible": own.plan is not None}
+            | ({"reason": own.reason} if own.plan is None else planned(own.plan))
             for own in found.found
         ],
         "mixtures": [

@@ -27,10 +27,10 @@ def print_sizes(found: SizedPlans, *, console: Console | None = None) -> None:
         table.add_column(name, justify="right")
     for own in found.found:
         size = str(own.batch), "" if own.length is None else str(own.length)
-        if own.result is None:
+        if own.plan is None:
             table.add_row(*size, Text(own.reason.splitlines()[0], "yellow"), *[""] * 5)
             continue
-        plan, prediction = own.result.plan, own.result.plan.prediction
+        plan, prediction = own.plan, own.plan.prediction
         assert prediction is not None, "the search predicts what it returns"
         table.add_row(
             *size,

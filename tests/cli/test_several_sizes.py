@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autopar import planning_sizes, sized_searches
 from autopar.cli.main import main
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cost_model.catalogue import make_cluster
@@ -17,6 +21,7 @@ from autopar.planning import find_plan
 from autopar.planning_sizes import find_plans
 from autopar.search.api import predict_plan
 from autopar.search.outer.best_first import TOLERANCE
+from autopar.search.outer.helper import Helper
 from autopar.search.problem.constraints import Constraints
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
@@ -57,31 +62,64 @@ def test_plans_are_as_good_as_those_of_single_searches() -> None:
     )
     assert found.num_captures == 2  # with symbols, and at the first size, to compare
     assert [(own.batch, own.length) for own in found.found] == [(16, 256), (16, 4096), (64, 256), (64, 4096)]
+    alone_at = {}
     for own in found.found:
         alone = find_plan(
             source.meta_model(), cluster, source.meta_inputs(own.batch, own.length), constraints=limits
         ).result
-        assert own.result is not None
+        alone_at[own.batch, own.length] = alone.workload.captured
+        assert own.plan is not None
+        assert own.plan.prediction is not None
+        assert own.plan.batch.global_size == own.batch
+        step_time_s = own.plan.prediction.step_time_s
         # Another plan may be as good.
-        assert own.result.predicted.step_time_s <= alone.predicted.step_time_s * (1 + 2 * TOLERANCE)
-        assert own.result.plan.batch.global_size == own.batch
+        assert step_time_s <= alone.predicted.step_time_s * (1 + 2 * TOLERANCE)
         # Predicted for a part of the batch that all share, as for that batch alone.
-        again = predict_plan(alone.workload.captured, cluster, own.result.plan)
-        assert again.step_time_s == pytest.approx(own.result.predicted.step_time_s, rel=1e-9)
-        assert again.peak_bytes == pytest.approx(own.result.predicted.peak_bytes, rel=1e-9)
-        assert own.result.plan.prediction is not None
+        expected = predict_plan(alone.workload.captured, cluster, own.plan)
+        assert expected.step_time_s == pytest.approx(step_time_s, rel=1e-9)
+        assert int(expected.peak_bytes) == own.plan.prediction.peak_memory_bytes
         assert alone.plan.prediction is not None
-        tokens = own.result.plan.prediction.tokens_per_s_per_gpu * own.result.predicted.step_time_s
+        tokens = own.plan.prediction.tokens_per_s_per_gpu * step_time_s
         assert tokens == pytest.approx(alone.plan.prediction.tokens_per_s_per_gpu * alone.predicted.step_time_s)
     for batch, mixed in zip((16, 64), found.mixed, strict=True):
-        short, long = (own.result for own in found.found if own.batch == batch)
+        short, long = (own.plan for own in found.found if own.batch == batch)
         assert short is not None
         assert long is not None
+        assert short.prediction is not None
         assert mixed.step_time_s == pytest.approx((3 * mixed.at[256] + mixed.at[4096]) / 4)
-        assert mixed.at[256] >= short.predicted.step_time_s * (1 - 1e-9)
-        for plan in (short.plan, long.plan):
-            times = [predict_plan(r.workload.captured, cluster, plan).step_time_s for r in (short, long)]
+        assert mixed.at[256] >= short.prediction.step_time_s * (1 - 1e-9)
+        for plan in (short, long):
+            times = [predict_plan(alone_at[batch, n], cluster, plan).step_time_s for n in (256, 4096)]
             assert mixed.step_time_s <= (3 * times[0] + times[1]) / 4 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spare", [0, 1, "killed"])
+def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) -> None:
+    """Where there are cores for it, lengths are shared out; of a fork that ends this process does the work."""
+    forks: list[Helper] = []
+
+    class Killed(Helper):
+        def __init__(self, work: Any) -> None:
+            super().__init__(work)
+            forks.append(self)
+            os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(planning_sizes, "spare_cores", lambda: 0 if spare == 0 else 1)
+    if spare == "killed":
+        monkeypatch.setattr(sized_searches, "Helper", Killed)
+    source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
+    found = find_plans(
+        source.meta_model(), cluster, source.meta_inputs, (16,), (256, 1024), pin_degrees=True, shares=(3, 1)
+    )
+    assert len(forks) == (spare == "killed")
+    assert [(own.batch, own.length) for own in found.found] == [(16, 256), (16, 1024)]
+    for own in found.found:
+        inputs = source.meta_inputs(own.batch, own.length)
+        alone = find_plan(source.meta_model(), cluster, inputs, pin_degrees=True).plan
+        assert own.plan is not None
+        assert own.plan.mesh == alone.mesh
+        assert own.plan.prediction == alone.prediction
+    assert found.num_captures == 2
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

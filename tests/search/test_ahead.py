@@ -10,10 +10,11 @@ import pytest
 
 from autopar.ir.errors import InfeasiblePlan
 from autopar.search.outer.best_first import Outer
-from autopar.search.outer.speculation import Ahead, Job, can_fork
+from autopar.search.outer.helper import spare_cores
+from autopar.search.outer.speculation import Ahead, Job
 from tests.search.test_outer import outer_of
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="one core, or processes cannot be forked here")
+pytestmark = pytest.mark.skipif(not spare_cores(), reason="one core, or processes cannot be forked here")
 
 
 def _square(number: int) -> int:

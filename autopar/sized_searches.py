@@ -1,0 +1,191 @@
+"""Searches at several batches and lengths, which share what they can: captures, analyses, prices, good plans.
+
+captured_at(512, 2048)  ->  prices  ->  search 256   in full
+                                    ->  search 512   from the best configurations of that
+captured_at(512, 8192)  ->  prices  ->  search 256   likewise
+
+Batches of one length share an analysis and its prices: a microbatch is a part of a batch that all of them divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.errors import InfeasiblePlan, InvalidPlan, PlanMismatch
+from autopar.ir.plan import Plan
+from autopar.search.api import estimate_captured, predict_plan, prices_of, search_captured
+from autopar.search.outer.helper import Helper
+from autopar.search.outer.known_configurations import Known, best_of
+from autopar.search.outer.prices import Prices
+from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
+from autopar.sized_captures import Size, SizedCaptures
+
+# Configurations of earlier searches that one begins with. Chosen.
+MOST_KNOWN = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedPlan:
+    """The best plan for one size. plan: None where nothing fits, for the ``reason``."""
+
+    batch: int
+    length: int | None
+    plan: Plan | None = field(repr=False)
+    reason: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class SizedSearches:
+    """Searches at any size. whole: a batch that all batches divide. progress: called with what is done."""
+
+    captures: SizedCaptures
+    whole: int | None
+    cluster: Cluster
+    constraints: Constraints
+    pin_degrees: bool
+    progress: Callable[..., None]
+    _known: dict[Size, Prices] = field(default_factory=dict)
+    _other_layout: dict[int | None, Prices] = field(default_factory=dict)
+
+    def hold_at(self, size: Size) -> bool:
+        """Whether the capture with symbols holds at ``size``, which is captured to see it."""
+        return self.captures.hold_at(size)
+
+    def forget_symbols(self) -> None:
+        """The capture with symbols does not hold: capture each size anew."""
+        self.captures.forget_symbols()
+        self._known = {}
+
+    def prepare(self, batches: Sequence[int | None], lengths: Sequence[int | None]) -> None:
+        """Compute what searches at these sizes share."""
+        for length in lengths:
+            for batch in batches:
+                self._prices((batch, length))
+
+    def in_full(self, size: Size) -> tuple[SizedPlan, tuple[Known, ...]]:
+        """The best plan for one size, and the best few as a beginning for others."""
+        return self._search(size, ())
+
+    def nearby(self, sizes: Sequence[Size], known: Sequence[Known]) -> list[SizedPlan]:
+        """The best plans for ``sizes``, each searched from the best plans of those before it, and ``known``."""
+        found: list[SizedPlan] = []
+        latest: tuple[Known, ...] = ()
+        for size in sizes:
+            plan, best = self._search(size, (*latest, *known))
+            found.append(plan)
+            latest = (*best, *latest)[:MOST_KNOWN]
+        return found
+
+    def times_s(self, plans: Sequence[Plan], lengths: Sequence[int | None]) -> list[list[float]]:
+        """Seconds of a step of each plan at each length; infinite where it does not fit."""
+        return [[self._step_time_s(plan, length) for length in lengths] for plan in plans]
+
+    def captured(self) -> tuple[float, int]:
+        """Seconds spent on captures, and how often the model was traced."""
+        return self.captures.seconds, self.captures.count
+
+    def _search(self, size: Size, known: Sequence[Known]) -> tuple[SizedPlan, tuple[Known, ...]]:
+        batch, length = size
+        prices = self._prices(size)
+        captured = prices.workload.captured
+        samples = batch or captured.batch_size
+        self.progress(f"searching plans for {samples} samples" + ("" if length is None else f" of {length}"))
+        search = estimate_captured if self.pin_degrees else search_captured
+        try:
+            result = search(
+                captured, self.cluster, self.constraints, prices=prices, batch_size=samples, known=tuple(known)
+            )
+        except InfeasiblePlan as error:
+            return SizedPlan(batch=samples, length=length, plan=None, reason=str(error)), ()
+        return SizedPlan(batch=samples, length=length, plan=result.plan), best_of(result.candidates)
+
+    def _prices(self, size: Size) -> Prices:
+        """Prices of a step, as a part of the batch that they all divide where the batch may be cut."""
+        batch, length = size
+        found = self._known.get((self.whole, length)) or self._made(self.whole, length)
+        if found.workload.analysis.obstacle is not None:
+            found = self._known.get(size) or self._made(batch, length)
+        return found
+
+    def _made(self, batch: int | None, length: int | None) -> Prices:
+        limits = self.constraints
+        workload = Workload.of(self.captures.at(batch, length), limits.precision, limits.expert_capacity)
+        found = self._known[batch, length] = prices_of(workload, self.cluster, limits)
+        return found
+
+    def _step_time_s(self, plan: Plan, length: int | None) -> float:
+        prices, zigzag = self._prices((plan.batch.global_size, length)), plan.sequence_layout == "zigzag"
+        if prices.balanced is not zigzag:
+            other = self._other_layout.get(length)
+            if other is None or other.workload is not prices.workload:
+                other = Prices(prices.workload, self.cluster, zigzag, self.constraints.expert_load)
+                self._other_layout[length] = other
+            prices = other
+        try:
+            predicted = predict_plan(prices.workload.captured, self.cluster, plan, prices=prices)
+        except (InvalidPlan, PlanMismatch):
+            return inf
+        budget = self.cluster.device.usable_bytes * self.constraints.memory_fraction
+        return predicted.step_time_s if predicted.peak_bytes <= budget else inf
+
+
+class Worker:
+    """Whoever runs searches: this process, or a fork of it with searches of its own.
+
+    Jobs are asked for by name, and answered in order. A fork that ends or fails is replaced by this process, where an
+    error is raised.
+    """
+
+    def __init__(self, searches: SizedSearches, *, fork: bool) -> None:
+        # What a fork does is not shown: it shares the terminal.
+        self._searches = replace(searches, progress=_unseen) if fork else searches
+        self._asked: list[tuple[str, tuple[Any, ...]]] = []
+        self._helper = Helper(self._work) if fork else None
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether a fork does the work, and not this process."""
+        return self._helper is not None
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Have the method ``name`` of the searches called."""
+        self._asked.append((name, arguments))
+        if self._helper is not None:
+            try:
+                self._helper.send(name, arguments)
+            except OSError:
+                self.stop()
+
+    def answers(self) -> list[Any]:
+        """The answers to all that was asked since the last call."""
+        asked, self._asked = self._asked, []
+        return [self._answer(name, arguments) for name, arguments in asked]
+
+    def stop(self) -> None:
+        """End the fork, if this is one."""
+        if self._helper is not None:
+            self._helper.stop()
+        self._helper = None
+
+    def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if self._helper is not None:
+            try:
+                found = self._helper.receive()
+            except (EOFError, OSError):
+                found = None
+            if found is not None:
+                return found[0]
+            self.stop()
+        return self._work(name, arguments)[0]
+
+    def _work(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any]:
+        return (getattr(self._searches, name)(*arguments),)
+
+
+def _unseen(doing: str, share: float | None = None) -> None:
+    """Progress that nobody sees."""
