@@ -106,7 +106,7 @@ def find_plans(
         for sizes, (plans,) in zip(rest, _answers(workers), strict=True):
             found.update(zip(sizes, plans, strict=True))
         by_batch = [{length: found[batch, length] for length in lengths} for batch in batches]
-        mixed = _mixtures(workers, by_batch, shares or [1.0] * len(lengths))
+        mixed = _mixed_plans(workers, by_batch, shares or [1.0] * len(lengths))
         seconds, count = _captured(workers, searches, before)
     return SizedPlans(
         found=tuple(one for own in by_batch for one in own.values()),
@@ -181,7 +181,7 @@ def _captured(workers: Workers, searches: SizedSearches, before: tuple[float, in
     return seconds, count
 
 
-def _mixtures(
+def _mixed_plans(
     workers: Workers, by_batch: Sequence[Mapping[int | None, SizedPlan]], shares: Sequence[float]
 ) -> Iterator[MixedPlan]:
     """Of the plans for each batch that with the least seconds over all lengths, if one fits them all."""

@@ -27,7 +27,11 @@ ALLOWED = {
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
     "autopar.planning": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units"),
     "autopar.any_size": ("autopar.ir", "autopar.passes"),
-    "autopar.planning_sizes": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search"),
+    "autopar.sized_captures": ("autopar.ir", "autopar.passes"),
+    "autopar.sized_searches": ("autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures"),
+    "autopar.planning_sizes": (
+        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.sized_searches",
+    ),
     "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
     "autopar.report": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.planning", "autopar.planning_sizes",

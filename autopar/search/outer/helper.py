@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from autopar.ir.errors import AutoparError
@@ -87,6 +88,8 @@ def answer_of(work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _serve(work: Callable[..., Any], jobs: Connection, other_end: Connection) -> None:
     other_end.close()
+    # A fork has none of the threads that torch has started, and would wait for them.
+    torch.set_num_threads(1)
     # The process that asks answers an interrupt with what it has so far.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
