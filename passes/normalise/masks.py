@@ -217,10 +217,11 @@ def _as_boolean(value: Tensor) -> Tensor:
 def _agrees(seen: Tensor, kind: AttentionKind, window: int | None, rows: Span, columns: Span) -> bool:
     if kind == "full":
         return bool(seen.all())
-    ahead = rows.start - columns.start
-    expected = torch.ones(len(rows), len(columns), dtype=torch.bool).tril_(ahead)
+    query = torch.arange(rows.start, rows.stop)[:, None]
+    key = torch.arange(columns.start, columns.stop)
+    expected = key <= query
     if window is not None:
-        expected.triu_(ahead - window + 1)
+        expected &= key > query - window
     return torch.equal(seen, expected.expand(seen.shape))
 
 
