@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.cost_model.compute.documents import (
+    COPIES,
     KERNELS,
-    SLICED_PASSES,
     Documents,
     keeps_documents_apart,
     scores_counted,
@@ -273,15 +273,18 @@ class OpCost:
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:
         """Seconds, forward and backward, of what runs once for each document beside its attention."""
-        if self.documents is None:
+        if self.documents is None or not self.device.is_cpu:
             return 0.0, 0.0
         rows = 1.0
         if self.batch_factor is not None:
             rows = self.sizes[self.batch_factor] / degrees.get(self.batch_factor, 1) / num_microbatches
         count = rows * self.documents.per_row
-        forward, backward = (self.device.kernel_launch_s * kernels for kernels in KERNELS)
-        sliced = SLICED_PASSES * self._moved(self.read[:3], degrees, num_microbatches, 1.0)
-        return count * forward, count * (backward + self.device.memory_seconds(sliced))
+        kernels, kernels_back = (self.device.kernel_launch_s * own * count for own in KERNELS)
+        copied, copied_back = (
+            self.device.memory_seconds(COPIES * self._moved(tensors, degrees, num_microbatches, 1.0))
+            for tensors in (self.written, self.read[:3])
+        )
+        return kernels + copied, kernels_back + copied_back
 
     def written_bytes(self, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> float:
         """Bytes of the results of one microbatch on one rank."""

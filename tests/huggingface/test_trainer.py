@@ -91,7 +91,10 @@ def evaluate(folder: str, constraints: dict[str, int]) -> Any:
     return within, loss_only, expected(copy.deepcopy(model), pm.full_state_dict())
 
 
-@pytest.mark.parametrize("constraints", [{"dp": 2, "tp": 2, "zero": 1}, {"pp": 2, "num_microbatches": 2}])
+SLOW = pytest.param({"dp": 2, "tp": 2, "zero": 1}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("constraints", [{"pp": 2, "num_microbatches": 2}, SLOW])
 def test_the_trainer_evaluates(constraints: dict[str, int], tmp_path: Path) -> None:
     ranks = 4 if "dp" in constraints else 2
     for within, loss_only, wanted in run_ranks(evaluate, ranks, str(tmp_path), constraints):

@@ -81,27 +81,35 @@ def attend_in_documents(
     q: (B, Hq, S, D), from position ``first`` of the row on. k, v: (B, Hkv, T, ..), whole rows. mask: broadcasts to
     (B, Hq, S, T). rows: where documents are in each row, or in all alike.
     """
-    last = first + q.shape[2]
-    results = []
-    for row, own in enumerate(rows * len(q) if len(rows) == 1 else rows):
-        parts = []
-        for start, end, _ in own:
-            low, high = max(start, first), min(end, last)
-            if low >= high:
-                continue
-            queries, keys = slice(low - first, high - first), slice(start, end)
-            part = None if mask is None else _cut(mask, row, queries, keys)
-            parts.append(
-                attend(
-                    q[row : row + 1, :, queries],
-                    k[row : row + 1, :, keys],
-                    v[row : row + 1, :, keys],
-                    part,
-                    low - start,
-                )
+    if not len(q):
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    every = rows * len(q) if len(rows) == 1 else rows
+    return torch.cat(
+        [
+            _attend_in_row(own, (q_row, k_row, v_row), None if mask is None else _row_of(mask, row), first, attend)
+            for row, (own, q_row, k_row, v_row) in enumerate(
+                zip(every, q.split(1), k.split(1), v.split(1), strict=True)
             )
-        results.append(torch.cat(parts, 2) if parts else q.new_empty(1, q.shape[1], 0, v.shape[3]))
-    return torch.cat(results) if results else q.new_empty(*q.shape[:3], v.shape[3])
+        ]
+    )
+
+
+def _attend_in_row(
+    runs: Runs, row: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, first: int, attend: Attend
+) -> Tensor:
+    q, k, v = row
+    last = first + q.shape[2]
+    # Documents are pieces of a split, not slices: the gradient of a slice is as large as the whole row.
+    held = [(max(run.start, first), min(run.stop, last)) for run in runs]
+    queries = q.split([max(0, high - low) for low, high in held], 2)
+    lengths = [run.stop - run.start for run in runs]
+    parts = []
+    keys, values = k.split(lengths, 2), v.split(lengths, 2)
+    for run, (low, high), query, key, value in zip(runs, held, queries, keys, values, strict=True):
+        if low < high:
+            part = None if mask is None else _cut(mask, slice(low - first, high - first), slice(run.start, run.stop))
+            parts.append(attend(query, key, value, part, low - run.start))
+    return torch.cat(parts, 2) if parts else q.new_empty(1, q.shape[1], 0, v.shape[3])
 
 
 def same_document(documents: Tensor, first: int, length: int) -> Tensor:
@@ -110,9 +118,11 @@ def same_document(documents: Tensor, first: int, length: int) -> Tensor:
     return (queries[:, :, None] == documents[:, None, :])[:, None]
 
 
-def _cut(mask: Tensor, row: int, queries: slice, keys: slice) -> Tensor:
-    if mask.shape[0] > 1:
-        mask = mask[row : row + 1]
+def _row_of(mask: Tensor, row: int) -> Tensor:
+    return mask[row : row + 1] if mask.shape[0] > 1 else mask
+
+
+def _cut(mask: Tensor, queries: slice, keys: slice) -> Tensor:
     if mask.shape[-2] > 1:
         mask = mask[..., queries, :]
     return mask[..., keys] if mask.shape[-1] > 1 else mask
