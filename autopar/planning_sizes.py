@@ -106,11 +106,11 @@ def find_plans(
         for sizes, (plans,) in zip(rest, _answers(workers), strict=True):
             found.update(zip(sizes, plans, strict=True))
         by_batch = [{length: found[batch, length] for length in lengths} for batch in batches]
-        mixed = _mixed_plans(workers, by_batch, shares or [1.0] * len(lengths))
+        mixed = tuple(_mixed_plans(workers, by_batch, shares or [1.0] * len(lengths)))
         seconds, count = _captured(workers, searches, before)
     return SizedPlans(
         found=tuple(one for own in by_batch for one in own.values()),
-        mixed=tuple(mixed),
+        mixed=mixed,
         capture_time_s=seconds,
         search_time_s=time.perf_counter() - start,
         num_captures=count,
