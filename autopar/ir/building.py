@@ -64,10 +64,9 @@ def symbolic_value(target: Operation, args: Any, kwargs: Any, mode: FakeTensorMo
             return argument.meta.get("symbolic", argument.meta["val"])
         return symbolic_size(mode, argument.expression, int(argument)) if isinstance(argument, Size) else argument
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    sized = (isinstance(leaf, Size) or (isinstance(leaf, fx.Node) and "symbolic" in leaf.meta) for leaf in leaves)
-    if not any(sized):
+    if not _is_sized((args, kwargs)):
         return None
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     args, kwargs = pytree.tree_unflatten(map(symbolic, leaves), spec)
     try:
         with mode, torch.no_grad(), python_kernels():
@@ -75,6 +74,15 @@ def symbolic_value(target: Operation, args: Any, kwargs: Any, mode: FakeTensorMo
     except (RuntimeError, TypeError, ValueError):
         return None
     return value if any(map(_has_symbols, pytree.tree_leaves(value))) else None
+
+
+def _is_sized(argument: Any) -> bool:
+    """Whether an operand, or one within it, has symbols as sizes; of most there are none."""
+    if isinstance(argument, fx.Node):
+        return "symbolic" in argument.meta
+    if isinstance(argument, (tuple, list)):
+        return any(map(_is_sized, argument))
+    return isinstance(argument, Size) or (isinstance(argument, dict) and any(map(_is_sized, argument.values())))
 
 
 def _static_size(size: Any) -> int:
