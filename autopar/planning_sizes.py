@@ -24,7 +24,8 @@ from autopar.search.outer.helper import spare_cores
 from autopar.search.outer.known_configurations import Known
 from autopar.search.problem.constraints import Constraints
 from autopar.sized_captures import InputsOf, Size, SizedCaptures
-from autopar.sized_searches import SizedPlan, SizedSearches, Worker
+from autopar.sized_searches import SizedPlan, SizedSearches
+from autopar.sized_workers import Worker
 
 # Whoever searches, with its lengths.
 Workers = Sequence[tuple[Worker, Sequence[int | None]]]

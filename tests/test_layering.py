@@ -29,8 +29,10 @@ ALLOWED = {
     "autopar.any_size": ("autopar.ir", "autopar.passes"),
     "autopar.sized_captures": ("autopar.ir", "autopar.passes"),
     "autopar.sized_searches": ("autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures"),
+    "autopar.sized_workers": ("autopar.search", "autopar.sized_searches"),
     "autopar.planning_sizes": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.sized_searches",
+        "autopar.sized_workers",
     ),
     "autopar.checking": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search"),
     "autopar.report": (

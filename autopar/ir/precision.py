@@ -14,6 +14,11 @@ def narrow_dtype(precision: Precision) -> torch.dtype | None:
     return _NARROW.get(precision)
 
 
+def compute_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
+    """What an element is computed in that the capture has as ``dtype``: float32 becomes the precision of compute."""
+    return _NARROW.get(precision, dtype) if dtype == torch.float32 else dtype
+
+
 def itemsize_of(dtype: torch.dtype, precision: str) -> int:
-    """Bytes of an element that the capture has as ``dtype``: float32 becomes the precision of compute."""
-    return _NARROW.get(precision, dtype).itemsize if dtype == torch.float32 else dtype.itemsize
+    """Bytes of an element that the capture has as ``dtype``, in compute."""
+    return compute_dtype(dtype, precision).itemsize

@@ -2,8 +2,8 @@
 
     a row of 8 tokens   0 0 0 1 1 1 1 2      causal: 9/2 + 16/2 + 1/2 pairs of a query and a key, of 64/2
 
-On a CPU the documents run one after the other (``ir.ops.documents``): each has its own kernels, and its queries, keys
-and values are pieces of those of the whole rows. On a GPU one kernel takes all of them (``ir.ops.varlen``).
+The documents run one after the other (``ir.ops.documents``): each has its own kernels, and its queries, keys and values
+are pieces of those of the whole rows. On a GPU one kernel may take all of them (``ir.ops.varlen``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost_model.hardware.device import MatmulRate
+from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.lowered.shards import arguments
+from autopar.ir.ops.varlen import is_for_kernel
+from autopar.ir.precision import compute_dtype
 from autopar.ir.rules.attention import keys_seen
 from autopar.ir.sequence import Sight
 
@@ -53,6 +55,16 @@ class Documents:
 def keeps_documents_apart(node: fx.Node) -> bool:
     """Whether an attention is told which positions of a row are of one document."""
     return is_attention(node) and arguments(node).get("documents") is not None
+
+
+def in_one_call(node: fx.Node, device: Device, precision: str) -> bool:
+    """Whether one kernel takes all documents of an attention that keeps them apart."""
+    given = arguments(node)
+    q, v = given["q"].meta["val"], given["v"].meta["val"]
+    dtype = compute_dtype(q.dtype, precision)
+    plain = given["mask"] is None and given["sinks"] is None
+    fits = is_for_kernel(q.shape[3], v.shape[3], dtype, given["kind"], plain=plain, dropout=given["dropout_p"])
+    return fits and not device.is_cpu
 
 
 def scores_counted(sight: Sight, queries: int, keys: int) -> float:

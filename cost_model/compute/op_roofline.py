@@ -27,6 +27,7 @@ from autopar.cost_model.compute.documents import (
     COPIES,
     KERNELS,
     Documents,
+    in_one_call,
     keeps_documents_apart,
     scores_counted,
 )
@@ -192,6 +193,7 @@ class OpCost:
             documents = None
         elif documents is not None:
             share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
+            documents = None if in_one_call(node, device, precision) else documents
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         return cls(
             name=op_name(node),
@@ -273,7 +275,7 @@ class OpCost:
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:
         """Seconds, forward and backward, of what runs once for each document beside its attention."""
-        if self.documents is None or not self.device.is_cpu:
+        if self.documents is None:
             return 0.0, 0.0
         rows = 1.0
         if self.batch_factor is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autopar import planning_sizes, sized_searches
+from autopar import planning_sizes, sized_workers
 from autopar.cli.main import main
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cost_model.catalogue import make_cluster
@@ -106,7 +106,7 @@ def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) 
 
     monkeypatch.setattr(planning_sizes, "spare_cores", lambda: 0 if spare == 0 else 1)
     if spare == "killed":
-        monkeypatch.setattr(sized_searches, "Helper", Killed)
+        monkeypatch.setattr(sized_workers, "Helper", Killed)
     source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
     found = find_plans(
         source.meta_model(), cluster, source.meta_inputs, (16,), (256, 1024), pin_degrees=True, shares=(3, 1)

@@ -34,7 +34,7 @@ def test_pairs_are_those_of_the_mask(length: int, window: int, kind: str) -> Non
     assert pairs_seen(sight, length) == pytest.approx(int(seen.sum()) - half)
 
 
-def cost(device: Device, documents: Documents | None, *, apart: bool = True) -> OpTime:
+def cost(device: Device, documents: Documents | None, *, apart: bool = True, precision: str = "fp32") -> OpTime:
     x = torch.zeros(ROWS, HEADS, LENGTH, SIZE, device="meta", requires_grad=True)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     graph = torch.fx.Graph()
@@ -46,7 +46,8 @@ def cost(device: Device, documents: Documents | None, *, apart: bool = True) -> 
         composite.attention, (q, q, q, None, None, d if apart else None), {"kind": "causal", "scale": 0.1}
     )
     node.meta["val"] = x
-    return OpCost.of(node, rule_for(node), device, batch_factor="b", documents=documents).time((), Mesh(()))
+    op = OpCost.of(node, rule_for(node), device, precision=precision, batch_factor="b", documents=documents)
+    return op.time((), Mesh(()))
 
 
 def test_attention_is_priced_by_the_squares_of_lengths() -> None:
@@ -64,6 +65,17 @@ def test_attention_is_priced_by_the_squares_of_lengths() -> None:
     assert many.forward_s > few.forward_s
     # Attention that is not told of documents sees whole rows.
     assert cost(device, Documents(((2, 256.0),)), apart=False) == cost(device, None, apart=False)
+
+
+def test_what_one_kernel_takes_costs_nothing_by_the_document() -> None:
+    device = make_cluster("h100-sxm", 1, 1).device
+    few, many = (Documents(((LENGTH // n, float(n)),)) for n in (4, 64))
+    free = replace(device, kernel_launch_s=0.0)
+    for precision, one in (("bf16", True), ("fp32", False)):
+        launches = [cost(device, d, precision=precision).forward_s for d in (few, many)]
+        bare = [cost(free, d, precision=precision).forward_s for d in (few, many)]
+        begun = [a - b for a, b in zip(launches, bare, strict=True)]
+        assert (begun[1] == pytest.approx(begun[0])) is one
 
 
 def test_short_documents_attend_at_the_rate_that_was_measured_for_them() -> None:

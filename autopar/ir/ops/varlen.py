@@ -34,11 +34,19 @@ def _kernel() -> tuple[Callable[..., Any], bool] | None:
 
 def takes_documents(q: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, kind: str, dropout: float) -> bool:
     """Whether the kernel takes this attention. q: (B, Hq, S, D). v: (B, Hkv, T, Dv)."""
-    size = q.shape[3]
-    narrow = q.dtype in (torch.float16, torch.bfloat16)
-    plain = mask is None and sinks is None and dropout == 0 and kind in ("full", "causal", "sliding")
-    fits = size == v.shape[3] and size % 8 == 0 and size <= 256
-    return plain and fits and narrow and q.is_cuda and q.numel() > 0 and _kernel() is not None
+    plain = mask is None and sinks is None
+    fits = is_for_kernel(q.shape[3], v.shape[3], q.dtype, kind, plain=plain, dropout=dropout)
+    return fits and q.is_cuda and q.numel() > 0 and _kernel() is not None
+
+
+def is_for_kernel(size: int, value_size: int, dtype: torch.dtype, kind: str, *, plain: bool, dropout: float) -> bool:
+    """Whether the kernel takes an attention on a GPU, by what a plan knows of it.
+
+    size, value_size: of a head. plain: without a mask and sinks.
+    """
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    fits = size == value_size and size % 8 == 0 and size <= 256
+    return plain and fits and narrow and dropout == 0 and kind in ("full", "causal", "sliding")
 
 
 def attend_at_once(
