@@ -1,8 +1,4 @@
-"""What the ranks of a job really send in a training step, against the records of its placed model.
-
-A schedule that splits backwards may send more: where a branch of the graph that no input of the stage reaches holds
-weights of both passes, its collectives run in both (``runtime/split_backward.py``). That is told apart.
-"""
+"""What the ranks of a job really send in a training step, against the records of its placed model."""
 
 from __future__ import annotations
 

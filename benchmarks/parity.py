@@ -35,7 +35,6 @@ from models import CASES, Case
 from traces import TEN, Trace, describe, relative, train_alone, train_parallel
 
 import autopar
-from autopar.checking.recorded import MORE
 from autopar.ir.errors import InfeasiblePlan
 
 # Cells that one group of processes runs. Each makes process groups, whose threads live as long as the processes.
@@ -100,8 +99,7 @@ COUPLED = frozenset({"clip", "resnet"})
 class Cell:
     """Result of one model under one plan: largest errors, or why the model cannot have the plan.
 
-    unrecorded: differences between what the ranks send and what the placed model records. twice: what they send more
-    where a backward is split.
+    unrecorded: differences between what the ranks send and what the placed model records.
     """
 
     model: str
@@ -113,7 +111,6 @@ class Cell:
     impossible: str = ""
     failure: str = ""
     unrecorded: Sequence[str] = ()
-    twice: Sequence[str] = ()
     seconds: float = 0.0
 
     @property
@@ -162,8 +159,6 @@ def run_cell(model: str, plan: str, references: dict[str, Trace]) -> Cell:
     if model not in references:
         references[model] = train_alone(case)
     expected = references[model]
-    splits = chosen.pipelining.splits_backward
-    twice = tuple(text for text in unrecorded if splits and MORE in text)
     return Cell(
         model=model,
         plan=plan,
@@ -171,8 +166,7 @@ def run_cell(model: str, plan: str, references: dict[str, Trace]) -> Cell:
         gradient=max(map(relative, trace.gradients, expected.gradients, expected.zeros)),
         parameter=relative(trace.parameters, expected.parameters),
         chosen=describe(chosen),
-        unrecorded=tuple(text for text in unrecorded if text not in twice),
-        twice=twice,
+        unrecorded=tuple(unrecorded),
         seconds=time.perf_counter() - start,
     )
 
@@ -281,8 +275,6 @@ def _print_cell(cell: Cell) -> None:
         )
         for text in cell.unrecorded:
             print(f"    not as recorded: {text}", flush=True)
-        for text in cell.twice:
-            print(f"    in both parts of a backward: {text}", flush=True)
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -16,6 +16,7 @@ and outputs that depend on no input (an embedding that a later stage computes) l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,21 +61,17 @@ def backward_to_inputs(
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     roots = [(get_gradient_edge(output), grad) for output, grad in pairs]
     leaves = {get_gradient_edge(value).node for value in inputs if value.requires_grad}
-    found = _branches([edge.node for edge, _ in roots], leaves)
-    uses: dict[Node, int] = {}
-    for _, ends in found.values():
-        for end in ends:
-            uses[end] = uses.get(end, 0) + 1
-    early = [end for end, count in uses.items() if count > 1]
+    graph = _Graph.of([edge.node for edge, _ in roots], leaves)
+    early = graph.early()
     kept: list[_Branches] = []
     handles = []
-    for node, (on_line, ends) in found.items():
-        own = [_variable(end) for end in ends if uses[end] == 1]
+    for node, ends in graph.branches.items():
+        own = [_variable(end) for end in ends if end not in early]
         if not own:
             continue
         branches = _Branches(node, own)
         kept.append(branches)
-        if on_line:
+        if graph.on_line[node]:
             handles.append(node.register_prehook(partial(_keep, branches)))
         else:
             for edge, grad in roots:
@@ -102,31 +99,61 @@ def _variable(leaf: Node) -> torch.Tensor:
     return value
 
 
-def _branches(roots: Sequence[Node], inputs: set[Node]) -> dict[Node, tuple[bool, list[Node]]]:
-    """Nodes where branches start -> (whether the node is on the line, the parameters at their ends).
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The autograd graph of a stage, its nodes in an order in which a backward may run them.
 
-    From the outputs on, the order in which a backward meets them. Time O(edges of the graph).
+    on_line: whether an input can be reached from a node. ends: the parameters that can be reached from it without
+    passing a node of the line.
     """
-    on_line: dict[Node, bool] = {}
-    ends: dict[Node, dict[Node, None]] = {}
-    order: list[Node] = []
-    stack = [(root, False) for root in reversed(roots)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            children = [child for child, _ in node.next_functions if child is not None]
-            on_line[node] = node in inputs or any(on_line[child] for child in children)
-            below: dict[Node, None] = {}
-            for child in children:
-                if not on_line[child]:
-                    below.update(ends[child])
-            if not children and node not in inputs and hasattr(node, "variable"):
-                below[node] = None
-            ends[node] = below
-            order.append(node)
-        elif node not in on_line:
-            # A node on the stack twice is finished by its upper entry first.
-            stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
-    starts = set(roots)
-    return {node: (on_line[node], list(ends[node])) for node in reversed(order) if on_line[node] or node in starts}
+
+    starts: frozenset[Node]
+    on_line: dict[Node, bool]
+    ends: dict[Node, dict[Node, None]]
+
+    @classmethod
+    def of(cls, roots: Sequence[Node], inputs: set[Node]) -> _Graph:
+        """Time O(edges of the graph)."""
+        on_line: dict[Node, bool] = {}
+        ends: dict[Node, dict[Node, None]] = {}
+        stack = [(root, False) for root in reversed(roots)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                children = [child for child, _ in node.next_functions if child is not None]
+                on_line[node] = node in inputs or any(on_line[child] for child in children)
+                below: dict[Node, None] = {}
+                for child in children:
+                    if not on_line[child]:
+                        below.update(ends[child])
+                if not children and node not in inputs and hasattr(node, "variable"):
+                    below[node] = None
+                ends[node] = below
+            elif node not in on_line:
+                # A node on the stack twice is finished by its upper entry first.
+                stack.append((node, True))
+                stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+        order = list(reversed(on_line))
+        return cls(frozenset(roots), {n: on_line[n] for n in order}, {n: ends[n] for n in order})
+
+    @property
+    def branches(self) -> dict[Node, dict[Node, None]]:
+        """Nodes where branches start, and the parameters at their ends."""
+        return {node: ends for node, ends in self.ends.items() if self.on_line[node] or node in self.starts}
+
+    def early(self) -> dict[Node, None]:
+        """The parameters that get their gradient in I."""
+        uses = Counter(end for ends in self.branches.values() for end in ends)
+        early = {end: None for end, count in uses.items() if count > 1}
+        senders = [node for node in self.ends if getattr(node, "communicates", False)]
+        for node in senders:
+            if self.on_line[node]:
+                early.update(self.ends[node])
+        # I runs the others where it has to reach a parameter behind them. Then it reaches them all.
+        grown = -1
+        while grown != len(early):
+            grown = len(early)
+            for node in senders:
+                if not early.keys().isdisjoint(self.ends[node]):
+                    early.update(self.ends[node])
+        return early

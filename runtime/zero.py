@@ -217,11 +217,13 @@ def _prefetch(modules: list[FSDPModule], count: int, frozen: int) -> None:
 
     Left to itself FSDP gathers backward's blocks in the reverse order of all forwards since the last step, and so ends
     the backward of every microbatch but one by gathering the last block once more. A block that is there already is
-    not gathered again, so the first one names itself.
+    not gathered again, so the first one names itself. So does the root: it would gather the last block whenever the
+    gradient of one more output of the stage is there, and an output of an early block has its gradient late, when the
+    last block is done.
     """
     *blocks, root = modules
     root.set_modules_to_forward_prefetch(blocks[:count])
-    root.set_modules_to_backward_prefetch(blocks[max(frozen, len(blocks) - count) :][::-1] or [root])
+    root.set_modules_to_backward_prefetch([root])
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + count])
         block.set_modules_to_backward_prefetch(blocks[max(frozen, number - count) : number][::-1] or [block])

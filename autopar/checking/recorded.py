@@ -18,7 +18,6 @@ from autopar.ir.placed.records import PIPELINE_AXIS, Record
 from autopar.ir.precision import itemsize_of
 
 _IN_BULK = ("gradient", "parameter", "loss")
-MORE = "more, "
 Ranks = tuple[int, ...]
 
 
@@ -155,8 +154,7 @@ def _unequal(expected: Mapping[Any, int], got: Mapping[Any, int], unit: str) -> 
     for key in dict.fromkeys((*expected, *got)):
         if expected.get(key, 0) != got.get(key, 0):
             what = " ".join(str(part) for part in key if part is not None)
-            more = MORE if got.get(key, 0) > expected.get(key, 0) else ""
-            yield f"{what}: recorded {expected.get(key, 0)} {unit}, issued {more}{got.get(key, 0)}"
+            yield f"{what}: recorded {expected.get(key, 0)} {unit}, issued {got.get(key, 0)}"
 
 
 def unrecorded(trace: RankTrace, placed: PlacedModel, records: Iterable[Record]) -> list[str]:

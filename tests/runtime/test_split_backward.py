@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.ops.composite import moe
+from autopar.ir.primitives.collectives import apply, communicates_backward
 from autopar.runtime.split_backward import backward_to_inputs
 
 
@@ -99,6 +101,49 @@ def test_experts_compute_each_gradient_in_its_part(monkeypatch: pytest.MonkeyPat
     assert len(products) == 6 and w_up.grad is w_down.grad is None
     weights.run()
     assert len(products) == 12, "none is computed twice"
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(wanted))
+
+
+class Scaled(torch.autograd.Function):
+    """``x * weight``; its backward is noted as one that communicates."""
+
+    sent: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, name: str) -> Tensor:
+        communicates_backward(ctx)
+        ctx.save_for_backward(x, weight)
+        ctx.name = name
+        return x.clone() if weight is None else x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        Scaled.sent.append(ctx.name)
+        return grad if weight is None else grad * weight, None if weight is None else grad * x, None
+
+
+def test_an_op_that_communicates_backward_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(Scaled, "sent", sent)
+    torch.manual_seed(0)
+    x, on_line, free, shared, far, alone = (torch.randn(4, 4, requires_grad=True) for _ in range(6))
+
+    def forward() -> list[Tensor]:
+        # No input reaches this branch: two places read ``shared``, and ``far`` and ``free`` lie behind the ops.
+        deep = apply(Scaled, shared.sin() @ far, None, "deep")
+        branch = apply(Scaled, deep @ free, None, "branch")
+        other = apply(Scaled, alone.cos(), None, "other")
+        return [apply(Scaled, x.sin(), on_line, "line") @ branch + other, deep.sum()]
+
+    leaves = x, on_line, free, shared, far, alone
+    wanted = torch.autograd.grad(sum((o.square().sum() for o in forward()), torch.zeros(())), leaves)
+    sent.clear()
+    outputs = forward()
+    weights = backward_to_inputs(outputs, [2 * o.detach() for o in outputs], [x])
+    assert sorted(sent) == ["branch", "deep", "line"] and alone.grad is None and on_line.grad is not None
+    weights.run()
+    assert sorted(sent) == ["branch", "deep", "line", "other"], "each once"
     torch.testing.assert_close([leaf.grad for leaf in leaves], list(wanted))
 
 

@@ -20,7 +20,7 @@ from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.lowered.shards import Groups, arguments, axes_lowered, shard_count
 from autopar.ir.mesh import Mesh
-from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.collectives import apply, communicates_backward
 from autopar.ir.primitives.group_communication import group_all_gather_stacked, group_all_reduce
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.torch_private import BATCH_NORM_OF_BATCH, BATCH_NORM_WITH_STATISTICS
@@ -52,6 +52,8 @@ class _BatchNorm(torch.autograd.Function):
         inverse = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, weight, mean, inverse)
         ctx.has_bias, ctx.eps, ctx.groups = bias is not None, eps, groups
+        if groups:
+            communicates_backward(ctx)
         ctx.mark_non_differentiable(mean, inverse, var)
         return out, mean, inverse, var
 

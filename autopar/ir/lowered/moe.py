@@ -35,7 +35,7 @@ from autopar.ir.ops.expert_ffn import (
     rows_of_experts,
     run_experts,
 )
-from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.collectives import apply, communicates_backward
 from autopar.ir.primitives.group_communication import (
     group_all_gather_stacked,
     group_all_to_all_rows,
@@ -53,6 +53,7 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Counts, received: Counts, group: str) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
+        communicates_backward(ctx)
         return group_all_to_all_rows(rows, sent, received, group)
 
     @staticmethod

@@ -37,7 +37,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.packed_order import PackedRows
-from autopar.ir.primitives.collectives import all_gather, apply
+from autopar.ir.primitives.collectives import all_gather, apply, communicates_backward
 from autopar.ir.primitives.computed_once import computed_once
 from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule
@@ -229,6 +229,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> Tensor:
         ctx.way = way
+        communicates_backward(ctx)
         if is_fake(q):
             ctx.save_for_backward(q, k, v, mask, None, None)
             return q.new_empty((*q.shape[:3], v.shape[3]))

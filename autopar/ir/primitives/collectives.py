@@ -36,6 +36,7 @@ __all__ = [
     "all_to_all",
     "apply",
     "bind_groups",
+    "communicates_backward",
     "divide",
     "identity",
     "reduce_scatter",
@@ -46,10 +47,19 @@ __all__ = [
 # Autograd. Each class runs a plain collective and, backwards, its conjugate.
 
 
+def communicates_backward(ctx: Any) -> None:
+    """Marks an op, by the context of its forward, as one whose backward communicates.
+
+    Where a backward runs in two parts (``runtime/split_backward.py``), such an op runs in one of them alone.
+    """
+    ctx.communicates = True
+
+
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
+        communicates_backward(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -71,6 +81,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
         ctx.dim, ctx.group = dim, group
+        communicates_backward(ctx)
         # A copy: a view would keep the whole of x alive for backward.
         return own_piece(x, dim, group).clone()
 
@@ -83,6 +94,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, backward: str) -> Tensor:
         ctx.dim, ctx.group, ctx.conjugate = dim, group, backward
+        if backward == "reduce_scatter":
+            communicates_backward(ctx)
         return group_all_gather(x, dim, group)
 
     @staticmethod
@@ -96,6 +109,8 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, backward: str) -> Tensor:
         ctx.group, ctx.conjugate = group, backward
+        if backward == "all_reduce":
+            communicates_backward(ctx)
         return group_all_reduce(x, group)
 
     @staticmethod
@@ -109,6 +124,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
         ctx.dim, ctx.group = dim, group
+        communicates_backward(ctx)
         return group_reduce_scatter(x, dim, group)
 
     @staticmethod
@@ -120,6 +136,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather_dim: int, shard_dim: int, group: str) -> Tensor:
         ctx.dims, ctx.group = (gather_dim, shard_dim), group
+        communicates_backward(ctx)
         return group_all_to_all(x, gather_dim, shard_dim, group)
 
     @staticmethod
