@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 _LIBRARIES = (str(Path(torch.__file__).parent), _OWN)
 # Part of the path of every installed package.
 _INSTALLED = "-packages"
