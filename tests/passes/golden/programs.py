@@ -79,7 +79,9 @@ class Case:
 
 CASES = {
     "products-dp-tp": Case(Products, lambda: torch.empty(8, 16), 4, {"dp": 2, "tp": 2}),
-    "products-two-microbatches": Case(Products, lambda: torch.empty(8, 16), 2, {"dp": 2, "num_microbatches": 2}),
+    "products-two-microbatches": Case(
+        Products, lambda: torch.empty(8, 16), 2, {"dp": 2, "num_microbatches": 2, "precision": "bf16"}
+    ),
     "words-tp-bf16": Case(Words, lambda: torch.zeros(4, 8, dtype=torch.int64), 2, {"tp": 2, "precision": "bf16"}),
     "attention-tp": Case(lambda: Attends(2), rows_of_8, 2, {"tp": 2, "sequence_parallel": True}),
     "attention-heads-for-sequence": Case(lambda: Attends(2), rows_of_8, 2, {"cp": 2, "precision": "bf16"}),
