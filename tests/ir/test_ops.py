@@ -25,11 +25,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
     kind=st.sampled_from(["full", "causal", "sliding"]),
     groups=st.sampled_from([1, 2, 4]),
     padded=st.booleans(),
+    values=st.sampled_from([4, 8, 12]),
 )
-def test_attention_by_kind(length: int, window: int, kind: composite.AttentionKind, groups: int, padded: bool) -> None:
+def test_attention_by_kind(
+    length: int, window: int, kind: composite.AttentionKind, groups: int, padded: bool, values: int
+) -> None:
     torch.manual_seed(length)
     q = torch.randn(2, 4, length, 8, requires_grad=True)
-    k, v = (torch.randn(2, groups, length, 8, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(2, groups, length, size, requires_grad=True) for size in (8, values))
     rows, columns = torch.arange(length)[:, None], torch.arange(length)
     seen = torch.ones(length, length, dtype=torch.bool)
     if kind != "full":
@@ -117,6 +120,19 @@ def test_sliding_attention_makes_no_square() -> None:
     with Largest() as largest:
         composite.attention(q, k, v, kind="sliding", window=16, scale=1.0)
     assert largest.numel <= 512 * 16
+
+
+def test_narrow_values_make_no_square() -> None:
+    q, k, v = (torch.randn(1, 2, 256, size, requires_grad=True) for size in (24, 24, 16))
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        composite.attention(q, k, v, kind="causal", scale=1.0)
+    assert max(saved) <= 2 * 256 * 24
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

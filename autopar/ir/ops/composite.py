@@ -57,6 +57,10 @@ def attention(
         return packed
     if sinks is not None:
         return _attention_with_sinks(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
+    width = v.shape[3]
+    if q.device.type == "cpu" and q.shape[3] != width and not dropout_p:
+        q, k, v = _of_one_width(q, k, v)
+        return attention(q, k, v, mask, kind=kind, window=window, scale=scale)[..., :width]
     grouped = k.shape[1] != q.shape[1]
     if grouped and not (mask is None and kind in ("full", "causal") and _kernel_takes_groups(q, v)):
         k, v, grouped = repeat_heads(k, q), repeat_heads(v, q), False
@@ -262,6 +266,13 @@ def _kernel_takes_groups(q: Tensor, v: Tensor) -> bool:
         narrow = q.dtype in (torch.float16, torch.bfloat16)
         return narrow and size == v.shape[3] and size % 8 == 0 and size <= 256
     return q.device.type == "cpu" and size == v.shape[3]
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads as wide for values as for keys, which the fused kernel for CPUs needs; without it there are all scores."""
+    width = max(q.shape[3], v.shape[3])
+    q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
+    return q, k, v
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
