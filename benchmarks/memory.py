@@ -1,4 +1,4 @@
-"""Peak memory of training steps, predicted and measured on up to four gloo ranks of this machine, for seventeen plans.
+"""Peak memory of training steps, predicted and measured on up to four gloo ranks of this machine, for twenty-one plans.
 
     python benchmarks/memory.py [--plans "zero2;tp"] [--live]
 
@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
-from autopar.ir.lowered import loss_chunks
+from autopar.ir.lowered import loss_chunks, row_tiles
 from autopar.load_model import load_model_file
 from autopar.search.api import predict_plan
 
@@ -104,6 +104,18 @@ def long_llama() -> Case:
     return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
+def wide_llama() -> Case:
+    """Many tokens, few words, wide layers: what a step needs is those, unless they come in tiles."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    tokens = torch.randint(0, 256, (1, 2048))
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
 def resnet() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -116,13 +128,14 @@ def resnet() -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model under a plan. limits: constraints of the search. chunk: logits that are there at once, if not as many as
-    on a GPU."""
+    """A model under a plan. limits: constraints of the search. chunk, tile: logits, and numbers of a wide layer, that
+    are there at once, if not as many as on a GPU."""
 
     model: Callable[[], Case]
     ranks: int
     limits: dict[str, Any]
     chunk: int | None
+    tile: int | None
 
 
 def _trial(
@@ -132,9 +145,10 @@ def _trial(
     precision: str = "fp32",
     remat: str = "none",
     chunk: int | None = None,
+    tile: int | None = None,
     **limits: Any,
 ) -> Trial:
-    return Trial(model, ranks, {"precision": precision, "remat": remat, **limits}, chunk)
+    return Trial(model, ranks, {"precision": precision, "remat": remat, **limits}, chunk, tile)
 
 
 TRIALS = {
@@ -156,6 +170,10 @@ TRIALS = {
         long_llama, 2, cp=2, chunk=1 << 20, remat="selective", precision="bf16"
     ),
     "long tp, loss in chunks": _trial(long_llama, 2, tp=2, chunk=1 << 20),
+    "wide, remat full": _trial(wide_llama, 1, remat="full"),
+    "wide, remat full, in tiles": _trial(wide_llama, 1, tile=1 << 19, remat="full"),
+    "wide cp bf16, remat full, in tiles": _trial(wide_llama, 2, cp=2, tile=1 << 18, remat="full", precision="bf16"),
+    "wide tp sp, remat full, in tiles": _trial(wide_llama, 2, tp=2, sp=True, tile=1 << 18, remat="full"),
     "ddp of convolutions": _trial(resnet, 2, dp=2, zero=0, num_microbatches=1),
 }
 
@@ -259,6 +277,8 @@ def measure(name: str, live: bool = False) -> Row:
     torch.manual_seed(0)
     if trial.chunk is not None:
         loss_chunks.LIMIT, loss_chunks.CHUNK = 2 * trial.chunk, trial.chunk
+    if trial.tile is not None:
+        row_tiles.LIMIT, row_tiles.TILE = 2 * trial.tile, trial.tile
     before = _held()
     model, batch = trial.model()
     parallel = autopar.parallelize(model, trial.ranks, example_inputs=batch, **trial.limits)

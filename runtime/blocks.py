@@ -23,6 +23,7 @@ from autopar.ir.sizes import Ratio, Size
 from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
 from autopar.runtime.rematerialised import mark, rematerialised
+from autopar.runtime.tiled import Tiled, TiledCalls, tiles_of
 
 
 def attach(root: nn.Module, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
@@ -83,6 +84,7 @@ class CodeLibrary:
         self._group_names = group_names
         self._device = device
         self._compile = compile_blocks
+        self._tiled = TiledCalls()
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}
 
@@ -117,11 +119,15 @@ class CodeLibrary:
             return sizes[leaf.expression] if isinstance(leaf, Size) else leaf
 
         chunked = {node: call for node in program.graph.nodes if (call := chunked_call(node)) is not None}
-        unmade = {node.args[0] for node in chunked}
+        tiled = {region.result: region for region in tiles_of(program.graph)} if program.remat == "full" else {}
+        unmade = {node.args[0] for node in chunked}.union(*(region.nodes[:-1] for region in tiled.values()))
         for node in program.graph.nodes:
             if node in unmade:
                 continue
-            if node.op == "call_function":
+            if node in tiled:
+                region, operands = self._tiled.of(tiled[node])
+                copied[node] = graph.call_function(region, tuple(copied[operand] for operand in operands))
+            elif node.op == "call_function":
                 target = linear_cross_entropy if node in chunked else node.target
                 args, kwargs = pytree.tree_map(own, chunked.get(node, (node.args, node.kwargs)))
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
@@ -144,8 +150,8 @@ class CodeLibrary:
             nodes = function.graph.nodes
             is_drawing = any(map(is_random, nodes))
             # The compiler draws other random numbers, and cannot trace who draws which; a function with a backward of
-            # its own may be anything, and a scan would be unrolled. Such blocks stay as they are.
-            whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan)) for n in nodes)
+            # its own may be anything, and a scan or tiles would be unrolled. Such blocks stay as they are.
+            whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan, Tiled)) for n in nodes)
             compiled = self._compile and not is_drawing and not whole
             keeps = any(n.target is linear_cross_entropy for n in nodes)
             wrap = partial(

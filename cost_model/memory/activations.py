@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction, is_view
-from autopar.cost_model.memory.backward_peak import BackwardOp, BlockBackward, is_read_outside
+from autopar.cost_model.memory.backward_peak import BackwardOp, BackwardPeak, BlockBackward, is_read_outside
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, Chunked, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, storage_of
+from autopar.cost_model.memory.tiled_rows import Tile, TileableRegion, tileable_regions, tiles
 from autopar.ir.analysis.matrix_products import every_second, is_product
+from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.lowered.loss_chunks import Pair, pair_of
 from autopar.ir.mesh import Mesh
@@ -66,7 +68,7 @@ class BlockActivations:
     sum over. moved: what goes from op to op, where a collective may be between them.
     inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose
     operands are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are
-    saved at each level.
+    saved at each level. regions: that full rematerialisation computes in tiles where a rank has much of them.
     """
 
     saved: tuple[Saved, ...]
@@ -79,6 +81,7 @@ class BlockActivations:
     unreached: frozenset[fx.Node]
     ends_at: fx.Node | None
     losses: tuple[ChunkableLoss, ...] = ()
+    regions: tuple[TileableRegion, ...] = ()
 
     @classmethod
     def of(
@@ -167,6 +170,7 @@ class BlockActivations:
             outputs += [result for result in results if is_read_outside(result.storage, inside)]
             ops.append(BackwardOp.of(node, uses, results, rules, batches, inside, shared, differentiable))
         kept_once, beside = tuple(dict.fromkeys(saved)), tuple(extra)
+        regions = tileable_regions(nodes, entry, rules, flows)
         return cls(
             saved=kept_once,
             extra=beside,
@@ -183,10 +187,12 @@ class BlockActivations:
                 saved=kept_once,
                 extra=beside,
                 losses=tuple(losses),
+                tileable=frozenset(node for own in regions for node in own.region.nodes),
             ),
             unreached=frozenset(unreached if ends_early else ()),
             ends_at=ends_at,
             losses=tuple(losses),
+            regions=regions,
         )
 
     def saved_bytes(
@@ -218,6 +224,21 @@ class BlockActivations:
     ) -> dict[Pair, Chunked]:
         """The losses that are computed in chunks under ``assignments``, and what they need."""
         return chunks(self.losses, assignments, mesh, num_microbatches)
+
+    def tiled(
+        self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1
+    ) -> tuple[dict[RowRegion, Tile], float, BackwardPeak]:
+        """The regions that full rematerialisation computes in tiles; bytes of what is not made again for that; the peak
+        of the backward then."""
+        given = assignments, mesh, num_microbatches
+        found = tiles(self.regions, *given)
+        if not found:
+            return found, 0.0, self.backward.peak(*given)
+        unmade = {node for region in found for node in region.made}
+        unsaved = {node for pair in self.chunks(*given) for node in pair}
+        every = [tensor for tensor in (*self.saved, *self.extra) if tensor.node not in unsaved]
+        left = [tensor for tensor in every if tensor.storage[0] not in unmade]
+        return found, _total(every, *given) - _total(left, *given), self.backward.peak(*given, tiles=found)
 
     def recomputed(self, assignments: Mapping[fx.Node, Assignment]) -> list[Saved]:
         """Results of contractions that level selective saves and level alternate recomputes."""

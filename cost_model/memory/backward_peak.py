@@ -15,6 +15,8 @@ from torch import fx
 from autopar.cost_model.compute.flops import is_view, op_name
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes
+from autopar.cost_model.memory.tiled_rows import Tile
+from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
@@ -116,7 +118,7 @@ class BlockBackward:
     """The backward of one block.
 
     ops: last first. outputs: results that are read outside the block. saved, extra, losses: as in
-    ``BlockActivations``.
+    ``BlockActivations``. tileable: ops whose results and gradients may never be there as a whole.
     """
 
     ops: tuple[BackwardOp, ...]
@@ -124,9 +126,16 @@ class BlockBackward:
     saved: tuple[Saved, ...]
     extra: tuple[Saved, ...]
     losses: tuple[ChunkableLoss, ...] = ()
+    tileable: frozenset[fx.Node] = frozenset()
 
-    def peak(self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1) -> BackwardPeak:
-        """Peak bytes of the backward, op by op, as autograd allocates and releases."""
+    def peak(
+        self,
+        assignments: Mapping[fx.Node, Assignment],
+        mesh: Mesh,
+        num_microbatches: int = 1,
+        tiles: Mapping[RowRegion, Tile] | None = None,
+    ) -> BackwardPeak:
+        """Peak bytes of the backward, op by op, as autograd allocates and releases. tiles: regions that are one op."""
 
         def local(tensor: Saved) -> float:
             return tensor.local_bytes(assignments[tensor.node], mesh, num_microbatches)
@@ -162,12 +171,38 @@ class BlockBackward:
 
         in_chunks = chunks(self.losses, assignments, mesh, num_microbatches)
         working = {pair.loss: chunked.working_bytes for pair, chunked in in_chunks.items()}
-        released = self._released(assignments, mesh, num_microbatches, {node for pair in in_chunks for node in pair})
+        ends = {region.result: region for region in tiles or ()}
+        unmade = {node for region in ends.values() for node in region.made}
+        released = self._released(
+            assignments, mesh, num_microbatches, {node for pair in in_chunks for node in pair}, unmade
+        )
         released |= {pair.linear: chunked.held_bytes for pair, chunked in in_chunks.items()}
         for tensor in self.outputs:
             gradients[tensor.storage] = allocate(local(tensor))
         for op in self.ops:
+            if op.node in unmade:
+                now -= released.get(op.node, 0.0)
+                continue
             came = [gradients.pop(result.storage) for result in op.incoming if result.storage in gradients]
+            if op.node in ends:
+                assert tiles is not None
+                region, tile = ends[op.node], tiles[ends[op.node]]
+                parts = [part for part in self.ops if part.node is op.node or part.node in region.made]
+                given = {
+                    produced.storage: (used, produced)
+                    for part in parts
+                    for used, produced in part.outgoing
+                    if produced.storage[0] not in region.made
+                }
+                op = replace(
+                    op,
+                    outgoing=tuple(given.values()),
+                    passes=(False,) * len(given),
+                    weights=tuple(weight for part in parts for weight in part.weights),
+                )
+                during = tile.working_bytes + tile.wide_bytes
+            else:
+                during = 0.0
             if op.node in working:  # forward, while all that forward saved is there
                 see(working[op.node], working[op.node])
                 for memory in came:
@@ -185,7 +220,7 @@ class BlockBackward:
                 made.append(memory)
             if op.logits is not None:
                 now += self._loss_bytes(op, assignments, mesh, num_microbatches)
-            see(own, own_wide)
+            see(max(own, during), max(own_wide, during))
             if op.logits is not None:
                 now -= self._loss_bytes(op, assignments, mesh, num_microbatches)
             weights, wide = weights + own, wide + own_wide
@@ -214,9 +249,9 @@ class BlockBackward:
     def working(self) -> Iterator[tuple[Saved, ...]]:
         """Tensors that ops surely hold in their backward beside all saved ones: those before anything is released."""
         savers = {tensor.node for tensor in (*self.saved, *self.extra)}
-        chunkable = {node for loss in self.losses for node in loss.pair}
+        divisible = {node for loss in self.losses for node in loss.pair} | self.tileable
         for op in self.ops:
-            if op.node in chunkable:  # their logits may not be there
+            if op.node in divisible:  # its logits, or what is wide, may not be there
                 continue
             made = [used for (used, _), passed in zip(op.outgoing, op.passes, strict=True) if not passed]
             if op.logits is not None and (logits := op.logits[0]).itemsize < _WIDE:
@@ -231,13 +266,15 @@ class BlockBackward:
         mesh: Mesh,
         num_microbatches: int,
         unsaved: AbstractSet[fx.Node],
+        unmade: AbstractSet[fx.Node] = frozenset(),
     ) -> dict[fx.Node, float]:
         """Bytes of saved tensors that are released after the backward of an op, the first that saved them.
 
-        unsaved: ops that save nothing.
+        unsaved: ops that save nothing. unmade: those that make nothing that is saved.
         """
         released: dict[fx.Node, float] = {}
         saved = [tensor for tensor in (*self.saved, *self.extra) if tensor.node not in unsaved]
+        saved = [tensor for tensor in saved if tensor.storage[0] not in unmade]
         sizes = local_sizes(saved, assignments, mesh, num_microbatches)
         for tensor in saved:
             size = sizes.pop((tensor.storage, tensor.cuts(assignments[tensor.node])), 0.0)

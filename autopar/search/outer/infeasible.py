@@ -58,8 +58,9 @@ def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:
     """What ``stage_memory`` of a stage with ``live`` microbatches in flight is made of."""
     blocks = inner.priced.blocks[stage.first : stage.last + 1]
     kept = live * sum(block.saved_bytes[stage.level(number)] for number, block in enumerate(blocks, stage.first))
-    recomputed = max(block.saved_bytes[0] - block.saved_bytes[stage.strongest] for block in blocks)
-    working = max(block.working_bytes(inner.pricing.prefetch) for block in blocks)
+    every = [(block, level) for block in blocks for level in stage.levels]
+    recomputed = max(block.recomputed_bytes(level) for block, level in every)
+    working = max(block.working_bytes(inner.pricing.prefetch, level) for block, level in every)
     states = sum((block.states for block in blocks), MemoryParts())
     workspace = FRAGMENTATION * (kept + recomputed)
     return states + MemoryParts(activations=kept, transient=working + recomputed, workspace=workspace)

@@ -162,15 +162,16 @@ def _backward_peak(blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, p
     most, best = -1.0, MemoryParts()
     for number in range(len(blocks) - 1, -1, -1):
         block = blocks[number]
-        recomputed = block.saved_bytes[0] - saved[number]
+        level = stage.level(stage.first + number)
+        recomputed, peak = block.recomputed_bytes(level), block.peak_of(level)
         ahead = sum(other.gathered_bytes for other in blocks[max(0, number - prefetch) : number])
         if block.scattered_bytes:
-            inside = block.peak.unsharded + block.gathered_bytes + leaving
+            inside = peak.unsharded + block.gathered_bytes + leaving
             # The gradients of the whole block, and the buffer that they leave from.
-            end = block.peak.end + block.unsharded_bytes + block.scattered_bytes
+            end = peak.end + block.unsharded_bytes + block.scattered_bytes
             needed = max(inside, end)
         else:
-            needed = (block.peak.arriving if first and _arriving(block) else block.peak.merged) + block.gathered_bytes
+            needed = (peak.arriving if first and _arriving(block) else peak.merged) + block.gathered_bytes
         transient = needed + ahead + recomputed
         workspace = FRAGMENTATION * recomputed
         if (total := gradients + kept + transient + workspace) > most:

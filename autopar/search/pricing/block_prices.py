@@ -33,16 +33,17 @@ T = TypeVar("T")
 class BlockPrice:
     """One block instance on one rank.
 
-    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
-    LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
+    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each
+    of LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
     cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
     twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then. states: bytes held
-    inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held
-    while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level.
-    peak: further bytes of the backward. gathered_bytes: parameters that ZeRO has gathered while the block runs, without
-    prefetched ones; unsharded_bytes: their gradients, as computed; scattered_bytes: the buffer that those are scattered
-    from. send_bytes: of a microbatch, for a cut before this block; None where it cannot be cut. returned_bytes: of the
-    gradients that come back over the cut.
+    inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes
+    held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each
+    level. unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles.
+    peak, tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that ZeRO has
+    gathered while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed;
+    scattered_bytes: the buffer that those are scattered from. send_bytes: of a microbatch, for a cut before this
+    block; None where it cannot be cut. returned_bytes: of the gradients that come back over the cut.
     """
 
     compute: OpTime
@@ -59,7 +60,9 @@ class BlockPrice:
     resting: MemoryParts
     optimiser_bytes: float
     saved_bytes: tuple[float, ...]
+    unmade_bytes: float
     peak: BackwardPeak
+    tiled_peak: BackwardPeak
     gathered_bytes: float
     unsharded_bytes: float
     scattered_bytes: float
@@ -74,12 +77,22 @@ class BlockPrice:
         """Seconds to send the gradients of a microbatch back over that cut; 0 where there are none."""
         return point_to_point_time(self.returned_bytes, link) if self.returned_bytes else 0.0
 
-    def working_bytes(self, prefetch: int) -> float:
-        """Most bytes while the block runs backward, beside states and saved activations."""
+    def working_bytes(self, prefetch: int, level: int = 0) -> float:
+        """Most bytes while the block runs backward, beside states and activations that are saved or made again."""
+        peak = self.peak_of(level)
         if not self.scattered_bytes:
-            return self.peak.merged + (1 + prefetch) * self.gathered_bytes
-        inside = self.peak.unsharded + self.gathered_bytes
-        return max(inside, self.peak.end + self.unsharded_bytes) + self.scattered_bytes + prefetch * self.gathered_bytes
+            return peak.merged + (1 + prefetch) * self.gathered_bytes
+        inside = peak.unsharded + self.gathered_bytes
+        return max(inside, peak.end + self.unsharded_bytes) + self.scattered_bytes + prefetch * self.gathered_bytes
+
+    def recomputed_bytes(self, level: int) -> float:
+        """Activations that the block makes again in its backward at once, at one of LEVELS."""
+        unmade = self.unmade_bytes if LEVELS[level] == "full" else 0.0
+        return max(0.0, self.saved_bytes[0] - self.saved_bytes[level] - unmade)
+
+    def peak_of(self, level: int) -> BackwardPeak:
+        """Further bytes of the backward, at one of LEVELS."""
+        return self.tiled_peak if LEVELS[level] == "full" else self.peak
 
     @property
     def forward_s(self) -> float:
@@ -146,7 +159,8 @@ class Priced:
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
                 saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
                 static_bytes=block.states.total,
-                workspace_bytes=block.working_bytes(pricing.prefetch),
+                workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
+                tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
                 send_s=send,
             )
             if number:
@@ -257,7 +271,7 @@ class _Ops:
     """Costs that all blocks of a kind have in common.
 
     unreached_s: forward seconds of ops that recomputation does not reach; unreached_dear_s: the part of them in
-    contractions and collectives.
+    contractions and collectives. tiled_s: what full rematerialisation takes longer for computing wide layers in tiles.
     """
 
     compute: OpTime
@@ -270,7 +284,10 @@ class _Ops:
     twice_s: float
     later_bytes: float
     saved: tuple[float, ...]
+    unmade_bytes: float
+    tiled_s: float
     peak: BackwardPeak
+    tiled_peak: BackwardPeak
 
     @classmethod
     def of(cls, pricing: Pricing, assignments: Mapping[fx.Node, Assignment], kind: int) -> _Ops:
@@ -306,6 +323,11 @@ class _Ops:
         batches = pricing.mesh, pricing.parts
         none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
         recomputed = {tensor.node for tensor in activations.recomputed(assignments)}
+        tiles, unmade, tiled_peak = activations.tiled(assignments, *batches)
+        tiled = sum(pricing.ops.cluster.device.memory_seconds(tile.summed_bytes) for tile in tiles.values())
+        # Where what follows needs the result once more, recomputation computes the region, and its backward does.
+        reached = [region for region in tiles if region.result not in activations.unreached]
+        tiled += sum(pricing.op(node, assignments[node]).forward_s for region in reached for node in region.made)
         return cls(
             compute=compute,
             inside=inside,
@@ -317,7 +339,10 @@ class _Ops:
             twice_s=twice,
             later_bytes=later,
             saved=(none, min(none, selective), min(none, alternate), min(none, full)),
-            peak=activations.backward.peak(assignments, *batches),
+            unmade_bytes=unmade,
+            tiled_s=tiled,
+            peak=activations.backward.peak(assignments, *batches) if tiles else tiled_peak,
+            tiled_peak=tiled_peak,
         )
 
     def block(
@@ -343,7 +368,10 @@ class _Ops:
         return BlockPrice(
             compute=self.compute + micro,
             communication=communication,
-            recomputed_s=tuple(rematerialised_s(level, forward, dear, self.recomputed_s) for level in LEVELS),
+            recomputed_s=tuple(
+                rematerialised_s(level, forward, dear, self.recomputed_s) + (self.tiled_s if level == "full" else 0.0)
+                for level in LEVELS
+            ),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
@@ -355,7 +383,9 @@ class _Ops:
             resting=sum((pricing.resting(p) for p in held), MemoryParts()),
             optimiser_bytes=pricing.optimiser_bytes(held),
             saved_bytes=self.saved,
+            unmade_bytes=self.unmade_bytes,
             peak=self.peak,
+            tiled_peak=self.tiled_peak,
             gathered_bytes=gathered,
             unsharded_bytes=unsharded,
             scattered_bytes=scattered,

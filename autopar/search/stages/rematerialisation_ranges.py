@@ -94,7 +94,7 @@ class Ranges:
         self.static = _prefix([b.static_bytes for b in blocks])
         self.begins, self.ends, self.known = _distinct(_runs(blocks))
         self.workspace = self._largest([b.workspace_bytes for b in blocks])
-        self.recomputed = [self._largest([b.saved_bytes[0] - b.saved_bytes[level] for b in blocks]) for level in every]
+        self.recomputed = [self._largest([b.recomputed_bytes(level) for b in blocks]) for level in every]
 
     def _largest(self, values: Sequence[float]) -> Floats:
         """Of the values in each range that differs."""
@@ -153,7 +153,8 @@ class Ranges:
             monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
             begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
             fixed = self.static[end] - self.static[begin] + self.workspace[number, None]
-            room = budget - fixed - self.recomputed[3 if use_full else level][number, None]
+            used = [own for own, uses in ((level, True), (3, use_full)) if uses]
+            room = budget - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
             slack = 1e-9 * np.abs(room) + 1e-6
             m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
             inside = m <= end

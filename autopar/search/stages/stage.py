@@ -14,14 +14,21 @@ class BlockCost:
     """One block in one plan.
 
     time_s, saved_bytes: per microbatch, at each of LEVELS. static_bytes: parameters, gradients, optimiser.
-    workspace_bytes: held only while the block runs. send_s: of a cut before this block.
+    workspace_bytes: held only while the block runs. tiled_bytes: that level full needs less, as it computes wide
+    layers in tiles. send_s: of a cut before this block.
     """
 
     time_s: tuple[float, ...]
     saved_bytes: tuple[float, ...]
     static_bytes: float
     workspace_bytes: float = 0.0
+    tiled_bytes: float = 0.0
     send_s: float = 0.0
+
+    def recomputed_bytes(self, level: int) -> float:
+        """What its backward needs beside the workspace: activations that are made again, at one of LEVELS."""
+        unsaved = self.saved_bytes[0] - self.saved_bytes[level]
+        return max(0.0, unsaved - self.tiled_bytes) if LEVELS[level] == "full" else unsaved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,11 @@ class Stage:
         """Index into LEVELS of the strongest level of a block."""
         return self.level(self.first)
 
+    @property
+    def levels(self) -> frozenset[int]:
+        """Indices into LEVELS of the levels of its blocks."""
+        return frozenset(self.level(block) for block in range(self.first, self.last + 1))
+
 
 def stage_time(blocks: Sequence[BlockCost], stage: Stage) -> float:
     """Seconds of one microbatch, forward and backward."""
@@ -70,5 +82,5 @@ def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
         sum(blocks[b].static_bytes for b in inside)
         + live * sum(blocks[b].saved_bytes[stage.level(b)] for b in inside)
         + max(blocks[b].workspace_bytes for b in inside)
-        + max(blocks[b].saved_bytes[0] - blocks[b].saved_bytes[stage.strongest] for b in inside)
+        + max(blocks[b].recomputed_bytes(level) for b in inside for level in stage.levels)
     )
