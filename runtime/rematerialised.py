@@ -99,11 +99,15 @@ def _marked(target: Callable[..., Any], how: _Mark) -> Callable[..., Any]:
     return call
 
 
+# Shape, strides and dtype of a tensor.
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
 class _Unread(TorchDispatchMode):
     """Runs products whose results are not saved, and gives memory of their shape in recomputation."""
 
-    def __init__(self, layouts: list[Tensor], *, recomputing: bool) -> None:
-        """layouts: the results on no device, written in forward, read in recomputation."""
+    def __init__(self, layouts: list[_Layout], *, recomputing: bool) -> None:
+        """layouts: of the results, written in forward, read in recomputation."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._layouts, self._recomputing, self._next = layouts, recomputing, 0
 
@@ -119,16 +123,16 @@ class _Unread(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if not self._recomputing:
             result: Tensor = func(*args, **(kwargs or {}))
-            self._layouts.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta"))
+            self._layouts.append((result.shape, result.stride(), result.dtype))
             return result
-        layout = self._layouts[self._next]
+        shape, stride, dtype = self._layouts[self._next]
         self._next += 1
         device = next(a.device for a in args if isinstance(a, Tensor))
-        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _contexts(kept: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    layouts: list[Tensor] = []
+    layouts: list[_Layout] = []
     results: list[Results] = []
 
     def compute(work: Work) -> Results:

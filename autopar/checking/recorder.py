@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.primitives.collective_counter import kind_of_collective
-from autopar.ir.torch_private import TorchDispatchMode, local_tensor, process_group, pytree, schema_of
+from autopar.ir.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    TorchDispatchMode,
+    local_tensor,
+    process_group,
+    pytree,
+    schema_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,8 @@ class Recorder(TorchDispatchMode):
         kind = kind_of_collective(func)
         if kind is not None and kind != "barrier":
             self._record(kind, func, args, kwargs)
-        result = func(*args, **kwargs)
+        # To wait makes no tensor; of a fake one it would be another.
+        result = args[0] if func is FUNCTIONAL_COLLECTIVES.wait_tensor.default else func(*args, **kwargs)
         self.memory.add(pytree.tree_leaves(result))
         return result
 

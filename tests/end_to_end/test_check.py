@@ -84,6 +84,18 @@ def test_a_right_plan_has_no_problems(source: ModelFile, name: str) -> None:
         assert predicted == pytest.approx(own.peak_bytes, rel=0.25)
 
 
+def test_what_rematerialisation_saves_is_counted_once(source: ModelFile) -> None:
+    captured, cluster = captured_of(source, 64, 256), make_cluster("cpu", 2, 2)
+    peaks = {}
+    for remat in ("none", "selective"):
+        plan = plan_of(captured, 2, tp=2, sequence_parallel=False, dp=1, remat=remat)
+        (own,) = check_plan(source.build, captured, plan, cluster).ranks
+        peaks[remat] = own.peak_bytes
+        # Sums over ranks and their summands are there in both; the shapes of the latter take no memory.
+        assert own.predicted.total - own.predicted.workspace == pytest.approx(own.peak_bytes, rel=0.1), remat
+    assert peaks["selective"] < 0.9 * peaks["none"]
+
+
 def check_large(
     source: ModelFile, *, tamper: Callable[[Sequence[StageProgram]], Sequence[StageProgram]] | None = None
 ) -> tuple[Checked, float]:
