@@ -62,7 +62,7 @@ def row_regions(nodes: Sequence[fx.Node], rules: Callable[[fx.Node], FactorRule 
 
 
 def _is_linear(node: fx.Node) -> bool:
-    return node.target in (torch.ops.aten.linear.default, columns_linear)
+    return node.target in (torch.ops.aten.linear.default, columns_linear) and not node.kwargs
 
 
 def _region(
