@@ -92,28 +92,26 @@ def bert() -> Case:
     return BertForMaskedLM(config), {"input_ids": _tokens(), "labels": _tokens()}
 
 
-def long_llama() -> Case:
-    """Few layers, many tokens, many words: what a step needs is its logits, unless they come in chunks."""
+def _llama_of_one_row(tokens: int, vocabulary: int, width: int, inner: int, num_layers: int) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=1024, use_cache=False, tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=tokens, use_cache=False,
+        tie_word_embeddings=False,
     )  # fmt: skip
-    tokens = torch.randint(0, 8192, (1, 1024))
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    row = torch.randint(0, vocabulary, (1, tokens))
+    return LlamaForCausalLM(config), {"input_ids": row, "labels": row}
+
+
+def long_llama() -> Case:
+    """Few layers, many tokens, many words: what a step needs is its logits, unless they come in chunks."""
+    return _llama_of_one_row(1024, 8192, 128, 256, 2)
 
 
 def wide_llama() -> Case:
     """Many tokens, few words, wide layers: what a step needs is those, unless they come in tiles."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
-    tokens = torch.randint(0, 256, (1, 2048))
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    return _llama_of_one_row(2048, 256, 64, 768, 3)
 
 
 def resnet() -> Case:

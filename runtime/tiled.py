@@ -119,7 +119,7 @@ def _gradients(
 
     found = [
         total(x, place < region.form.num_rows) if want else None
-        for place, (x, want) in enumerate(zip(operands, wanted))
+        for place, (x, want) in enumerate(zip(operands, wanted, strict=True))
     ]
     for start, length, part in region.tiles(operands, cut):
 

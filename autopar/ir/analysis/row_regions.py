@@ -35,14 +35,14 @@ class RowRegion:
         return self.nodes[-1]
 
     @property
-    def width(self) -> int:
-        """Numbers that those ops make of a row."""
-        return sum(map(_width, self.made))
-
-    @property
     def made(self) -> tuple[fx.Node, ...]:
         """The ops before that, which make what is wide."""
         return tuple(node for node in self.nodes[:-1] if not is_getitem(node))
+
+    @property
+    def width(self) -> int:
+        """Numbers that these ops make of a row."""
+        return sum(map(_width, self.made))
 
 
 def row_regions(nodes: Sequence[fx.Node], rules: Callable[[fx.Node], FactorRule | None]) -> list[RowRegion]:
