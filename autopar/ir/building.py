@@ -14,6 +14,7 @@ from autopar.ir.torch_private_symbols import expression_of_symbol, hint_of, is_s
 
 Operation = Callable[..., Any]
 
+_PLAIN = frozenset({int})
 # Node metadata that says where an op comes from; rewrites hand it on.
 ORIGIN = ("path", "source")
 
@@ -46,7 +47,7 @@ def static_value(value: Any, mode: FakeTensorMode) -> Any:
             return like_shape(leaf, mode) if _has_symbols(leaf) else leaf
         return hint_of(leaf) if is_symbolic(leaf) else leaf
 
-    return pytree.tree_map(static, value)
+    return static(value) if isinstance(value, torch.Tensor) else pytree.tree_map(static, value)
 
 
 def like_shape(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -90,7 +91,7 @@ def _static_size(size: Any) -> int:
 
 
 def _has_symbols(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape)
+    return isinstance(leaf, torch.Tensor) and not _PLAIN.issuperset(map(type, leaf.shape))
 
 
 def add_call(
@@ -136,7 +137,8 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     if "shapes" in node.meta:
         (shape,) = node.meta["shapes"]
         return cast("tuple[int, ...]", shape)
-    return _sizes(node.meta["val"], node.meta.get("symbolic", node.meta["val"]))
+    value = node.meta["val"]
+    return _sizes(value, node.meta.get("symbolic", value))
 
 
 def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
@@ -148,10 +150,13 @@ def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _sizes(value: torch.Tensor, symbolic: torch.Tensor) -> tuple[int, ...]:
-    # A plain number costs no expression: most sizes are plain, and passes ask for all of them.
+    shape = tuple(value.shape)
+    # Passes ask for all shapes, and most have no symbols.
+    if symbolic is value and _PLAIN.issuperset(map(type, shape)):
+        return shape
     return tuple(
         expressed(size, expression_of_symbol(symbol)) if is_symbolic(symbol) else size
-        for size, symbol in zip(value.shape, symbolic.shape, strict=True)
+        for size, symbol in zip(shape, symbolic.shape, strict=True)
     )
 
 

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.ir.ops.documents import Runs, runs_of
 from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.sequence import Block, Held, Sight, Span, blocks_between, held, joined, natural_order
-from autopar.ir.torch_private import writes_to
+from autopar.ir.torch_private import never_compiled, writes_to
 
 # Work of the busiest rank over the mean at which chunks are small enough, and the most of them that a rank is given.
 # Chosen: of log-normal lengths 8 to 16 chunks a rank are enough, and what is even to 3 % ends a step no sooner if it is
@@ -199,7 +199,7 @@ def from_document_order(
     return put
 
 
-@torch.compiler.disable
+@never_compiled
 def _permuted(
     x: Tensor, documents: Tensor, dim: int, length: int, inner: int, num_ranks: int, rows: int | None, *, back: bool
 ) -> Tensor:

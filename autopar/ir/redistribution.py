@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import cast
 
 from autopar.ir.placement import Layout, Partial, Placement, Replicate, Shard
 
@@ -61,6 +62,14 @@ class Step:
 
 
 _NONE = Collective.NONE
+# A placement as a number; that of a shard is its dimension. Placements compare slowly.
+_REPLICATE, _PARTIAL = -1, -2
+
+
+def _held(placement: Placement) -> int:
+    if placement.is_shard():
+        return cast("Shard", placement).dim
+    return _PARTIAL if placement.is_partial() else _REPLICATE
 
 
 @lru_cache(maxsize=1 << 18)
@@ -70,13 +79,12 @@ def redistribute(source: Layout, value: Layout, grad: Layout) -> tuple[Step, ...
     Each step's backward undoes it for the gradient, so running the steps backwards takes a gradient in
     ``grad`` to ``dual(source)``. The first step acts on the produced tensor.
     """
-    current: list[Placement] = list(source)
-    shards = [p.dim if isinstance(p, Shard) else None for p in source]
-    goals = [p.dim if isinstance(p, Shard) else None for p in value]
+    current, goals = [_held(p) for p in source], [_held(p) for p in value]
+    summed = [p.is_partial() for p in grad]
     leaving: dict[int, list[int]] = {}
     entering: dict[int, list[int]] = {}
-    for dim in {dim for dim in (*shards, *goals) if dim is not None}:
-        before = [axis for axis, held in enumerate(shards) if held == dim]
+    for dim in {dim for dim in (*current, *goals) if dim >= 0}:
+        before = [axis for axis, held in enumerate(current) if held == dim]
         after = [axis for axis, goal in enumerate(goals) if goal == dim]
         kept = 0
         while kept < min(len(before), len(after)) and before[kept] == after[kept]:
@@ -85,70 +93,61 @@ def redistribute(source: Layout, value: Layout, grad: Layout) -> tuple[Step, ...
 
     steps: list[Step] = []
 
-    def can_enter(axis: int) -> int | None:
-        """The dimension that ``axis`` may start to shard now, if any."""
-        goal = goals[axis]
-        return goal if goal is not None and not leaving[goal] and entering[goal][:1] == [axis] else None
-
-    def enter(axis: int, dim: int) -> None:
-        entering[dim].remove(axis)
-        current[axis] = Shard(dim)
-
     def local_or_moving() -> bool:
         """One step that does not make the tensor larger, if there is one."""
-        for axis, placement in enumerate(current):
-            dim = can_enter(axis)
-            if dim is None:
-                continue
-            if placement.is_partial():
-                steps.append(Step(axis, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, None, dim))
-            elif placement.is_replicate():
-                steps.append(Step(axis, Collective.SPLIT, Collective.ALL_GATHER, None, dim))
-            elif isinstance(placement, Shard) and leaving[placement.dim][-1:] == [axis]:
-                leaving[placement.dim].pop()
-                steps.append(Step(axis, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, placement.dim, dim))
+        for axis, (held, goal) in enumerate(zip(current, goals, strict=True)):
+            if goal < 0 or leaving[goal] or entering[goal][:1] != [axis]:
+                continue  # the axis cannot start to shard the dimension now
+            if held == _PARTIAL:
+                steps.append(Step(axis, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, None, goal))
+            elif held == _REPLICATE:
+                steps.append(Step(axis, Collective.SPLIT, Collective.ALL_GATHER, None, goal))
+            elif leaving[held][-1:] == [axis]:
+                leaving[held].pop()
+                steps.append(Step(axis, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, held, goal))
             else:
                 continue
-            enter(axis, dim)
+            entering[goal].remove(axis)
+            current[axis] = goal
             return True
         return False
 
     def reducing() -> bool:
-        for axis, placement in enumerate(current):
-            if placement.is_partial() and not value[axis].is_partial():
-                both = value[axis].is_replicate() and grad[axis].is_partial()
+        for axis, (held, goal) in enumerate(zip(current, goals, strict=True)):
+            if held == _PARTIAL != goal:
+                both = goal == _REPLICATE and summed[axis]
                 steps.append(Step(axis, Collective.ALL_REDUCE, Collective.ALL_REDUCE if both else _NONE))
-                current[axis] = Replicate()
+                current[axis] = _REPLICATE
                 return True
         return False
 
     def gathering(*, only_if_final: bool) -> bool:
-        for axis, placement in enumerate(current):
-            if not isinstance(placement, Shard) or leaving[placement.dim][-1:] != [axis]:
+        for axis, (held, goal) in enumerate(zip(current, goals, strict=True)):
+            if held < 0 or leaving[held][-1:] != [axis] or (only_if_final and goal >= 0):
                 continue
-            final = not isinstance(value[axis], Shard)
-            if only_if_final and not final:
-                continue
-            partial_grad = value[axis].is_replicate() and grad[axis].is_partial()
-            back = Collective.REDUCE_SCATTER if partial_grad else Collective.SPLIT
-            leaving[placement.dim].pop()
-            steps.append(Step(axis, Collective.ALL_GATHER, back, placement.dim, None))
-            current[axis] = Replicate()
+            back = Collective.REDUCE_SCATTER if goal == _REPLICATE and summed[axis] else Collective.SPLIT
+            leaving[held].pop()
+            steps.append(Step(axis, Collective.ALL_GATHER, back, held, None))
+            current[axis] = _REPLICATE
             return True
         return False
 
-    while local_or_moving() or reducing() or gathering(only_if_final=True) or gathering(only_if_final=False):
+    while (
+        (any(entering.values()) and local_or_moving())
+        or (_PARTIAL in current and reducing())
+        or (any(leaving.values()) and (gathering(only_if_final=True) or gathering(only_if_final=False)))
+    ):
         pass
 
     deferred = [
         Step(axis, _NONE, Collective.ALL_REDUCE)
         for axis, placement in enumerate(source)
-        if placement.is_replicate() and value[axis].is_replicate() and grad[axis].is_partial()
+        if summed[axis] and goals[axis] == _REPLICATE and placement.is_replicate()
     ]
     if deferred:
         steps[_smallest_position(steps) : _smallest_position(steps)] = deferred
-    for axis, placement in enumerate(current):
-        if value[axis].is_partial() and not placement.is_partial():
+    for axis, (held, goal) in enumerate(zip(current, goals, strict=True)):
+        if goal == _PARTIAL != held:
             steps.append(Step(axis, Collective.DIVIDE, _NONE))
     return tuple(steps)
 

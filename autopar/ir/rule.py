@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 from autopar.ir.mesh import Mesh
@@ -179,6 +180,7 @@ def factors_of_choice(choice: Choice) -> tuple[str, ...]:
     return tuple(choice.split("&")) if "&" in choice else (choice,)
 
 
+@lru_cache(maxsize=1 << 14)
 def _placement_of(tensor: TensorFactors, choice: Choice) -> Placement:
     factors = factors_of_choice(choice)
     for number, dim in enumerate(tensor):

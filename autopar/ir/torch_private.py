@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._decomp import get_decompositions
 from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -270,6 +271,11 @@ def flex_attention_entries() -> tuple[EntryPoint, EntryPoint, EntryPoint]:
         EntryPoint(flex, "_validate_device"),
         EntryPoint(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"),
     )
+
+
+def never_compiled(function: _F) -> _F:
+    """``torch.compiler.disable(function)``, which imports the compiler at once; this does at the first call."""
+    return cast("_F", _disable_dynamo(function))
 
 
 def leaves_scores(score_mod: Callable[..., Any]) -> bool:

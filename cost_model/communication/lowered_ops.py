@@ -8,6 +8,7 @@ that are dispatched to experts are put in order beside each all-to-all. What a r
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 from torch import fx
@@ -68,7 +69,8 @@ def lowering_time(
         num_microbatches=num_microbatches,
     )
     total = OpTime()
-    for one in INSIDE[name](node, rule, sizes):
+    # A chunked loss has the same ones for every chunk.
+    for one, count in Counter(INSIDE[name](node, rule, sizes)).items():
         if sizes.size(one.axis) == 1:
             continue
         collective, payload, reorder = Collective(one.kind), one.payload_bytes, 0.0
@@ -76,7 +78,7 @@ def lowering_time(
             # Ranks wait for the one that most tokens go to; what arrives is put in the order of the experts.
             payload *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing_ranks(assignment, mesh))
             reorder = fabric.cluster.device.kernel_launch_s + fabric.cluster.device.memory_seconds(2 * payload)
-        seconds = fabric.time(collective, payload, mesh.index(one.axis)) + reorder
+        seconds = count * (fabric.time(collective, payload, mesh.index(one.axis)) + reorder)
         total += OpTime(seconds) if one.phase == "forward" else OpTime(0.0, seconds)
     return total
 

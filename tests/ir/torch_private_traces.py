@@ -38,6 +38,22 @@ def _lazy() -> None:
     assert not isinstance(make_fx(torch.neg)(torch.ones(1)), private.LazyGraphModule)
 
 
+@case("never_compiled")
+def _never_compiled() -> None:
+    compiling = []
+
+    @private.never_compiled
+    def add_one(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * add_one(x)
+
+    assert torch.compile(double, backend="eager")(torch.ones(2)).tolist() == [4, 4]
+    assert compiling == [False]
+
+
 @case("keep_lines_of")
 def _lines() -> None:
     def loss(x: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ def _loss_is_trained(captured: CapturedModel) -> None:
     loss = captured.loss_node()
     if not isinstance(loss, fx.Node):
         return
-    trained = {_placeholder(captured, name) for name, p in captured.parameters.items() if p.requires_grad}
+    names = {name for name, parameter in captured.parameters.items() if parameter.requires_grad}
+    trained = {node for node in captured.graph.nodes if node.op == "placeholder" and node.name in names}
     if not trained or carries_gradient(loss, trained):
         return
     raise CaptureError(

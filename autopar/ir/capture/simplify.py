@@ -88,6 +88,18 @@ _DROPOUTS = {
     aten.feature_alpha_dropout.default: 2,
     aten.native_dropout.default: 2,
 }
+_SOMETIMES_IDENTITY = {
+    aten.cat.default,
+    aten.detach.default,
+    aten.transpose.int,
+    aten.permute.default,
+    *_COPIES,
+    *_RESHAPES,
+    *_CASTS,
+    *_VIEWS,
+    *_IDENTITY_SCALARS,
+    *_DROPOUTS,
+}
 _FOLDABLE_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
 
 
@@ -157,6 +169,8 @@ def _adds_nothing(part: Any, whole: torch.Tensor) -> bool:
 
 def _same_value(node: fx.Node, needs_grad: set[fx.Node]) -> fx.Node | None:
     """The operand that an op returns unchanged, if it does."""
+    if node.target not in _SOMETIMES_IDENTITY:
+        return None
     source = node.args[0] if node.args else None
     if node.target is aten.cat.default and isinstance(source, (list, tuple)) and len(source) == 1:
         source = source[0]
@@ -200,12 +214,12 @@ def _key(node: fx.Node) -> Any:
 
 def _frozen(argument: Any) -> Any:
     """A hashable twin of an argument; 1, 1.0 and True stay different."""
-    if isinstance(argument, (list, tuple)):
-        return tuple(_frozen(a) for a in argument)
-    if isinstance(argument, dict):
-        return tuple(sorted((k, _frozen(v)) for k, v in argument.items()))
     if isinstance(argument, fx.Node):
         return argument
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_frozen, argument))
+    if isinstance(argument, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in argument.items()))
     if isinstance(argument, float) and math.isnan(argument):
         return (float, "nan")
     return (type(argument), argument, getattr(argument, "expression", None))

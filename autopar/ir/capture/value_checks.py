@@ -1,4 +1,4 @@
-"""Checks of values in an exported graph: they compute nothing, and a plan runs without them.
+"""Checks of values and dtypes in an exported graph: they compute nothing, and a plan runs without them.
 
 n = item(all(x > 0)); _assert_scalar(n, "..")        nothing, if no shape or number depends on n
 y = masked_select(x, mask)                           nothing, if no op reads y
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ir.capture.functional_twins import writes
-from autopar.ir.torch_private import ASSERTIONS, READ_SCALAR
+from autopar.ir.torch_private import ASSERT_METADATA, ASSERTIONS, READ_SCALAR
 from autopar.ir.torch_private_symbols import is_symbolic
 
 aten = torch.ops.aten
@@ -18,6 +18,7 @@ aten = torch.ops.aten
 _CHECKS = frozenset(
     {
         *ASSERTIONS,
+        ASSERT_METADATA,
         aten.sym_constrain_range.default,
         aten.sym_constrain_range_for_size.default,
         # Of what was known when it was read.

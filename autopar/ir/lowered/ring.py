@@ -42,7 +42,7 @@ from autopar.ir.primitives.computed_once import computed_once
 from autopar.ir.primitives.group_communication import group_rank, group_size
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner, spans
-from autopar.ir.torch_private import is_fake, process_group
+from autopar.ir.torch_private import is_fake, never_compiled, process_group
 
 Wait = Callable[[], Tensor]
 
@@ -91,7 +91,7 @@ def ring_attention(
     return cast(Tensor, apply(_Ring, q, k, v, mask, _Round(shape, place, key_groups, scale)))
 
 
-@torch.compiler.disable
+@never_compiled
 def _in_documents(
     q: Tensor,
     k: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
-from autopar.ir.torch_private import FUSED_RMS_NORM
+from autopar.ir.torch_private import FUSED_RMS_NORM, never_compiled
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -80,7 +80,7 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
 
 
-@torch.compiler.disable
+@never_compiled
 def _attention_in_documents(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, documents: Tensor, **options: Any
 ) -> Tensor:

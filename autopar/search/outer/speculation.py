@@ -68,8 +68,7 @@ class Ahead:
         self._asked.add(key)
         self._receive(wait=False)
         if self._running == key:
-            other = next(self._open(), None)
-            if other is not None and not self._arrived():
+            while not self._arrived() and (other := next(self._open(), None)) is not None:
                 self._answers[other[0]] = answer_of(self.solve, other[1])
             self._receive(wait=True)
         self._send()

@@ -425,17 +425,19 @@ def _parameters(
     prices: dict[str, ParameterPrice] = {}
     storage: dict[str, Storage] = {}
     held: dict[int, list[ParameterPrice]] = {}
+    kinds = pricing.workload.repetition.blocks
     for group in pricing.workload.parameters:
         uses = [layouts.need(node, position) for node, position in group.uses]
-        own = stored(uses, len(pricing.mesh), trains=group.requires_grad)
+        storage.update(dict.fromkeys(group.names, stored(uses, len(pricing.mesh), trains=group.requires_grad)))
         made: dict[int | None, ParameterPrice] = {}
         for name, blocks in zip(group.names, group.blocks, strict=True):
-            users = tuple(dict.fromkeys(blocks))
-            for block in users[:1] if shared_once else users:
-                kind = pricing.workload.repetition.blocks[block].kind
-                alone = None if pricing.zero_stages is None or (shared_once and len(users) > 1) else kind
-                if alone not in made:
-                    made[alone] = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
-                held.setdefault(block, []).append(made[alone])
-                prices[name], storage[name] = made[alone], own
+            apart = pricing.zero_stages is not None and not (shared_once and len(blocks) > 1)
+            for block in blocks[:1] if shared_once else blocks:
+                alone = kinds[block].kind if apart else None
+                price = made.get(alone)
+                if price is None:
+                    price = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
+                    made[alone] = price
+                held.setdefault(block, []).append(price)
+                prices[name] = price
     return prices, storage, {block: tuple(own) for block, own in held.items()}

@@ -125,6 +125,7 @@ class _Builder:
         self.options = tuple(options_of(pricing, group, allowed) for group in self.groups)
         self.costs = [self._seconds(own) for own in self.options]
         self.factors: list[Factor] = []
+        self._classes: dict[float, float] = {}
         own = self.workload.clusters.inputs.index
         every = range(len(self.options[own]))
         self.costs[own] += [self.count * pricing.feeding_s(self.options[own].assignment(option)) for option in every]
@@ -278,10 +279,8 @@ class _Builder:
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         """Add a factor for a transfer. Its shape depends on the options of its clusters and the rows only: it is
         cached."""
-        variables = [
-            self.workload.cluster_of(node).index for node in (transfer.tensor.node, *(n for n, _ in transfer.uses))
-        ]
-        rows = rows_class(transfer.tensor.rows_of_microbatch(self.parts), self.pricing.mesh)
+        variables = self.workload.transfer_variables[number]
+        rows = self._rows_class(transfer.tensor.rows_of_microbatch(self.parts))
         key = (number, rows, *(id(self.options[variable]) for variable in variables))
         shape = self.pricing.moves.shapes.get(key)
         if shape is None:
@@ -298,6 +297,12 @@ class _Builder:
             cost = cost + self.weights.sync * share * rate * where
         self.factors.append(Factor(producer=variables[0], sources=shape.sources, users=shape.users, cost=cost))
 
+    def _rows_class(self, rows: float) -> float:
+        found = self._classes.get(rows)
+        if found is None:
+            found = self._classes[rows] = rows_class(rows, self.pricing.mesh)
+        return found
+
     def _sum_rate(self, pricing: Pricing, axes: tuple[int, ...]) -> float:
         """Seconds that an element of a gradient takes to be summed over axes, once a step."""
         # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
@@ -312,7 +317,7 @@ class _Builder:
             fixed, per_byte = moves.table(pattern.numbers, rows)
         return FactorShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
 
-    def _pattern(self, number: int, transfer: Transfer, variables: list[int]) -> FactorPattern:
+    def _pattern(self, number: int, transfer: Transfer, variables: Sequence[int]) -> FactorPattern:
         """Pattern of a transfer, which depends on the options of its clusters, on all meshes with so many axes."""
         moves = self.pricing.moves.known
         key = (number, *(self.options[variable].code for variable in variables))

@@ -89,7 +89,7 @@ class ParameterGroup:
     """Parameters with equal uses.
 
     uses: (representative op, operand position) of every use in execution order; the first decides the storage. names:
-    placeholder names. blocks: for each of them the block of each use. itemsize: bytes of an element.
+    placeholder names. blocks: for each of them the blocks that use it, in that order. itemsize: bytes of an element.
     """
 
     numel: int
@@ -195,12 +195,19 @@ class Workload:
         """Op clusters that the redistributions of each of ``transfers`` depend on."""
         every = tuple(range(len(self.clusters.clusters)))
         found = []
-        for transfer in self.transfers:
+        for transfer, own in zip(self.transfers, self.transfer_variables, strict=True):
             nodes = (transfer.tensor.node, *(node for node, _ in transfer.uses))
             # Whether summands pass through a derived op is decided by all that use what it makes.
-            apart = self.analysis.derived.keys().isdisjoint(nodes)
-            found.append(tuple(self.cluster_of(node).index for node in nodes) if apart else every)
+            found.append(own if self.analysis.derived.keys().isdisjoint(nodes) else every)
         return tuple(found)
+
+    @cached_property
+    def transfer_variables(self) -> tuple[tuple[int, ...], ...]:
+        """Op clusters of the producer and of every use, for each of ``transfers``."""
+        return tuple(
+            tuple(self.cluster_of(node).index for node in (transfer.tensor.node, *(node for node, _ in transfer.uses)))
+            for transfer in self.transfers
+        )
 
     @cached_property
     def num_blocks(self) -> int:
@@ -337,7 +344,7 @@ class Workload:
                     itemsize=parameter.dtype.itemsize,
                     uses=tuple(u[1:] for u in uses[names[0]]),
                     names=tuple(names),
-                    blocks=tuple(tuple(u[0] for u in uses[name]) for name in names),
+                    blocks=tuple(tuple(dict.fromkeys(u[0] for u in uses[name])) for name in names),
                 )
             )
         return tuple(found)
@@ -362,7 +369,7 @@ class Workload:
         named = (
             (name, used) for group in self.parameters for name, used in zip(group.names, group.blocks, strict=True)
         )
-        return {name: used for name, used in named if len(set(used)) > 1}
+        return {name: used for name, used in named if len(used) > 1}
 
     @cached_property
     def activations(self) -> tuple[BlockActivations, ...]:
