@@ -1,4 +1,4 @@
-"""One GPU under NCCL: a step equals the plain model's, for every level of rematerialisation, and a compiled one."""
+"""One GPU under NCCL: a step equals the plain model, for every level of rematerialisation, compiled, in tiles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.lowered import row_tiles
 
 ROWS, SEQ, VOCABULARY = 4, 32, 128
 
@@ -42,6 +43,8 @@ def _train(take_step: Any, model: Any) -> list[float]:
 
 def _compare(_: int, folder: str, options: dict[str, Any]) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    if options.pop("tiles", False):
+        row_tiles.TILE, row_tiles.LIMIT = 1 << 10, 1 << 11
     dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     alone = _llama()
 
@@ -67,6 +70,7 @@ def _compare(_: int, folder: str, options: dict[str, Any]) -> None:
         {"remat": "none", "num_microbatches": 1},
         {"remat": "selective", "num_microbatches": 2},
         {"remat": "full", "num_microbatches": 4},
+        {"remat": "full", "num_microbatches": 1, "tiles": True},
         {"remat": "none", "num_microbatches": 2, "compile": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
