@@ -113,6 +113,9 @@ FLASH_CUDA_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT_CUDA = _aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_CUDA_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 
+ATTENTION_OF_TWO_WIDTHS = _aten._scaled_dot_product_cudnn_attention.default
+"""Attention by cuDNN, whose values may be of another width than keys. On fake tensors it has their shapes anywhere."""
+
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 """Collectives that return what they receive, as ops of a graph. torch.distributed writes into given memory."""
 

@@ -203,6 +203,16 @@ def _efficient_on_cuda_backward() -> None:
     ]  # fmt: skip
 
 
+@case("ATTENTION_OF_TWO_WIDTHS")
+def _attention_of_two_widths() -> None:
+    with private.FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 4, width, requires_grad=True) for width in (24, 24, 16))
+        out = private.ATTENTION_OF_TWO_WIDTHS(q, k, v, None, True, 0.0, True, False, scale=0.5)[0]
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out.shape == (1, 2, 4, 16)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
 @case("FUNCTIONAL_COLLECTIVES", "process_group", "size_of_group")
 def _groups() -> None:
     with one_rank():
