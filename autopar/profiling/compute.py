@@ -72,9 +72,11 @@ def measure_compute(
     progress("memory traffic")
     for mib in (64, 256, 1024) if gpu else (4, 16):
         x = torch.ones(mib * (1 << 18), device=clock.device)
-        out = torch.empty_like(x)
-        seconds = lone.time(partial(torch.add, x, 1.0, out=out))
-        samples.traffic.append(Traffic(2 * x.nbytes, seconds))
+        if gpu:
+            out = torch.empty_like(x)
+            samples.traffic.append(Traffic(2 * x.nbytes, lone.time(partial(torch.add, x, 1.0, out=out))))
+        else:
+            samples.traffic.append(_multiplied(lone, x))
         samples.traffic.append(_normalised(lone, x.view(-1, 256)))
     samples.optimizer.append(_optimised(lone))
     samples.launch_s = _floor(lone)
@@ -111,6 +113,24 @@ class _Operands:
     def to_weights(self) -> Tensor:
         x, _, grad = self._next()
         return grad.t() @ x
+
+
+def _multiplied(clock: Clock, x: Tensor, count: int = 8) -> Traffic:
+    """Products of tensors like ``x`` one after the other, forward and backward; each reads or writes nine of them.
+
+    Every result has memory that no cache knows, as in training, and is kept for the backward: a core takes up to twice
+    as long for a byte as where one operand is read and one result is overwritten all the time.
+    """
+    factors = [torch.randn_like(x).requires_grad_() for _ in range(count + 1)]
+    grad = torch.ones_like(x)
+
+    def run() -> None:
+        product = factors[0]
+        for factor in factors[1:]:
+            product = product * factor
+        torch.autograd.grad(product, factors, grad)
+
+    return Traffic(9 * count * x.nbytes, clock.time(run))
 
 
 def _normalised(clock: Clock, x: Tensor) -> Traffic:
