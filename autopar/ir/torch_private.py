@@ -1,7 +1,7 @@
 """Private names of torch, under plain names. No other module below the runtime uses one.
 
 Each name is here because nothing public does what it does; its docstring says what. ``tests/ir/test_torch_private.py``
-has a case for each, which fails under that name where torch has changed. Tried with torch 2.13.0 and 2.14.1.
+has a case for each, which fails under that name where torch has changed. Tried with torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
