@@ -52,7 +52,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Case:
     """build: the module. inputs: shapes of its floating inputs. flops, num_bytes: of forward, what its rate counts.
 
-    backend: the kernel that attention is forced to, None for the one that torch takes.
+    backend: the attention kernel that is asked for, None for the one that torch chooses.
     """
 
     kind: str
@@ -311,14 +311,14 @@ def others(device: torch.device, small: bool) -> Iterator[Row]:
             seconds = timed(run, device)
             yield Row(kind="other", name=name, forward_s=seconds, rate=f"{count / seconds / 1e9:,.1f} GB/s")
     tiny = torch.zeros(8, device=device)
-    leaf = torch.zeros(8, device=device, requires_grad=True)
+    trained = torch.zeros(8, device=device, requires_grad=True)
 
     def issue() -> None:
         for _ in range(500):
             tiny.add_(1.0)
 
     def issue_both() -> None:
-        total = leaf
+        total = trained
         for _ in range(500):
             total = total * 1.0
         total.sum().backward()
@@ -346,8 +346,9 @@ def main() -> int:
                "ratio", "rate, forward / backward"]  # fmt: skip
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     cases = [case for make in (matmuls, attentions, streams) for case in make(not cuda) if case.kind in kinds]
+    timing = partial(measured, cluster=cluster, device=device, precision=precision)
     runs: list[Callable[[], Iterator[Row]]] = [
-        *(lambda case=case: iter([measured(case, cluster, device, precision)]) for case in cases),  # type: ignore[misc]
+        *(partial(map, timing, [case]) for case in cases),
         *([partial(eight_bit, device, not cuda)] if "fp8" in kinds else []),
         *([partial(others, device, not cuda)] if "other" in kinds else []),
     ]

@@ -14,7 +14,9 @@ from autopar.ir.torch_private_symbols import expression_of_symbol, hint_of, is_s
 
 Operation = Callable[..., Any]
 
-_PLAIN = frozenset({int})
+# Types of sizes without symbols.
+_STATIC = frozenset({int})
+
 # Node metadata that says where an op comes from; rewrites hand it on.
 ORIGIN = ("path", "source")
 
@@ -91,7 +93,7 @@ def _static_size(size: Any) -> int:
 
 
 def _has_symbols(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not _PLAIN.issuperset(map(type, leaf.shape))
+    return isinstance(leaf, torch.Tensor) and not _STATIC.issuperset(map(type, leaf.shape))
 
 
 def add_call(
@@ -152,7 +154,7 @@ def sizes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 def _sizes(value: torch.Tensor, symbolic: torch.Tensor) -> tuple[int, ...]:
     shape = tuple(value.shape)
     # Passes ask for all shapes, and most have no symbols.
-    if symbolic is value and _PLAIN.issuperset(map(type, shape)):
+    if symbolic is value and _STATIC.issuperset(map(type, shape)):
         return shape
     return tuple(
         expressed(size, expression_of_symbol(symbol)) if is_symbolic(symbol) else size
