@@ -1,11 +1,11 @@
 """Does a step wait for what it is predicted to wait for? Measured on two hosts of two ranks each.
 
-    sudo python benchmarks/critical_path.py [--model gpt] [--networks 100mbit] [--pin "pp2 dp2 1f1b M4"] [--steps 5]
+    sudo python benchmarks/critical_path.py [--model gpt] [--networks 100mbit] [--pin "pp2 dp2 1f1b M4"]... [--steps 5]
 
-Hosts, network, shares of cores and the cluster file are those of ``regret.py``. A plan is searched there (or one of its
-kinds taken, as ``--pin`` says), every rank records torch.profiler traces of its steps, and the critical path of each is
-read from them. Printed beside it: the critical path of the predicted step (``autopar explain --critical-path``), and
-how long a rank stands still for each kind of communication.
+Hosts, network, shares of cores and the cluster file are those of ``regret.py``. A plan is searched there (and the best
+of each kind taken that ``--pin`` names), every rank records torch.profiler traces of its steps, and the critical path
+of each is read from them. Printed beside it: the critical path of the predicted step (``autopar explain
+--critical-path``), and how long a rank stands still for each kind of communication.
 """
 
 from __future__ import annotations
@@ -107,10 +107,13 @@ def predicted(captured: CapturedModel, cluster: Cluster, plan: Plan) -> tuple[fl
     found = critical_path_data(captured, cluster, plan)
     seconds: Counter[str] = Counter()
     for item in found["items"]:
-        # A CPU copies what it sends and receives on the core that computes.
-        copies = item["kind"] == "send" and item["name"] == "copies"
-        name = {"collective": item["name"], "send": "send"}.get(item["kind"])
-        seconds["compute" if name is None or copies else f"{name}, {item['axis'].replace(',', '')}"] += item["step_s"]
+        # What the core that computes copies for communication, a trace shows as slower compute.
+        if item["kind"] not in ("collective", "send") or item["name"] == "copies":
+            name = "compute"
+        else:
+            what = "send" if item["kind"] == "send" else item["name"]
+            name = f"{what}, {item['axis'].replace(',', '')}"
+        seconds[name] += item["step_s"]
     return found["step_time_s"], seconds
 
 
@@ -166,7 +169,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt", choices=regret.MODELS)
     parser.add_argument("--networks", default="100mbit")
-    parser.add_argument("--pin", help="a kind of plan of regret.py in place of the searched one")
+    parser.add_argument(
+        "--pin", action="append", default=[], help="a kind of plan of regret.py besides the searched one"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
         "--known", action="store_true", help="take OUT/NETWORK/cluster.json for the hosts, if it is there"
@@ -191,16 +196,16 @@ def main() -> int:
                 job.write_text(json.dumps({"model": None}))
                 (folder / "cluster.json").write_text(json.dumps(regret.measured(job)[0]))
             cluster = cluster_from_dict(json.loads((folder / "cluster.json").read_text()))
-            captured, plan = planned(options.model, cluster, options.pin)
-            plan.save(folder / "plan.yaml")
-            plan_file = str(folder / "plan.yaml")
-            job.write_text(json.dumps({"model": options.model, "plan": plan_file, "steps": options.steps}))
-            untraced = run_ranks(__file__, job)
-        title = (
-            f"{options.model}, {network}, {options.pin or 'searched'}: {plan.num_stages} stages on {plan.stage_mesh}"
-        )
-        table(title, predicted(captured, cluster, plan), measured(folder, plan))
-        print(f"\nWithout traces a step takes {statistics.median(untraced):.3f} s.", flush=True)
+            for pin in (None, *options.pin):
+                captured, plan = planned(options.model, cluster, pin)
+                plan.save(folder / "plan.yaml")
+                plan_file = str(folder / "plan.yaml")
+                job.write_text(json.dumps({"model": options.model, "plan": plan_file, "steps": options.steps}))
+                untraced = run_ranks(__file__, job)
+                shape = f"{plan.num_stages} stages on {plan.stage_mesh}"
+                title = f"{options.model}, {network}, {pin or 'searched'}: {shape}"
+                table(title, predicted(captured, cluster, plan), measured(folder, plan))
+                print(f"\nWithout traces a step takes {statistics.median(untraced):.3f} s.", flush=True)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -105,3 +106,19 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     assert kinds["send pp"] > 0
     # Equal stages: the first waits P - 1 passes of each of M + P - 1.
     assert path.pipeline_wait_s / path.step_time_s == pytest.approx(one.timeline.bubble_fraction, rel=0.15)
+
+
+def test_copies_of_a_core_for_all_reduces_are_not_waiting() -> None:
+    captured, plain = decoder(), make_cluster("cpu", 2, 2)
+    seconds = {}
+    for overlap in (1.0, 0.25):
+        cluster = replace(plain, intra_node=replace(plain.intra_node, overlap=overlap))
+        plan = estimate_captured(captured, cluster, Constraints(dp=2, zero=0, num_microbatches=1)).plan
+        path = step_path(*priced_plan(captured, cluster, plan), plan.pipelining)
+        seconds[overlap] = Counter({"copies": 0.0, "all_reduce": 0.0})
+        for item, spent in path.items:
+            if item.of.startswith("gradients"):
+                seconds[overlap][item.name] += spent
+    reduced = seconds[1.0]
+    assert reduced["copies"] == 0.0 < reduced["all_reduce"], "what compute does not hide is waited for"
+    assert seconds[0.25]["copies"] > seconds[0.25]["all_reduce"], "three quarters of every one need the core"

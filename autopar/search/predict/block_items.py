@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.cost_model.communication.gradient_sync import SyncTime
 from autopar.cost_model.compute.op_time import ZERO
 from autopar.ir.analysis.op_stream import op_name
 from autopar.ir.placed.layouts import Layouts
@@ -92,6 +93,15 @@ class BlockItems:
         whole = {axis for price in held for axis in price.sync_axes}
         names = [name for name, axes in (("reduce_scatter", sharded), ("all_reduce", whole)) if axes]
         return Item("collective", ", ".join(names), f"gradients of {self.kind_of(block)}", self._names(sharded | whole))
+
+    def copies(self, block: int) -> Item:
+        """What the core that computes copies for the all-reduces of a block's gradients, on a CPU."""
+        axes = {axis for price in self.priced.held.get(block, ()) for axis in price.sync_axes}
+        return Item("collective", "copies", f"gradients of {self.kind_of(block)}", self._names(axes))
+
+    def copied(self, block: int) -> SyncTime:
+        """Seconds of ``copies``."""
+        return self.pricing.summed_sync(self.priced.held.get(block, ()))[1]
 
     def _names(self, axes: Iterable[int]) -> str:
         return ", ".join(self.pricing.mesh.names[axis] for axis in sorted(axes))

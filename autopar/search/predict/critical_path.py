@@ -19,7 +19,7 @@ from autopar.ir.schedule import Pipelining
 from autopar.search.predict.block_items import BlockItems, Item, Seconds
 from autopar.search.predict.jitter import StragglerDelays
 from autopar.search.predict.predict import predict
-from autopar.search.predict.step_tasks import GATHER, REDUCE, SEND, BlockPass, StepTasks, step_tasks
+from autopar.search.predict.step_tasks import GATHER, REDUCE, SEND, BlockPass, StepTasks, communication_of, step_tasks
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.stages.stage import LEVELS, Stage
@@ -125,8 +125,12 @@ class _Contents:
             yield Item("split backward", "done in both parts", kind), seconds
         elif part == "prelude":
             yield _PRELUDE, seconds
+        elif part == "gather":
+            yield self.blocks.gather(one.block), seconds
         else:
-            yield self.blocks.gather(one.block) if part == "gather" else self.blocks.reduce(one.block), seconds
+            copied = min(seconds, communication_of(self.blocks.copied(one.block), one)[1])
+            yield self.blocks.copies(one.block), copied
+            yield self.blocks.reduce(one.block), seconds - copied
 
     def total(self) -> dict[Item, float]:
         """Seconds of everything that was added."""

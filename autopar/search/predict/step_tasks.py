@@ -197,7 +197,7 @@ class StepTasks:
         """
         block, costs, (stage, kind, _) = self.costs.blocks[one.block], self.costs, one.action
         passing = costs.passing_s[stage] if one.opens and kind != "W" else 0.0
-        gather, reduce = _communication(block.waited, one)
+        gather, reduce = communication_of(block.waited, one)
         found = {"passing": passing, "gather": gather, "reduce": reduce}
         if kind == "F":
             prelude = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
@@ -214,11 +214,11 @@ class StepTasks:
 
     def _beside(self, one: BlockPass) -> tuple[float, float]:
         """Seconds on the streams of communication: gathered before a block, and reduced after it."""
-        return _communication(self.costs.blocks[one.block].sync, one)
+        return communication_of(self.costs.blocks[one.block].sync, one)
 
 
-def _communication(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
-    """The part of a block's communication that one of its passes waits for, and the part that comes after it."""
+def communication_of(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
+    """Seconds of a block's communication in a step: what one of its passes waits for, and what comes after it."""
     kind = one.action.kind
     if kind == "F":
         return sync.forward_s + (sync.first_s if one.first else 0.0), 0.0

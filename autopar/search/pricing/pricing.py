@@ -254,31 +254,33 @@ class Pricing:
     def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
         """Communication of the parameters of one block, in one bucket for each set of axes: the part that can
         run beside compute, and the part that cannot."""
-        sharded = by_zero_stage(prices)
-        summed: dict[tuple[int, ...], float] = {}
-        for price in prices:
-            if price.sync_axes:
-                share = price.numel / (price.shards if price.zero_axes else 1)
-                summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
-        beside = waited = SyncTime()
+        beside, waited = self.summed_sync(prices)
         precision, fabric = self.workload.precision, self.moves.fabric
-
-        def add(found: SyncTime, axes: tuple[int, ...], zero: int) -> None:
-            nonlocal beside, waited
-            share = fabric.overlap(axes, zero)
-            beside, waited = beside + share * found, waited + (1.0 - share) * found
-
-        for (zero, reshard, axes), (numel, count, trained) in sharded.items():
+        for (zero, reshard, axes), (numel, count, trained) in by_zero_stage(prices).items():
             found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard, trained=trained)
             if self.offload:
                 found += offload_time(
                     numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard, trained=trained
                 )
-            add(found, axes, zero)
+            share = fabric.overlap(axes, zero)
+            beside, waited = beside + share * found, waited + (1.0 - share) * found
             waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
-        for axes, numel in summed.items():
-            add(sync_time(fabric, numel, axes, precision=precision), axes, 0)
         return beside, waited
+
+    def summed_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
+        """Of ``bucket_sync``, the all-reduces: the part that can run beside compute, and what the core that computes
+        copies for them (``Link.overlap``)."""
+        summed: dict[tuple[int, ...], float] = {}
+        for price in prices:
+            if price.sync_axes:
+                share = price.numel / (price.shards if price.zero_axes else 1)
+                summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
+        beside = copied = SyncTime()
+        for axes, numel in summed.items():
+            found = sync_time(self.moves.fabric, numel, axes, precision=self.workload.precision)
+            share = self.moves.fabric.overlap(axes, 0)
+            beside, copied = beside + share * found, copied + (1.0 - share) * found
+        return beside, copied
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
