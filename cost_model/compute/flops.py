@@ -86,6 +86,17 @@ def wanted_gradients(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None) -> 
     ]
 
 
+def gradient_sums(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None) -> list[int]:
+    """Positions of the operands whose gradient is added to that of another use, earlier in the graph or in the op."""
+    operands = tensor_operands(node)
+    return [
+        position
+        for position in wanted_gradients(node, needs_grad)
+        if operands[position] in operands[:position]
+        or any(user < node for user in operands[position].users if wanted_gradients(user, needs_grad))
+    ]
+
+
 def gradient_passes(node: fx.Node, contracted: Sequence[int], wanted: Sequence[int]) -> float:
     """FLOPs of the gradients of the ``wanted`` operands, over those of forward."""
     if not wanted:

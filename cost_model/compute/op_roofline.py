@@ -13,7 +13,8 @@ ranks share the queries of a causal attention, the time is that of the rank that
 
 The backward of a contraction (``flops.py``) is one such product for each operand that needs a gradient. Every other
 op is bound by the bytes it reads and writes (``traffic.py``), backward the gradients and what it saved. A view costs
-nothing forward; backward it fills the gradient of what it left out. Nothing else is free.
+nothing forward; backward it fills the gradient of what it left out. Each use of a tensor but the first adds its
+gradient to that of the others, with a kernel of its own. Nothing else is free.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from autopar.cost_model.compute.flops import (
     contracted_operands,
     forward_flops,
     gradient_passes,
+    gradient_sums,
     is_view,
     op_name,
     wanted_gradients,
@@ -51,7 +53,14 @@ from autopar.cost_model.compute.local_products import (
 )
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.scans import is_scan, launches_of_scan
-from autopar.cost_model.compute.traffic import WORK, MovedTensor, extra_passes, moved_tensor, transcendental_elements
+from autopar.cost_model.compute.traffic import (
+    PASSES_OF_SUM,
+    WORK,
+    MovedTensor,
+    extra_passes,
+    moved_tensor,
+    transcendental_elements,
+)
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.errors import UnsupportedOp
@@ -88,6 +97,7 @@ class OpCost:
     that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
     backward, beside num_loops products that are computed expert by expert.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
+    sums: operands that an op before this one reads too, so that backward adds up both gradients.
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
@@ -116,6 +126,7 @@ class OpCost:
     efficiency: float
     launches: tuple[int, int]
     num_loops: int = 0
+    sums: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
@@ -195,6 +206,10 @@ class OpCost:
             share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
             documents = None if in_one_call(node, device, precision) else documents
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
+        # What a view left out is filled with zeros, then the gradient of the rest is copied.
+        filled = free and sum(t.num_bytes for t in flowing) < sum(g.num_bytes for g in gradients)
+        if filled:
+            launches = (1, 2)
         return cls(
             name=op_name(node),
             device=device,
@@ -207,7 +222,7 @@ class OpCost:
             read=(*read, *forward_extra),
             written=tuple(written),
             backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
-            backward_written=tuple(gradients),
+            backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
             gradients=gradient_orders(contracted, differentiable) if products else (),
             joint=frozenset(rule.joint),
@@ -219,6 +234,7 @@ class OpCost:
             else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
+            sums=tuple(read[position] for position in gradient_sums(node, needs_grad)),
             elements=transcendental_elements(node, rule, batch_factor),
             sight=sight,
             lengths=(queries, keys),
@@ -271,6 +287,9 @@ class OpCost:
                 + launch_back
                 + by_document_back
             )
+        for tensor in self.sums:
+            moved = PASSES_OF_SUM * tensor.local(degrees, num_microbatches)
+            backward += self.device.memory_seconds(moved) + self.device.kernel_launch_s
         return OpTime(forward, backward)
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:

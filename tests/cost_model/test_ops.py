@@ -228,6 +228,40 @@ def test_a_lookup_reads_only_its_rows_but_writes_the_gradient_of_the_table() -> 
     assert seconds(large).backward_s > 10 * seconds(small).backward_s
 
 
+def test_each_further_use_of_a_tensor_adds_up_a_gradient() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        source = graph.placeholder("source")
+        source.meta["val"] = torch.empty(1 << 13, 1 << 13)
+        nodes = []
+        for _ in range(3):
+            nodes.append(graph.call_function(aten.mul.Tensor, (source, 2.0)))
+            nodes[-1].meta["val"] = source.meta["val"] * 2.0
+        squared = graph.call_function(aten.mul.Tensor, (nodes[-1], nodes[-1]))
+        squared.meta["val"] = source.meta["val"] * 2.0
+    first, *others = (seconds(node) for node in nodes)
+    addition_s = A100.memory_seconds(3 * 4 * (1 << 26)) + A100.kernel_launch_s
+    for other in others:
+        assert other.forward_s == first.forward_s
+        assert other.backward_s == pytest.approx(first.backward_s + addition_s)
+    parts = OpCost.of(nodes[1], rule_for(nodes[1]), A100).time((rule_for(nodes[1]).operands[0][0][0],), Mesh.of(x=4))
+    assert parts.backward_s < 0.3 * others[0].backward_s, "each rank adds what it has"
+    frozen = seconds(nodes[1], needs_grad=set(nodes[1:]))
+    assert frozen.backward_s < addition_s, "a source without a gradient has none to add"
+    twice = call(aten.mul.Tensor, (1 << 13, 1 << 13), (1 << 13, 1 << 13))
+    assert seconds(squared).backward_s == pytest.approx(seconds(twice).backward_s + addition_s), "both uses in one op"
+
+
+def test_a_slice_fills_the_gradient_of_what_it_leaves_out() -> None:
+    whole, half = 4 * (1 << 26), 2 * (1 << 26)
+    node = call(aten.slice.Tensor, (1 << 13, 1 << 13), 1, 0, 1 << 12)
+    assert seconds(node).backward_s == pytest.approx(A100.memory_seconds(whole + 2 * half) + 2 * A100.kernel_launch_s)
+    split = call(aten.split_with_sizes.default, (1 << 13, 1 << 13), [1 << 12, 1 << 12], 1)
+    assert seconds(split).backward_s == pytest.approx(A100.memory_seconds(2 * whole) + A100.kernel_launch_s), (
+        "all results of a split are put together once"
+    )
+
+
 def test_integers_keep_their_size_in_bf16() -> None:
     node = call(aten.add.Tensor, (4096, 4096), (4096, 4096), ints=(0, 1))
     assert seconds(node) == seconds(node, precision="bf16")
