@@ -170,6 +170,7 @@ class OpCost:
         differentiable = wanted_gradients(node, needs_grad)
         flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
         gradients = [read[position] for position in differentiable]
+        sums = tuple(read[position] for position in gradient_sums(node, needs_grad))
         contracted = contracted_operands(node, rule)
         attention = is_attention(node)
         free = is_view(node)
@@ -234,7 +235,7 @@ class OpCost:
             else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
-            sums=tuple(read[position] for position in gradient_sums(node, needs_grad)),
+            sums=sums,
             elements=transcendental_elements(node, rule, batch_factor),
             sight=sight,
             lengths=(queries, keys),
