@@ -13,8 +13,9 @@ ranks share the queries of a causal attention, the time is that of the rank that
 
 The backward of a contraction (``flops.py``) is one such product for each operand that needs a gradient. Every other
 op is bound by the bytes it reads and writes (``traffic.py``), backward the gradients and what it saved. A view costs
-nothing forward; backward it fills the gradient of what it left out. Each use of a tensor but the first adds its
-gradient to that of the others, with a kernel of its own. Nothing else is free.
+nothing forward; backward it fills the gradient of what it left out. A sum hands on its gradient as it is, a
+concatenation pieces of it. Each use of a tensor but the first adds its gradient to that of the others, with a kernel of
+its own. Nothing else is free.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from autopar.cost_model.compute.flops import (
     forward_flops,
     gradient_passes,
     gradient_sums,
+    gradients_handed_on,
     is_view,
     op_name,
     wanted_gradients,
@@ -70,6 +72,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
+from autopar.ir.rules.saved import saved_for_backward
 from autopar.ir.sequence import Sight, imbalance, zigzag_ranks_for
 
 # Fused attention computes the scores again in its backward: one more product, of the forward's two.
@@ -97,7 +100,8 @@ class OpCost:
     that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
     backward, beside num_loops products that are computed expert by expert.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
-    sums: operands that an op before this one reads too, so that backward adds up both gradients.
+    sums, new_sums: operands that an op before this one reads too, so that backward adds up both gradients; into one of
+    them, or into a new tensor where the gradient of the last use is that of another tensor too.
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
@@ -127,6 +131,7 @@ class OpCost:
     launches: tuple[int, int]
     num_loops: int = 0
     sums: tuple[MovedTensor, ...] = ()
+    new_sums: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
@@ -169,8 +174,11 @@ class OpCost:
         written = [moved_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
         differentiable = wanted_gradients(node, needs_grad)
         flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
-        gradients = [read[position] for position in differentiable]
-        sums = tuple(read[position] for position in gradient_sums(node, needs_grad))
+        handed_on = gradients_handed_on(node, differentiable)
+        gradients = [read[position] for position in differentiable if position not in handed_on]
+        sums, new_sums = (
+            tuple(read[position] for position in gradient_sums(node, needs_grad, new=new)) for new in (False, True)
+        )
         contracted = contracted_operands(node, rule)
         attention = is_attention(node)
         free = is_view(node)
@@ -206,6 +214,12 @@ class OpCost:
         elif documents is not None:
             share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
             documents = None if in_one_call(node, device, precision) else documents
+        kept = [*read, *backward_extra]
+        if not (contracted or backward_extra or in_steps):
+            saved = saved_for_backward(node, None if needs_grad is None else needs_grad.__contains__)
+            kept = [*(read[position] for position in saved.operands), *(written[number] for number in saved.results)]
+            if saved.extra_bytes:
+                kept.append(replace(written[0], num_bytes=saved.extra_bytes))
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
         # What a view left out is filled with zeros, then the gradient of the rest is copied.
         filled = free and sum(t.num_bytes for t in flowing) < sum(g.num_bytes for g in gradients)
@@ -222,7 +236,7 @@ class OpCost:
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),
-            backward_read=tuple(flowing if free else [*flowing, *read, *backward_extra]),
+            backward_read=tuple(flowing if free else [*flowing, *kept]),
             backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
             gradients=gradient_orders(contracted, differentiable) if products else (),
@@ -236,6 +250,7 @@ class OpCost:
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             sums=sums,
+            new_sums=new_sums,
             elements=transcendental_elements(node, rule, batch_factor),
             sight=sight,
             lengths=(queries, keys),
@@ -288,9 +303,11 @@ class OpCost:
                 + launch_back
                 + by_document_back
             )
-        for tensor in self.sums:
-            moved = PASSES_OF_SUM * tensor.local(degrees, num_microbatches)
-            backward += self.device.memory_seconds(moved) + self.device.kernel_launch_s
+        for tensors, bandwidth_s in (
+            (self.sums, self.device.optimizer_seconds), (self.new_sums, self.device.memory_seconds),
+        ):  # fmt: skip
+            moved = PASSES_OF_SUM * sum(tensor.local(degrees, num_microbatches) for tensor in tensors)
+            backward += bandwidth_s(moved) + len(tensors) * self.device.kernel_launch_s
         return OpTime(forward, backward)
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,28 +229,71 @@ def test_a_lookup_reads_only_its_rows_but_writes_the_gradient_of_the_table() -> 
     assert seconds(large).backward_s > 10 * seconds(small).backward_s
 
 
-def test_each_further_use_of_a_tensor_adds_up_a_gradient() -> None:
+SQUARE = (1 << 13, 1 << 13)
+PASS_S = A100.memory_seconds(4 * (1 << 26))
+
+
+def graph_of(*calls: tuple[Any, tuple[str | float, ...]]) -> dict[str, fx.Node]:
+    """Nodes of (op, arguments), named ``n0``, ``n1``, ..; an argument may name one, or the placeholder ``x``."""
     graph = fx.Graph()
+    found = {"x": graph.placeholder("x")}
     with FakeTensorMode():
-        source = graph.placeholder("source")
-        source.meta["val"] = torch.empty(1 << 13, 1 << 13)
-        nodes = []
-        for _ in range(3):
-            nodes.append(graph.call_function(aten.mul.Tensor, (source, 2.0)))
-            nodes[-1].meta["val"] = source.meta["val"] * 2.0
-        squared = graph.call_function(aten.mul.Tensor, (nodes[-1], nodes[-1]))
-        squared.meta["val"] = source.meta["val"] * 2.0
-    first, *others = (seconds(node) for node in nodes)
-    addition_s = A100.memory_seconds(3 * 4 * (1 << 26)) + A100.kernel_launch_s
+        found["x"].meta["val"] = torch.empty(SQUARE)
+        for number, (target, arguments) in enumerate(calls):
+            args = tuple(found[one] if isinstance(one, str) else one for one in arguments)
+            node = found[f"n{number}"] = graph.call_function(target, args)
+            node.meta["val"] = torch.empty(SQUARE)
+    return found
+
+
+def test_each_further_use_of_a_tensor_adds_up_a_gradient() -> None:
+    mul = aten.mul.Tensor
+    nodes = graph_of((mul, ("x", 2.0)), (mul, ("x", 2.0)), (mul, ("x", 2.0)), (mul, ("n2", "n2")))
+    first, *others = (seconds(nodes[name]) for name in ("n0", "n1", "n2"))
+    addition_s = 3 * PASS_S + A100.kernel_launch_s
     for other in others:
         assert other.forward_s == first.forward_s
         assert other.backward_s == pytest.approx(first.backward_s + addition_s)
-    parts = OpCost.of(nodes[1], rule_for(nodes[1]), A100).time((rule_for(nodes[1]).operands[0][0][0],), Mesh.of(x=4))
+    rule = rule_for(nodes["n1"])
+    assert rule is not None
+    parts = OpCost.of(nodes["n1"], rule, A100).time((rule.operands[0][0][0],), Mesh.of(x=4))
     assert parts.backward_s < 0.3 * others[0].backward_s, "each rank adds what it has"
-    frozen = seconds(nodes[1], needs_grad=set(nodes[1:]))
+    frozen = seconds(nodes["n1"], needs_grad={nodes[f"n{number}"] for number in range(4)})
     assert frozen.backward_s < addition_s, "a source without a gradient has none to add"
-    twice = call(aten.mul.Tensor, (1 << 13, 1 << 13), (1 << 13, 1 << 13))
-    assert seconds(squared).backward_s == pytest.approx(seconds(twice).backward_s + addition_s), "both uses in one op"
+    twice = call(mul, SQUARE, SQUARE)
+    assert seconds(nodes["n3"]).backward_s == pytest.approx(seconds(twice).backward_s + addition_s), "both in one op"
+
+
+def test_a_sum_that_overwrites_a_gradient_is_as_fast_as_an_optimiser() -> None:
+    device = replace(A100, optimizer_bandwidth=3 * A100.memory_bandwidth * A100.memory_efficiency)
+    mul, add = aten.mul.Tensor, aten.add.Tensor
+    plain, last = graph_of((mul, ("x", 2.0)), (mul, ("x", 2.0))), graph_of((mul, ("x", 2.0)), (add, ("x", "n0")))
+    middle = graph_of((mul, ("x", 2.0)), (add, ("x", "n0")), (mul, ("x", 2.0)))
+
+    def backward_s(node: fx.Node) -> float:
+        return op_time(node, rule_for(node), (None,), ONE, device).backward_s - device.kernel_launch_s
+
+    own_s = 2 * PASS_S + device.kernel_launch_s
+    assert backward_s(plain["n1"]) == pytest.approx(own_s + PASS_S), "the product's own gradient is overwritten"
+    assert backward_s(last["n1"]) == pytest.approx(3 * PASS_S), (
+        "the one that the sum hands on is its other operand's too"
+    )
+    assert backward_s(middle["n1"]) == pytest.approx(PASS_S), "the later use has made one already"
+
+
+def test_a_sum_and_a_concatenation_hand_their_gradient_on() -> None:
+    small = (1, 1 << 13)
+    assert seconds(call(aten.add.Tensor, SQUARE, SQUARE)).backward_s == 0.0
+    assert seconds(call(aten.sub.Tensor, SQUARE, SQUARE)).backward_s == pytest.approx(2 * PASS_S + A100.kernel_launch_s)
+    broadcast = seconds(call(aten.add.Tensor, SQUARE, small)).backward_s
+    assert PASS_S < broadcast < 1.01 * PASS_S + A100.kernel_launch_s, "summed for what was broadcast"
+    negative = seconds(call(aten.neg.default, SQUARE)).backward_s
+    assert negative == pytest.approx(2 * PASS_S + A100.kernel_launch_s), "nothing that it saved is read"
+    whole = graph_of((aten.mul.Tensor, ("x", 2.0)))
+    rows = whole["x"].graph.call_function(aten.cat.default, ([whole["x"], whole["n0"]],))
+    with FakeTensorMode():
+        rows.meta["val"] = torch.empty(1 << 14, 1 << 13)
+    assert seconds(rows, needs_grad={rows, whole["n0"]}).backward_s == 0.0
 
 
 def test_a_slice_fills_the_gradient_of_what_it_leaves_out() -> None:
