@@ -4,9 +4,11 @@
 
 The plan is made for 8 rows; of the steps after it one has one row, one five, the others from 1 to 17, and each a length
 of its own, even or odd. Prints the table model × plan: the largest relative error of the loss and of any gradient over
-all steps; how many programs the job made, the plan's own among them; seconds of the first step of another size, in
-which they are made, and of the median step after it, each of which has sizes that were not there before. ``refused``,
-with the reason, where the plan or what it cannot run is refused. Exits with 1 if an error is above 1e-4.
+all steps; that of the one process against itself in float64, as what is rounded otherwise in one step changes the
+parameters of the next; how many programs the job made, the plan's own among them; seconds of the first step of another
+size, in which they are made, and of the median step after it, each of which has sizes that were not there before.
+``refused``, with the reason, where the plan or what it cannot run is refused. Exits with 1 if an error is above 1e-4
+and above twice that of the one process.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import autopar
@@ -65,8 +68,9 @@ def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, torch.Te
     return found
 
 
-def train(case: str, plan: str, steps: int) -> tuple[float, int, float, float] | str:
-    """The largest error, the number of programs, and seconds of the first step of other sizes and of a later one."""
+def train(case: str, plan: str, steps: int) -> tuple[float, float, int, float, float] | str:
+    """The largest error, that of one process, the number of programs, and seconds of the first step of other sizes and
+    of a later one."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = CASES[case].build()
@@ -76,29 +80,43 @@ def train(case: str, plan: str, steps: int) -> tuple[float, int, float, float] |
         parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **PLANS[plan][1])
     except autopar.AutoparError as error:
         return str(error).splitlines()[0]
-    learning_rate = CASES[case].learning_rate
-    one = torch.optim.SGD(alone.parameters(), lr=learning_rate, momentum=0.9)
-    many = torch.optim.SGD(parallel.parameters(), lr=learning_rate, momentum=0.9)
+    precise = copy.deepcopy(alone).double()
+    optimizers = [
+        torch.optim.SGD(own.parameters(), lr=CASES[case].learning_rate, momentum=0.9)
+        for own in (alone, precise, parallel)
+    ]
     draws = random.Random(case)
-    errors, seconds = [], []
+    errors, rounding, seconds = [], [], []
     for step in range(steps):
         rows = {1: 1, 2: 5}.get(step, draws.randint(1, 17))
         given = batch_of(case, rows, draws.randint(4, LONGEST), step)
-        one.zero_grad()
-        many.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = differentiated(alone, given)
         start = time.perf_counter()
         try:
-            got = parallel.step(**parallel.shard_batch(given))
+            loss = parallel.step(**parallel.shard_batch(given)).item()
         except autopar.AutoparError as error:
             return f"{rows} rows: {str(error).splitlines()[0]}"
         seconds.append(time.perf_counter() - start)
-        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-        errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
-        one.step()
-        many.step()
-    return max(errors), parallel.engine.variants.count, seconds[0], median(seconds[1:])
+        errors.append(difference((loss, parallel.full_gradients()), expected))
+        doubled = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+        rounding.append(difference(expected, differentiated(precise, doubled)))
+        for optimizer in optimizers:
+            optimizer.step()
+    return max(errors), max(rounding), parallel.engine.variants.count, seconds[0], median(seconds[1:])
+
+
+def differentiated(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one process."""
+    loss = model(**given).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> float:
+    """The larger relative error, of the loss or of a gradient."""
+    return max(abs(found[0] / expected[0] - 1), relative(found[1], expected[1]))
 
 
 def main() -> int:
@@ -107,7 +125,7 @@ def main() -> int:
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    print(f"{'model':<12} {'plan':<12} {'error':>8} {'programs':>9} {'first s':>8} {'step s':>7}")
+    print(f"{'model':<12} {'plan':<12} {'error':>8} {'rounding':>9} {'programs':>9} {'first s':>8} {'step s':>7}")
     wrong = 0
     for case in options.models.split(","):
         for plan in options.plans.split(","):
@@ -121,9 +139,11 @@ def main() -> int:
                 print(f"{case:<12} {plan:<12} refused: {found[0]}", flush=True)
                 continue
             error = max(own[0] for own in found)
-            _, programs, first, later = found[0]
-            print(f"{case:<12} {plan:<12} {error:8.1e} {programs:9} {first:8.1f} {later:7.3f}", flush=True)
-            wrong += not error <= LIMIT
+            _, rounding, programs, first, later = found[0]
+            print(
+                f"{case:<12} {plan:<12} {error:8.1e} {rounding:9.1e} {programs:9} {first:8.1f} {later:7.3f}", flush=True
+            )
+            wrong += not error <= max(LIMIT, 2 * rounding)
     return 1 if wrong else 0
 
 
