@@ -4,11 +4,10 @@
 
 The plan is made for 8 rows; of the steps after it one has one row, one five, the others from 1 to 17, and each a length
 of its own, even or odd. Prints the table model × plan: the largest relative error of the loss and of any gradient over
-all steps; that of the one process against itself in float64, as what is rounded otherwise in one step changes the
-parameters of the next; how many programs the job made, the plan's own among them; seconds of the first step of another
-size, in which they are made, and of the median step after it, each of which has sizes that were not there before.
-``refused``, with the reason, where the plan or what it cannot run is refused. Exits with 1 if an error is above 1e-4
-and above twice that of the one process.
+all steps; that of another process with its rows in reverse, as what one step rounds otherwise changes the parameters of
+the next; how many programs the job made, the plan's own among them; seconds of the first step of another size, in
+which they are made, and of the median step after it, each of which has sizes that were not there before. ``refused``,
+with the reason, where the plan or what it cannot run is refused. Exits with 1 if an error is above 1e-4.
 """
 
 from __future__ import annotations
@@ -80,10 +79,11 @@ def train(case: str, plan: str, steps: int) -> tuple[float, float, int, float, f
         parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **PLANS[plan][1])
     except autopar.AutoparError as error:
         return str(error).splitlines()[0]
-    precise = copy.deepcopy(alone).double()
+    reverse = copy.deepcopy(alone)
+    # Momentum makes ten times as much of it in the end.
+    learning_rate = 0.1 * CASES[case].learning_rate
     optimizers = [
-        torch.optim.SGD(own.parameters(), lr=CASES[case].learning_rate, momentum=0.9)
-        for own in (alone, precise, parallel)
+        torch.optim.SGD(own.parameters(), lr=learning_rate, momentum=0.9) for own in (alone, reverse, parallel)
     ]
     draws = random.Random(case)
     errors, rounding, seconds = [], [], []
@@ -100,8 +100,8 @@ def train(case: str, plan: str, steps: int) -> tuple[float, float, int, float, f
             return f"{rows} rows: {str(error).splitlines()[0]}"
         seconds.append(time.perf_counter() - start)
         errors.append(difference((loss, parallel.full_gradients()), expected))
-        doubled = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
-        rounding.append(difference(expected, differentiated(precise, doubled)))
+        reversed_rows = {name: tensor.flip(0) for name, tensor in given.items()}
+        rounding.append(difference(differentiated(reverse, reversed_rows), expected))
         for optimizer in optimizers:
             optimizer.step()
     return max(errors), max(rounding), parallel.engine.variants.count, seconds[0], median(seconds[1:])
@@ -143,7 +143,7 @@ def main() -> int:
             print(
                 f"{case:<12} {plan:<12} {error:8.1e} {rounding:9.1e} {programs:9} {first:8.1f} {later:7.3f}", flush=True
             )
-            wrong += not error <= max(LIMIT, 2 * rounding)
+            wrong += not error <= LIMIT
     return 1 if wrong else 0
 
 

@@ -34,7 +34,7 @@ MOST_BUCKET_BYTES = 25 << 20
 LEAST_BUCKETS = 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A parameter whose gradient is summed over ``group``. stage: whose last backward completes it, if it is one."""
 
@@ -56,7 +56,7 @@ class _Slot:
         return count
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Gradients that one all-reduce sums. flat: None for a gradient by itself."""
 

@@ -89,6 +89,11 @@ def test_steps_of_other_sizes_are_exact(name: str) -> None:
         assert programs <= 5
 
 
+def test_the_first_step_may_leave_a_rank_without_rows() -> None:
+    for errors, _ in run_ranks(train, 2, "bert", ((1, 7), (8, 16)), {"dp": 2}):
+        assert max(errors) < 1e-4, errors
+
+
 class Sum(nn.Module):
     """A model that has no symbols: it writes the batch into its code."""
 
