@@ -92,8 +92,8 @@ def _static_size(size: Any) -> int:
     return int(hint_of(size)) if isinstance(size, torch.SymInt) else int(size)
 
 
-def _has_symbols(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not _STATIC.issuperset(map(type, leaf.shape))
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not _STATIC.issuperset(map(type, value.shape))
 
 
 def add_call(

@@ -21,8 +21,8 @@ from autopar.ir.torch_private import OpOverload, schema_of
 # Ops with an alias annotation that nevertheless copy.
 _COPIES = frozenset({"contiguous", "to", "_to_copy"})
 
-# Ops whose operands have the gradient of the result, or a piece of it.
-_SUMS = frozenset({"add", "sub"})
+# Ops whose backward passes the gradient of the result, or a slice of it, through to the operands.
+_ADDITIONS = frozenset({"add", "sub"})
 _CONCATENATIONS = frozenset({"cat", "stack"})
 
 # Views without an alias annotation.
@@ -90,33 +90,34 @@ def wanted_gradients(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None) -> 
     ]
 
 
-def gradient_sums(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None, *, new: bool) -> list[int]:
-    """Positions of the operands whose gradient is added to that of another use, earlier in the graph or in the op.
+def accumulated_gradients(node: fx.Node, needs_grad: AbstractSet[fx.Node] | None, *, in_place: bool) -> list[int]:
+    """Positions of the operands that have an earlier use, in the graph or in the op, so that autograd accumulates
+    their gradients.
 
-    new: those whose sum is a new tensor: no other gradient has been added up yet, and the one that the op hands on is
-    that of another tensor too. The sum of the others overwrites one of the two.
+    in_place: the operands whose accumulation overwrites a gradient, or those whose accumulation makes a new tensor:
+    where backward accumulates for the first time, and the op passes one gradient through to several operands.
     """
     operands, wanted = tensor_operands(node), wanted_gradients(node, needs_grad)
     uses = {position: [u for u in operands[position].users if wanted_gradients(u, needs_grad)] for position in wanted}
     last = {position for position in wanted if not any(node < user for user in uses[position])}
-    made = last if len(gradients_handed_on(node, wanted)) > 1 else set()
+    out_of_place = last if len(gradients_passed_through(node, wanted)) > 1 else set()
     return [
         position
         for position in wanted
-        if (position in made) == new
+        if (position not in out_of_place) == in_place
         and (operands[position] in operands[:position] or any(user < node for user in uses[position]))
     ]
 
 
-def gradients_handed_on(node: fx.Node, wanted: Sequence[int]) -> list[int]:
-    """Positions of the ``wanted`` operands whose gradient is that of the result, or a piece of it."""
+def gradients_passed_through(node: fx.Node, wanted: Sequence[int]) -> list[int]:
+    """Positions of the ``wanted`` operands whose gradient is that of the result, or a slice of it."""
     name = op_name(node)
     if name in _CONCATENATIONS:
         return list(wanted)
-    if name not in _SUMS or node.kwargs.get("alpha", 1) != 1:
+    if name not in _ADDITIONS or node.kwargs.get("alpha", 1) != 1:
         return []
     operands, shape = tensor_operands(node), node.meta["val"].shape
-    # The subtracted one's is its negative, the gradient of what was broadcast a sum.
+    # A subtracted operand has the negative of the gradient, a broadcast operand its sum.
     return [
         position
         for position in wanted

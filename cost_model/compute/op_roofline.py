@@ -13,9 +13,9 @@ ranks share the queries of a causal attention, the time is that of the rank that
 
 The backward of a contraction (``flops.py``) is one such product for each operand that needs a gradient. Every other
 op is bound by the bytes it reads and writes (``traffic.py``), backward the gradients and what it saved. A view costs
-nothing forward; backward it fills the gradient of what it left out. A sum hands on its gradient as it is, a
-concatenation pieces of it. Each use of a tensor but the first adds its gradient to that of the others, with a kernel of
-its own. Nothing else is free.
+nothing forward; backward it fills the gradient of what it left out. An addition passes its gradient
+through to its operands, a concatenation slices of it. Autograd accumulates the gradients of a tensor with several uses:
+a kernel for each use but the first. Nothing else is free.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from autopar.cost_model.compute.documents import (
 )
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
 from autopar.cost_model.compute.flops import (
+    accumulated_gradients,
     contracted_operands,
     forward_flops,
     gradient_passes,
-    gradient_sums,
-    gradients_handed_on,
+    gradients_passed_through,
     is_view,
     op_name,
     wanted_gradients,
@@ -56,7 +56,7 @@ from autopar.cost_model.compute.local_products import (
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.scans import is_scan, launches_of_scan
 from autopar.cost_model.compute.traffic import (
-    PASSES_OF_SUM,
+    PASSES_OF_ADDITION,
     WORK,
     MovedTensor,
     extra_passes,
@@ -100,8 +100,8 @@ class OpCost:
     that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
     backward, beside num_loops products that are computed expert by expert.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
-    sums, new_sums: operands that an op before this one reads too, so that backward adds up both gradients; into one of
-    them, or into a new tensor where the gradient of the last use is that of another tensor too.
+    accumulated_in_place, accumulated_out_of_place: operands with an earlier use, whose gradients autograd accumulates,
+    in a gradient or in a new tensor.
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
@@ -130,8 +130,8 @@ class OpCost:
     efficiency: float
     launches: tuple[int, int]
     num_loops: int = 0
-    sums: tuple[MovedTensor, ...] = ()
-    new_sums: tuple[MovedTensor, ...] = ()
+    accumulated_in_place: tuple[MovedTensor, ...] = ()
+    accumulated_out_of_place: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
     sight: Sight | None = None
     lengths: tuple[int, int] = (1, 1)
@@ -174,10 +174,11 @@ class OpCost:
         written = [moved_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
         differentiable = wanted_gradients(node, needs_grad)
         flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
-        handed_on = gradients_handed_on(node, differentiable)
-        gradients = [read[position] for position in differentiable if position not in handed_on]
-        sums, new_sums = (
-            tuple(read[position] for position in gradient_sums(node, needs_grad, new=new)) for new in (False, True)
+        passed_through = gradients_passed_through(node, differentiable)
+        gradients = [read[position] for position in differentiable if position not in passed_through]
+        in_place, out_of_place = (
+            tuple(read[position] for position in accumulated_gradients(node, needs_grad, in_place=own))
+            for own in (True, False)
         )
         contracted = contracted_operands(node, rule)
         attention = is_attention(node)
@@ -214,14 +215,15 @@ class OpCost:
         elif documents is not None:
             share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
             documents = None if in_one_call(node, device, precision) else documents
-        kept = [*read, *backward_extra]
+        saved_tensors = [*read, *backward_extra]
         if not (contracted or backward_extra or in_steps):
             saved = saved_for_backward(node, None if needs_grad is None else needs_grad.__contains__)
-            kept = [*(read[position] for position in saved.operands), *(written[number] for number in saved.results)]
+            saved_tensors = [read[position] for position in saved.operands]
+            saved_tensors += [written[number] for number in saved.results]
             if saved.extra_bytes:
-                kept.append(replace(written[0], num_bytes=saved.extra_bytes))
+                saved_tensors.append(replace(written[0], num_bytes=saved.extra_bytes))
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
-        # What a view left out is filled with zeros, then the gradient of the rest is copied.
+        # The backward of a slice fills the gradient of the whole tensor with zeros and copies the slice's into it.
         filled = free and sum(t.num_bytes for t in flowing) < sum(g.num_bytes for g in gradients)
         if filled:
             launches = (1, 2)
@@ -236,7 +238,7 @@ class OpCost:
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),
-            backward_read=tuple(flowing if free else [*flowing, *kept]),
+            backward_read=tuple(flowing if free else [*flowing, *saved_tensors]),
             backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
             gradients=gradient_orders(contracted, differentiable) if products else (),
@@ -249,8 +251,8 @@ class OpCost:
             else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
-            sums=sums,
-            new_sums=new_sums,
+            accumulated_in_place=in_place,
+            accumulated_out_of_place=out_of_place,
             elements=transcendental_elements(node, rule, batch_factor),
             sight=sight,
             lengths=(queries, keys),
@@ -303,11 +305,12 @@ class OpCost:
                 + launch_back
                 + by_document_back
             )
-        for tensors, bandwidth_s in (
-            (self.sums, self.device.optimizer_seconds), (self.new_sums, self.device.memory_seconds),
-        ):  # fmt: skip
-            moved = PASSES_OF_SUM * sum(tensor.local(degrees, num_microbatches) for tensor in tensors)
-            backward += bandwidth_s(moved) + len(tensors) * self.device.kernel_launch_s
+        for tensors, seconds in (
+            (self.accumulated_in_place, self.device.optimizer_seconds),
+            (self.accumulated_out_of_place, self.device.memory_seconds),
+        ):
+            moved = PASSES_OF_ADDITION * sum(tensor.local(degrees, num_microbatches) for tensor in tensors)
+            backward += seconds(moved) + len(tensors) * self.device.kernel_launch_s
         return OpTime(forward, backward)
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:

@@ -43,7 +43,7 @@ _TRANSCENDENTAL = {
 _GELU_BY_ERF = 0.4
 
 # An addition reads two tensors and writes one.
-PASSES_OF_SUM = 3
+PASSES_OF_ADDITION = 3
 
 # Stands for all factors of an op: a tensor "over" it is divided wherever the work is.
 WORK = "*"

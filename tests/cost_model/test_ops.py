@@ -246,7 +246,7 @@ def graph_of(*calls: tuple[Any, tuple[str | float, ...]]) -> dict[str, fx.Node]:
     return found
 
 
-def test_each_further_use_of_a_tensor_adds_up_a_gradient() -> None:
+def test_each_use_of_a_tensor_but_the_first_accumulates_a_gradient() -> None:
     mul = aten.mul.Tensor
     nodes = graph_of((mul, ("x", 2.0)), (mul, ("x", 2.0)), (mul, ("x", 2.0)), (mul, ("n2", "n2")))
     first, *others = (seconds(nodes[name]) for name in ("n0", "n1", "n2"))
@@ -257,14 +257,14 @@ def test_each_further_use_of_a_tensor_adds_up_a_gradient() -> None:
     rule = rule_for(nodes["n1"])
     assert rule is not None
     parts = OpCost.of(nodes["n1"], rule, A100).time((rule.operands[0][0][0],), Mesh.of(x=4))
-    assert parts.backward_s < 0.3 * others[0].backward_s, "each rank adds what it has"
+    assert parts.backward_s < 0.3 * others[0].backward_s, "each rank accumulates its shard"
     frozen = seconds(nodes["n1"], needs_grad={nodes[f"n{number}"] for number in range(4)})
     assert frozen.backward_s < addition_s, "a source without a gradient has none to add"
     twice = call(mul, SQUARE, SQUARE)
     assert seconds(nodes["n3"]).backward_s == pytest.approx(seconds(twice).backward_s + addition_s), "both in one op"
 
 
-def test_a_sum_that_overwrites_a_gradient_is_as_fast_as_an_optimiser() -> None:
+def test_accumulation_in_place_is_as_fast_as_an_optimiser() -> None:
     device = replace(A100, optimizer_bandwidth=3 * A100.memory_bandwidth * A100.memory_efficiency)
     mul, add = aten.mul.Tensor, aten.add.Tensor
     plain, last = graph_of((mul, ("x", 2.0)), (mul, ("x", 2.0))), graph_of((mul, ("x", 2.0)), (add, ("x", "n0")))
@@ -275,13 +275,11 @@ def test_a_sum_that_overwrites_a_gradient_is_as_fast_as_an_optimiser() -> None:
 
     own_s = 2 * PASS_S + device.kernel_launch_s
     assert backward_s(plain["n1"]) == pytest.approx(own_s + PASS_S), "the product's own gradient is overwritten"
-    assert backward_s(last["n1"]) == pytest.approx(3 * PASS_S), (
-        "the one that the sum hands on is its other operand's too"
-    )
+    assert backward_s(last["n1"]) == pytest.approx(3 * PASS_S), "the addition passes the same gradient through to n0"
     assert backward_s(middle["n1"]) == pytest.approx(PASS_S), "the later use has made one already"
 
 
-def test_a_sum_and_a_concatenation_hand_their_gradient_on() -> None:
+def test_additions_and_concatenations_pass_their_gradient_through() -> None:
     small = (1, 1 << 13)
     assert seconds(call(aten.add.Tensor, SQUARE, SQUARE)).backward_s == 0.0
     assert seconds(call(aten.sub.Tensor, SQUARE, SQUARE)).backward_s == pytest.approx(2 * PASS_S + A100.kernel_launch_s)

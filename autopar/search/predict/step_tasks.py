@@ -218,7 +218,7 @@ class StepTasks:
 
 
 def communication_of(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
-    """Seconds of a block's communication in a step: what one of its passes waits for, and what comes after it."""
+    """Seconds of the communication of a block's parameters before a pass of the block, and after the pass."""
     kind = one.action.kind
     if kind == "F":
         return sync.forward_s + (sync.first_s if one.first else 0.0), 0.0

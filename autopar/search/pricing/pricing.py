@@ -262,14 +262,14 @@ class Pricing:
                 found += offload_time(
                     numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard, trained=trained
                 )
-            share = fabric.overlap(axes, zero)
-            beside, waited = beside + share * found, waited + (1.0 - share) * found
+            hidden, exposed = self._overlap(found, axes, zero)
+            beside, waited = beside + hidden, waited + exposed
             waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
         return beside, waited
 
     def summed_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
-        """Of ``bucket_sync``, the all-reduces: the part that can run beside compute, and what the core that computes
-        copies for them (``Link.overlap``)."""
+        """The all-reduces of ``bucket_sync``: the part that can run beside compute, and the part that needs the core
+        that computes (``Link.overlap``)."""
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
@@ -278,9 +278,14 @@ class Pricing:
         beside = copied = SyncTime()
         for axes, numel in summed.items():
             found = sync_time(self.moves.fabric, numel, axes, precision=self.workload.precision)
-            share = self.moves.fabric.overlap(axes, 0)
-            beside, copied = beside + share * found, copied + (1.0 - share) * found
+            hidden, exposed = self._overlap(found, axes, 0)
+            beside, copied = beside + hidden, copied + exposed
         return beside, copied
+
+    def _overlap(self, found: SyncTime, axes: tuple[int, ...], zero: int) -> tuple[SyncTime, SyncTime]:
+        """The part of a synchronisation that can run beside compute, and the part that cannot."""
+        share = self.moves.fabric.overlap(axes, zero)
+        return share * found, (1.0 - share) * found
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
