@@ -273,3 +273,14 @@ def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
         error = float((a - b).norm()) / max(float(b.norm()), 1e-3 * whole, 1e-30)
         worst = max(worst, error if error == error else float("inf"))
     return worst
+
+
+def with_attention(plan: autopar.Plan, factors: Mapping[str, str], layout: str | None = None) -> autopar.Plan:
+    """A plan with these factors on these mesh axes for every attention (``{"cp": "s&t"}``: a ring), its other axes as
+    they are, and with a sequence layout of its own if one is given."""
+    fields = plan.model_dump(mode="json")
+    for block in fields["blocks"]:
+        for key, own in block["ops"].items():
+            if key.endswith("attention"):
+                block["ops"][key] = {**own, **factors}
+    return autopar.Plan.model_validate(fields | ({"sequence_layout": layout} if layout else {}))

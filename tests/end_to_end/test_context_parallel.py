@@ -23,6 +23,7 @@ from autopar.passes.partition import partition
 from autopar.search.api import predict_plan, search_captured
 from autopar.search.problem.constraints import Constraints
 from tests.harness import run_ranks
+from tests.parity import with_attention
 
 RANKS, LENGTH = 4, 16
 SIZE = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1}
@@ -45,23 +46,17 @@ def _batch(step: int = 0, padded: bool = False) -> dict[str, Tensor]:
     return batch
 
 
-def _plan(name: str, attention: dict[str, str], layout: str, **constraints: Any) -> dict[str, Any]:
+def _plan(name: str, attention: dict[str, str], layout: str, **constraints: Any) -> Plan:
     """The plan of the search with other choices for every attention."""
     padded = constraints.pop("padded", False)
     found = autopar.search(_model(name), RANKS, example_inputs=_batch(padded=padded), dp=1, **constraints)
-    fields = found.model_dump(mode="json")
-    for block in fields["blocks"]:
-        for key in block["ops"]:
-            if key.endswith("attention"):
-                block["ops"][key] = attention
-    return fields | {"sequence_layout": layout}
+    return with_attention(found, attention, layout)
 
 
-def _differences(name: str, fields: dict[str, Any], padded: bool) -> tuple[dict[str, float], str]:
+def _differences(name: str, plan: Plan, padded: bool) -> tuple[dict[str, float], str]:
     """Of losses over steps with SGD between them, of gradients, and of logits; and the sends."""
-    parallel = autopar.parallelize(
-        _model(name), dist.get_world_size(), example_inputs=_batch(padded=padded), plan=Plan.model_validate(fields)
-    )
+    given = _batch(padded=padded)
+    parallel = autopar.parallelize(_model(name), dist.get_world_size(), example_inputs=given, plan=plan)
     alone = _model(name)
     mine, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, alone))
     found: dict[str, float] = {}
@@ -80,7 +75,7 @@ def _differences(name: str, fields: dict[str, Any], padded: bool) -> tuple[dict[
             found[f"{key} {step}"] = float((gradients[key] - parameter.grad).abs().max())
         mine.step()
         own.step()
-    if len(fields["stages"]) > 1:
+    if len(plan.stages) > 1:
         return found, str(counter)  # no plain forward through a pipeline
     found["logits"] = float((parallel(**parallel.shard_batch(batch))["logits"] - alone(**batch).logits).abs().max())
     return found, str(counter)
@@ -103,8 +98,8 @@ FAST = ("llama-ulysses-ring-zigzag", "llama-ring-zigzag-selective", "gpt2-ring-z
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_equals_one_process(case: str) -> None:
     name, attention, layout, constraints = CASES[case]
-    fields = _plan(name, attention, layout, **constraints)
-    for differences, sent in run_ranks(_differences, RANKS, name, fields, constraints.get("padded", False)):
+    plan = _plan(name, attention, layout, **constraints)
+    for differences, sent in run_ranks(_differences, RANKS, name, plan, constraints.get("padded", False)):
         assert max(map(abs, differences.values())) < 2e-5, differences
         if attention["cp"] == "h":
             assert sent.count("all_to_all") == 2, "from the sequence to heads and back, forward and backward"
@@ -128,7 +123,7 @@ def test_the_search_balances_unless_it_is_told_not_to() -> None:
 def test_a_second_forward_is_priced_without_the_ring() -> None:
     """With so few tokens recomputation is starts of kernels, and one rank has nearly as many as a rank of a ring."""
     captured = normalise(capture(_model("llama"), _batch()))
-    ring = Plan.model_validate(_plan("llama", {"cp": "s&t"}, "zigzag", cp=4, remat="selective"))
+    ring = _plan("llama", {"cp": "s&t"}, "zigzag", cp=4, remat="selective")
     alone = autopar.search(_model("llama"), 1, example_inputs=_batch(), remat="selective")
     again = [
         predict_plan(captured, make_cluster("h100-sxm", plan.num_ranks, 1), plan).breakdown_s["rematerialization"]

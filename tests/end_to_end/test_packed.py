@@ -17,7 +17,7 @@ from autopar.ir.packed_order import to_document_order
 from autopar.ir.plan import Plan
 from benchmarks.models import CASES
 from tests.harness import run_ranks
-from tests.parity import relative
+from tests.parity import relative, with_attention
 
 # Lengths of the documents in each row of a batch: of 16 positions, of 20, and of 15, which no two ranks can share.
 PACKED = (
@@ -58,12 +58,8 @@ def planned(case: str, ranks: int, constraints: dict[str, Any], attention: str |
         return None
     model = CASES[case].build()
     given = packed_batch(PACKED[0], 0)
-    fields = autopar.search(model, ranks, example_inputs=given, **constraints).model_dump(mode="json")
-    for block in fields["blocks"]:
-        for key in block["ops"]:
-            if key.endswith("attention"):
-                block["ops"][key] = {**block["ops"][key], "cp": attention}
-    return Plan.model_validate(fields | {"sequence_layout": constraints.get("sequence_layout", "zigzag")})
+    found = autopar.search(model, ranks, example_inputs=given, **constraints)
+    return with_attention(found, {"cp": attention}, constraints.get("sequence_layout", "zigzag"))
 
 
 def train(

@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
+from tests.parity import with_attention
 from tests.passes.verify.programs import programs_of
 
 LENGTH = 16
@@ -51,12 +52,7 @@ def captured_as(model: nn.Module) -> CapturedModel:
 
 def ring_plan(captured: CapturedModel, ranks: int, constraints: dict[str, Any]) -> Plan:
     """The plan of the search with a ring for every attention, in zigzag layout."""
-    fields = programs_of(captured, ranks, constraints)[0].model_dump(mode="json")
-    for block in fields["blocks"]:
-        for key in block["ops"]:
-            if key.endswith("attention"):
-                block["ops"][key]["cp"] = "s&t"
-    return Plan.model_validate(fields | {"sequence_layout": "zigzag"})
+    return with_attention(programs_of(captured, ranks, constraints)[0], {"cp": "s&t"}, "zigzag")
 
 
 @pytest.fixture(scope="module")
