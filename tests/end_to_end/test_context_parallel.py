@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.capture.capture import capture
-from autopar.ir.errors import AutoparError, PlanMismatch
+from autopar.ir.errors import AutoparError, InvalidPlan, PlanMismatch
 from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
 from autopar.ir.primitives.collective_counter import CollectiveCounter
@@ -130,6 +130,14 @@ def test_a_second_forward_is_priced_without_the_ring() -> None:
         for plan in (ring, alone)
     ]
     assert again[0] == pytest.approx(again[1], rel=0.25)
+
+
+def test_a_ring_of_a_sequence_that_does_not_divide_is_refused_with_its_sizes_and_line() -> None:
+    inputs = {key: value[:, :13] for key, value in _batch().items()}
+    captured = normalise(capture(_model("llama"), inputs))
+    found = search_captured(captured, local_cluster(4, torch.device("cpu")), Constraints(cp=2, dp=2, tp=1)).plan
+    with pytest.raises(InvalidPlan, match=r"(?s)attention.* has factors .*s=13, t=13.*at .*\.py:\d+.*a smaller axis"):
+        place_captured(captured, with_attention(found, {"cp": "s&t"}))
 
 
 def test_a_sequence_that_cannot_be_in_zigzag_layout_is_refused() -> None:

@@ -88,7 +88,7 @@ def train(
         with torch.no_grad():
             errors.append(float((parallel(**own)["logits"] - alone(**own).logits).abs().max()))
     attentions = [n for n in parallel.engine.captured.graph.nodes if n.target is composite.attention]
-    called = {n.target for block in parallel.engine.program.blocks for n in block.graph.nodes}
+    called = {n.target for own in parallel.engine.local for block in own.program.blocks for n in block.graph.nodes}
     by_documents = to_document_order in called
     return errors, all(len(n.args) == 6 and n.args[3] is None for n in attentions), by_documents
 

@@ -19,7 +19,7 @@ from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import BlockPlan, Plan
-from autopar.ir.rule import Assignment
+from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.ir.rules import rule_for
 
 
@@ -114,11 +114,15 @@ def _check_sizes(group: OpCluster, leader: Assignment, mesh: Mesh, what: str) ->
         own = group.assignment(member, leader)
         rule = rule_for(member)
         if not rule.allows(own, mesh):
-            sizes = {f: rule.sizes[f] for f in own if f is not None and f in rule.sizes}
+            sizes = {f: rule.sizes[f] for choice in own for f in factors_of_choice(choice)}
+            shown = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
+            line = member.meta.get("source")
             raise InvalidPlan(
-                f"plan: {what} does not divide on mesh {mesh}: {member.format_node() or member.name} has factor sizes "
-                f"{sizes}, sharded as {dict(zip(mesh.names, own, strict=True))}.\n  expected sizes that are multiples "
-                "of the product of the axes put on them\n  try: a smaller axis, or leave the op replicated on it"
+                f"plan: {what} does not divide on mesh {mesh}: {member.name} has factors {shown}, "
+                f"sharded as {dict(zip(mesh.names, own, strict=True))}.\n"
+                + (f"  at {line}\n" if line else "")
+                + "  expected sizes that are multiples of the product of the axes put on them\n"
+                "  try: a smaller axis, or leave the op replicated on it"
             )
 
 
