@@ -215,9 +215,7 @@ def main() -> int:
     histogram.save(options.out / "lengths.json")
     print(f"{len(data):,} documents, {mean(map(len, data)):.0f} bytes in the mean, median {median(map(len, data)):.0f}")
     plans = planned(options.plans.split(","), cluster, histogram, options.out)
-    print(
-        "| plan | batches | predicted s | measured s | ratio | pace | at pace | median s | full rows s | steal | load |"
-    )
+    print("| plan | batches | predicted s | measured s | ratio | pace | at pace | median s | full rows s | steal |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     ratios, kept = list[tuple[float, float]](), {}
     for (name, kind), (path, predicted, whole) in plans.items():
