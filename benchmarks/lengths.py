@@ -9,9 +9,10 @@ a histogram of the lengths alone. Then the plans train: every step is timed from
 included, the loading of its batch not; the first steps, in which programs are made, are left out.
 
 Printed: mean seconds of the steps, predicted and measured, their ratio, and what the plan's own prediction for full
-rows without documents would have been. pace: seconds of a fixed piece of work on all ranks at once, every few steps,
-over those at the profile, as the cores of a machine that others use too are not equally fast for long; at pace: the
-ratio if the prediction is multiplied by it. steal: share of the cores that other machines took while it was measured.
+rows without documents would have been. reference: seconds of a fixed piece of work on all ranks at once, every few
+steps, over those at the profile, as the cores of a machine that others use too are not equally fast for long;
+corrected: the ratio if the prediction is multiplied by it. steal: share of the cores that other machines took
+meanwhile.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from tests.harness import run_ranks
 
 RANKS, ROWS, LONGEST = 2, 4, 1024
 UNTIMED = 6
-# Steps between two measurements of the pace, and how many are made before and after a profile.
-PACED, PACES = 4, 30
+# Steps between two measurements of a reference, and how many are made before and after a profile.
+EVERY, REFERENCES = 4, 30
 CGROUP, SHARES = Path("/sys/fs/cgroup/cpu"), 1 << 18
 PINS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "zero": 0, "num_microbatches": 1},
@@ -108,7 +109,7 @@ def on_own_core(rank: int) -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def pace() -> float:
+def reference() -> float:
     """Seconds, here and now, of a feed-forward layer of the model's size, forward and backward, on every rank."""
     x = torch.ones(LONGEST, 256, requires_grad=True)
     up, down = (torch.full(shape, 0.01, requires_grad=True) for shape in ((512, 256), (256, 512)))
@@ -121,18 +122,18 @@ def pace() -> float:
 
 
 def profiled(seconds: float) -> tuple[dict[str, Any], float]:
-    """The description of the cluster, and the pace before and after it was measured."""
+    """The description of the cluster, and the seconds of the reference before and after."""
     from autopar.profiling.profile import profile
 
     on_own_core(dist.get_rank())
-    pace()
-    paces = [pace() for _ in range(PACES)]
+    reference()
+    references = [reference() for _ in range(REFERENCES)]
     description = profile(lambda doing: None, seconds=seconds).description
-    return description, mean(paces + [pace() for _ in range(PACES)])
+    return description, mean(references + [reference() for _ in range(REFERENCES)])
 
 
 def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each step under a plan, of the loading before it, and paces beside them."""
+    """Seconds of each step under a plan, of the loading before it, and of the reference beside them."""
     warnings.simplefilter("ignore")
     on_own_core(dist.get_rank())
     pm = autopar.parallelize(model(), RANKS, example_inputs=inputs(), plan=plan)
@@ -145,8 +146,8 @@ def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[f
     )
     # The first batch of another size than the plan's makes the program of all of them.
     pm.step(**pm.shard_batch(padded([data[0][: LONGEST // 2]] * ROWS)))
-    pace()
-    taken, loading, paces = list[float](), list[float](), list[float]()
+    reference()
+    taken, loading, references = list[float](), list[float](), list[float]()
     while True:
         asked = time.perf_counter()
         for batch in loader:
@@ -160,9 +161,9 @@ def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[f
             taken.append(end - start)
             loading.append(start - asked)
             if len(taken) == steps + UNTIMED:
-                return taken[UNTIMED:], loading[UNTIMED:], paces
-            if len(taken) % PACED == 0:
-                paces.append(pace())
+                return taken[UNTIMED:], loading[UNTIMED:], references
+            if len(taken) % EVERY == 0:
+                references.append(reference())
             asked = time.perf_counter()
 
 
@@ -215,24 +216,29 @@ def main() -> int:
     histogram.save(options.out / "lengths.json")
     print(f"{len(data):,} documents, {mean(map(len, data)):.0f} bytes in the mean, median {median(map(len, data)):.0f}")
     plans = planned(options.plans.split(","), cluster, histogram, options.out)
-    print("| plan | batches | predicted s | measured s | ratio | pace | at pace | median s | full rows s | steal |")
+    print("| plan | batches | predicted s | measured s | ratio | reference | corrected | median s | full s | steal |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     ratios, kept = list[tuple[float, float]](), {}
     for (name, kind), (path, predicted, whole) in plans.items():
         before = ticks()
         found, *_ = run_ranks(trained, RANKS, path, kind, options.documents, options.steps, limit_s=3600.0)
-        taken, loading, paces = found
-        ratio, slower = predicted.step_time_s / mean(taken), mean(paces) / usual
+        taken, loading, references = found
+        ratio, slower = predicted.step_time_s / mean(taken), mean(references) / usual
         ratios.append((ratio, slower * ratio))
-        measured = {"measured_s": taken, "loading_s": loading, "pace_s": paces, "pace_at_profile_s": usual}
-        kept[f"{name}, {kind}"] = {"predicted": predicted.model_dump(), **measured}
+        kept[f"{name}, {kind}"] = {
+            "predicted": predicted.model_dump(),
+            "measured_s": taken,
+            "loading_s": loading,
+            "reference_s": references,
+            "reference_at_profile_s": usual,
+        }
         print(
             f"| {name} | {kind} | {predicted.step_time_s:.3f} | {mean(taken):.3f} | {ratio:.2f} | {slower:.2f} "
             f"| {slower * ratio:.2f} | {median(taken):.3f} | {whole:.3f} | {stolen(before, ticks()):.1%} |",
             flush=True,
         )
     (options.out / "steps.json").write_text(json.dumps(kept))
-    for name, own in zip(("as measured", "at the pace of the profile"), zip(*ratios, strict=True), strict=True):
+    for name, own in zip(("as measured", "corrected by the reference"), zip(*ratios, strict=True), strict=True):
         print(f"furthest from what was measured, {name}: {max(abs(ratio - 1) for ratio in own):.0%}")
     return 0
 
