@@ -31,6 +31,30 @@ def unfused_attention(
 transformers.AttentionInterface.register("unfused", unfused_attention)
 
 
+def deepseek_v3(row: Row, sizes: dict[str, Any]) -> nn.Module:
+    """Latent attention, three dense layers of the stated inner size, experts of 2,048, one of them shared."""
+    sizes = sizes | {"n_routed_experts": row.number("experts"), "num_experts_per_tok": row.number("top_k")}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+
+
+def qwen3(row: Row, sizes: dict[str, Any]) -> nn.Module:
+    """Heads of 128, whatever the hidden size, with norms of queries and keys."""
+    if not row.experts:
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=128))
+    sizes = sizes | {"num_experts": row.number("experts"), "num_experts_per_tok": row.number("top_k")}
+    config = transformers.Qwen3MoeConfig(**sizes, head_dim=128, moe_intermediate_size=row.number("ffn_hidden"))
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss(row: Row, sizes: dict[str, Any]) -> nn.Module:
+    """Heads of 64, sinks, every second layer with a window of 128."""
+    sizes = sizes | {"num_local_experts": row.number("experts"), "num_experts_per_tok": row.number("top_k")}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, head_dim=64))
+
+
+NAMED_MODELS = {"deepseek-v3": deepseek_v3, "qwen3": qwen3, "gpt-oss": gpt_oss}
+
+
 def model(row: Row) -> nn.Module:
     common: dict[str, Any] = {
         "vocab_size": row.vocabulary,
@@ -61,8 +85,13 @@ def model(row: Row) -> nn.Module:
         "num_attention_heads": row.number("heads"),
         "num_key_value_heads": row.kv_heads,
         "max_position_embeddings": row.number("seq_len"),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": row.shape == "tied",
     }
+    named = next((build for name, build in NAMED_MODELS.items() if row.model.startswith(name)), None)
+    if named is not None:
+        return named(row, sizes | common)
+    if row.shape == "ungated":
+        return transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes, **common))
     if row.shape == "experts":
         experts = {"num_local_experts": row.number("experts"), "num_experts_per_tok": row.number("top_k")}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, **common))

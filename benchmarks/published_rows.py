@@ -30,7 +30,12 @@ YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
 YEARS = {
     # Its scripts for A100 and H100 (scripts/train/benchmarking) name torch 1.13.1 and 2.0.1, and attention in Triton.
     "mosaicml/llm-foundry": 23,
+    # Its first version (arXiv 2401.10241) is of 2023, in a copy of Megatron-LM.
+    "Zero Bubble": 23,
 }
+# How a row says that the state of data-parallel ranks is divided -> ZeRO stage; and over how many of them.
+ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
+SHARD_GROUP = re.compile(r"[Ss]hard group (\d+)")
 # The first fused attention was published in May 2022, and training code had it the year after.
 LAST_UNFUSED = 22
 # The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
@@ -45,9 +50,22 @@ HOPPER_OVER_AMPERE = 335 / 230
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
 ALIKE = 0.12
+# By this, with a vocabulary that is not printed.
+ADDS_UP = 0.04
+# By more than this where the model is of a rarer shape, with tied embeddings or two matrices beside rotary positions.
+USUAL = 0.05
 
-# plain: two matrices in the MLP, learned positions, tied embeddings. gated: three, rotary positions.
-Shape = Literal["plain", "gated", "experts"]
+# plain: two matrices in the MLP, learned positions, tied embeddings. ungated: two, rotary positions. gated: three, and
+# rotary positions; tied: the same with tied embeddings. experts: gated ones.
+Shape = Literal["plain", "ungated", "gated", "tied", "experts"]
+# Models with sizes that a row does not print: of heads, of experts and dense layers, of low ranks.
+NAMED = ("deepseek-v3", "gpt-oss", "qwen3")
+# Those of Zero Bubble's schedules that a plan can have.
+SPLIT = {"ZB-1p": "zb-h1", "ZB-V": "zb-v"}
+# Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
+FULL_ATTENTION = ("nanotron",)
+# Attention spelt out in products, later than elsewhere: by the memory that Zero Bubble's runs print.
+UNFUSED = ("Zero Bubble",)
 
 
 class Missing(Exception):
@@ -105,6 +123,9 @@ class Row:
             return self.tokens / (value * self.number("n_gpus"))
         if metric == "tflops_per_gpu":
             return self.flops() / (value * 1e12 * self.number("n_gpus"))
+        if metric == "mfu":
+            peak = find_gpu(self.gpu).rates["bf16"].peak_tflops.value
+            return self.flops() / (value / 100 * peak * 1e12 * self.number("n_gpus"))
         raise Missing(f"a figure that says seconds ({metric})")
 
     def flops(self) -> float:
@@ -117,7 +138,8 @@ class Row:
         if self.experts:
             inner = 3 * hidden * self.number("ffn_hidden") * layers
             active = active - (self.number("experts") - self.number("top_k")) * inner
-        return self.tokens * (6 * active + 6 * layers * hidden * seq)
+        seen = 2 if any(name in self.source for name in FULL_ATTENTION) else 1
+        return self.tokens * (6 * active + 6 * seen * layers * hidden * seq)
 
     # The model.
 
@@ -131,15 +153,25 @@ class Row:
 
     @property
     def vocabulary(self) -> int:
-        small = self.params is not None and USUAL_VOCABULARY * self.number("hidden") < 0.01 * self.params
-        return self.number("vocab", USUAL_VOCABULARY if small else None)
+        """If it is not printed, the usual one where that hardly counts, or the parameters add up with it."""
+        if self.vocab or self.params is None:
+            return self.number("vocab")
+        share = USUAL_VOCABULARY * self.number("hidden") / self.params
+        layers = (
+            self.number("layers") * (4 * self.number("hidden") + 2 * self.number("ffn_hidden")) * self.number("hidden")
+        )
+        if share < 0.01 or abs(layers / self.params + share - 1) < ADDS_UP:
+            return USUAL_VOCABULARY
+        return self.number("vocab")
 
     def count(self, shape: Shape) -> int:
         """Parameters of a model of the stated sizes, without biases and norms."""
         hidden, heads = self.number("hidden"), self.number("heads")
         attention = 2 * hidden**2 + 2 * hidden**2 * self.kv_heads // heads
-        mlp = (2 if shape == "plain" else 3) * hidden * self.number("ffn_hidden") * self.number("experts", 1)
-        ends = self.number("seq_len") + self.vocabulary if shape == "plain" else 2 * self.vocabulary
+        matrices = 2 if shape in ("plain", "ungated") else 3
+        mlp = matrices * hidden * self.number("ffn_hidden") * self.number("experts", 1)
+        ends = (1 if shape in ("plain", "tied") else 2) * self.vocabulary
+        ends += self.number("seq_len") if shape == "plain" else 0
         return self.number("layers") * (attention + mlp) + ends * hidden
 
     @property
@@ -147,14 +179,16 @@ class Row:
         """The kind of model that has as many parameters as the row says."""
         if self.number("hidden") % self.number("heads"):
             raise Missing(f"heads that divide its hidden size ({self.heads}, {self.hidden})")
-        if self.experts:
-            able: tuple[Shape, ...] = ("experts",)
-        else:
-            able = ("plain", "gated") if self.kv_heads == self.number("heads") else ("gated",)
-        if self.params is None:
-            return able[0]
+        usual: tuple[Shape, ...] = ("experts",) if self.experts else ("gated",)
+        if not self.experts and self.kv_heads == self.number("heads"):
+            usual = ("plain", "gated")
+        if self.params is None or self.model.startswith(NAMED):
+            return usual[0]
+        able: tuple[Shape, ...] = usual if self.experts else (*usual, "tied", "ungated")
         near = {shape: abs(self.count(shape) / self.params - 1) for shape in able}
-        best = min(able, key=near.__getitem__)
+        best = min(usual, key=near.__getitem__)
+        if near[best] > USUAL:
+            best = min(able, key=near.__getitem__)
         if near[best] > ALIKE:
             raise Missing(f"sizes that add up to its parameters ({self.count(best) / 1e9:.4g}b of {self.params_b}b)")
         return best
@@ -167,7 +201,7 @@ class Row:
 
     @property
     def fused_attention(self) -> bool:
-        return self.year > LAST_UNFUSED
+        return self.year > LAST_UNFUSED and not any(name in self.source for name in UNFUSED)
 
     def workload(self, captured: CapturedModel) -> Workload:
         return replace(Workload.of(captured, self.dtype), ends_early=self.year > LAST_WHOLE)
@@ -175,7 +209,11 @@ class Row:
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        return make_cluster(self.gpu, self.number("n_gpus"), fitted=of_year(self.year, fitted))
+        count, entry = self.number("n_gpus"), find_gpu(self.gpu)
+        node = int(entry.gpus_per_node.value)
+        if count % node:  # a rack of 72 of which 64, or fewer, are used
+            node = next(size for size in range(min(node, count), 0, -1) if count % size == 0)
+        return make_cluster(self.gpu, count, node, fitted=of_year(self.year, fitted))
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""
@@ -213,6 +251,10 @@ class Row:
         schedule: Any = None
         if pp is not None and pp > 1:
             schedule = "interleaved" if virtual != 1 else "1f1b"
+            if self.schedule.startswith("ZB"):
+                if self.schedule not in SPLIT:
+                    raise Missing(f"a schedule that plans have ({self.schedule})")
+                schedule = SPLIT[self.schedule]
         return Constraints(
             tp=tp,
             pp=pp,
@@ -224,6 +266,7 @@ class Row:
             precision=self.dtype,
             remat=self.remat(),
             schedule=schedule,
+            shard=self.shard,
             virtual_stages=virtual if schedule == "interleaved" else None,
             **self.zero(),
         )
@@ -231,9 +274,25 @@ class Row:
     @property
     def dtype(self) -> Precision:
         name = self.precision.split()[0] if self.precision else ""
+        if not name and self.is_half:
+            name = "16bit"
         if name not in PRECISIONS:
             raise Missing(f"a precision of {', '.join(PRECISIONS)} ({name or 'none'})")
         return PRECISIONS[name]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its figure is above all that float32 can do on its devices; of memory, which does not say, it is."""
+        if self.is_memory:
+            return True
+        rate = self.flops() / (self.reported() * self.number("n_gpus"))
+        return rate > find_gpu(self.gpu).rates["fp32"].peak_tflops.value * 1e12
+
+    @property
+    def shard(self) -> int | None:
+        """Ranks that FSDP shards over, where that is printed."""
+        found = SHARD_GROUP.search(self.notes)
+        return int(found[1]) if found and self.number("pp", 1) == 1 else None
 
     def zero(self) -> dict[str, Any]:
         """In a pipeline FSDP gathers each stage once a step, adds up its gradients whole and scatters them once
@@ -243,9 +302,9 @@ class Row:
             return {"zero": 1}
         if "no reshard" in kind:
             return {"zero": 3, "reshard_after_forward": False}
-        if kind in ("fsdp", "zero3"):
-            return {"zero": 3}
-        return {"zero": {"zero1": 1, "zero2": 2}.get(kind, 0)}
+        if kind not in ZERO:
+            raise Missing(f"how it divides the state of data-parallel ranks ({kind})")
+        return {"zero": ZERO[kind]}
 
     def remat(self) -> Remat:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention

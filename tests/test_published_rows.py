@@ -41,6 +41,8 @@ def test_a_row_that_says_all() -> None:
         ({"kv_heads": "32", "params_b": "8.9"}, "gated"),
         ({"kv_heads": "", "params_b": "6.6"}, "plain"),
         ({"experts": "8", "top_k": "2", "params_b": "47.5"}, "experts"),
+        ({"params_b": "7.5"}, "tied"),
+        ({"params_b": "6.2"}, "ungated"),
     ],
 )
 def test_the_shape_is_that_of_so_many_parameters(cells: dict[str, str], shape: str) -> None:
@@ -122,7 +124,7 @@ def test_what_is_missing_is_said() -> None:
     for cells, said in (
         ({"global_batch": "4M tokens"}, "global_batch as a number"),
         ({"global_batch": ""}, "global_batch"),
-        ({"reported_metric": "mfu"}, "seconds"),
+        ({"reported_metric": "loss"}, "seconds"),
         ({"reported_value": "about 5"}, "figure as a number"),
     ):
         with pytest.raises(Missing, match=said):
@@ -141,6 +143,47 @@ def test_a_small_vocabulary_does_not_have_to_be_printed() -> None:
     assert row(vocab="", params_b="530", hidden="20480").vocabulary == 51_200
     with pytest.raises(Missing, match="vocab"):
         _ = row(vocab="").vocabulary
+
+
+def test_a_vocabulary_that_is_not_printed_is_the_usual_one_where_the_parameters_add_up_with_it() -> None:
+    sizes = {"layers": "22", "hidden": "2304", "ffn_hidden": "9216", "heads": "24", "kv_heads": "24", "vocab": ""}
+    assert row(**sizes, params_b="1.5").vocabulary == 51_200
+    with pytest.raises(Missing, match="vocab"):
+        _ = row(**sizes, params_b="2.0").vocabulary
+
+
+def test_utilisation_is_of_the_datasheet_as_the_source_counts_it() -> None:
+    seconds = row(reported_metric="mfu", reported_value="40").reported()
+    tokens, active, attention = 16 * 8192, 8e9, 32 * 4096 * 8192
+    assert seconds == pytest.approx(tokens * 6 * (active + attention) / (0.4 * 989e12 * 8))
+    full = row(reported_metric="mfu", reported_value="40", source="huggingface/nanotron docs").reported()
+    assert full == pytest.approx(tokens * 6 * (active + 2 * attention) / (0.4 * 989e12 * 8))
+
+
+def test_a_rate_that_float32_cannot_reach_is_of_16_bits() -> None:
+    assert row(precision="", reported_value="6000").constraints().precision == "bf16"
+    with pytest.raises(Missing, match="precision"):
+        row(precision="", reported_value="600").constraints()
+
+
+def test_how_state_is_divided_is_read_or_asked_for() -> None:
+    hybrid = row(zero_stage_or_fsdp="hsdp", notes="JAX; FSDP shard group 4; rest data parallel").constraints()
+    assert (hybrid.zero, hybrid.shard) == (3, 4)
+    assert row(zero_stage_or_fsdp="zero2").constraints().zero == 2
+    with pytest.raises(Missing, match=r"divides the state of data-parallel ranks \(fsdp\+dp\)"):
+        row(zero_stage_or_fsdp="fsdp+dp").constraints()
+
+
+def test_schedules_of_split_backwards() -> None:
+    piped = {"n_gpus": "64", "dp": "8", "pp": "8", "vpp": "1", "zero_stage_or_fsdp": "none"}
+    assert row(**piped, schedule="ZB-1p").constraints().schedule == "zb-h1"
+    with pytest.raises(Missing, match="ZB-2p"):
+        row(**piped, schedule="ZB-2p").constraints()
+
+
+def test_part_of_a_rack_is_a_smaller_node() -> None:
+    assert row(gpu="GB200", n_gpus="256").devices().gpus_per_node == 64
+    assert row(gpu="GB200", n_gpus="144").devices().gpus_per_node == 72
 
 
 def test_every_other_block() -> None:
