@@ -52,7 +52,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Case:
     """build: the module. inputs: shapes of its floating inputs. flops, num_bytes: of forward, what its rate counts.
 
-    backend: the attention kernel to run; None leaves the choice to torch.
+    backend: the attention kernel to run; None: torch chooses.
     """
 
     kind: str

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from published_rows import Row
+from published_rows import NAMED, Row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,7 +52,7 @@ def gpt_oss(row: Row, sizes: dict[str, Any]) -> nn.Module:
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, head_dim=64))
 
 
-NAMED_MODELS = {"deepseek-v3": deepseek_v3, "qwen3": qwen3, "gpt-oss": gpt_oss}
+NAMED_MODELS = dict(zip(NAMED, (deepseek_v3, gpt_oss, qwen3), strict=True))
 
 
 def model(row: Row) -> nn.Module:

@@ -277,8 +277,8 @@ def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 def with_attention(plan: autopar.Plan, factors: Mapping[str, str], layout: str | None = None) -> autopar.Plan:
     """A plan with these factors on these mesh axes for every attention (``{"cp": "s&t"}``: a ring), its other axes as
-    they are, and with a sequence layout of its own if one is given. Every attention has to be sharded already: a plan
-    leaves out the ops that are not."""
+    they are, and with a sequence layout of its own if one is given. Every attention has to be sharded already, since a
+    plan does not list replicated ops."""
     fields = plan.model_dump(mode="json")
     attentions = [ops for block in fields["blocks"] for key, ops in block["ops"].items() if key.endswith("attention")]
     assert attentions, "the plan shards no attention"
