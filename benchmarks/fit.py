@@ -38,9 +38,7 @@ Floats = npt.NDArray[np.float64]
 
 # Constant -> (believed before, by how much it may be off, as a factor).
 PRIOR = {
-    "matmul": (0.90, 1.10),  # training sustains less than the best of a sweep over shapes
-    "attention_ampere": (0.50, 1.30),  # FlashAttention-2, causal, forward and backward; older kernels are slower
-    "attention_hopper": (0.36, 1.30),  # the same kernel, which was not written for Hopper
+    "sustained": (0.90, 1.10),  # training sustains less than the best of a sweep over shapes
     "half_depth": (100.0, 2.0),
     "memory": (0.80, 1.15),
     "launch_us": (4.0, 2.0),

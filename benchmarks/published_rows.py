@@ -14,6 +14,8 @@ from typing import Any, Literal
 from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
+from autopar.cost_model.stacks.known import find_stack
+from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Precision
@@ -26,6 +28,8 @@ GIB = 2**30
 ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
 # The year of a source, as in "2022" or "SC21"; of tables that print none, that of the software they were made with.
+SHARD_GROUP = re.compile(r"[Ss]hard group (\d+)")
+ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
 YEARS = {
     # Its scripts for A100 and H100 (scripts/train/benchmarking) name torch 1.13.1 and 2.0.1, and attention in Triton.
@@ -41,11 +45,8 @@ LAST_UNFUSED = 22
 # The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
 # (github.com/pytorch/pytorch, pull request 96866).
 LAST_WHOLE = 23
-# Fused attention on Hopper is taken to have been kernels for Ampere until then: Triton before MLIR, and FlashAttention
-# (cuDNN had some of its own). As much faster than on an A100, it is assumed, as FlashAttention-2 is, which has no
-# instruction of Hopper's either: up to 335 and 230 TFLOP/s (recalled: Dao 2023 and its announcement).
-LAST_OF_AMPERE = 23
-HOPPER_OVER_AMPERE = 335 / 230
+# Words of a source -> the software stack that it names. A source that names none ran NVIDIA's, of its year.
+STACKS = {"torchtitan": "torchtitan-2024", "nanotron": "nanotron", "llm-foundry": "llm-foundry-2023"}
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -203,6 +204,10 @@ class Row:
     def fused_attention(self) -> bool:
         return self.year > LAST_UNFUSED and not any(name in self.source for name in UNFUSED)
 
+    @property
+    def stack(self) -> Stack:
+        return find_stack(next((stack for word, stack in STACKS.items() if word in self.source), "megatron-core"))
+
     def workload(self, captured: CapturedModel) -> Workload:
         return replace(Workload.of(captured, self.dtype), ends_early=self.year > LAST_WHOLE)
 
@@ -213,7 +218,7 @@ class Row:
         node = int(entry.gpus_per_node.value)
         if count % node:  # a rack of 72 of which 64, or fewer, are used
             node = next(size for size in range(min(node, count), 0, -1) if count % size == 0)
-        return make_cluster(self.gpu, count, node, fitted=of_year(self.year, fitted))
+        return make_cluster(self.gpu, count, node, fitted=fitted, stack=self.stack)
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""
@@ -344,14 +349,6 @@ class Row:
         each = [replace(given, schedule=schedule) for schedule in schedules]
         found = [search_captured(captured, cluster, one, workload=workload) for one in each]
         return min(found, key=lambda one: one.predicted.step_time_s)
-
-
-def of_year(year: int, fitted: Fitted = FITTED) -> Fitted:
-    """``fitted`` with what fused attention reached in a year."""
-    if year > LAST_OF_AMPERE:
-        return fitted
-    ampere, hopper = (find_gpu(name).rates["bf16"].peak_tflops.value for name in ("a100-80gb", "h100-sxm"))
-    return replace(fitted, attention_hopper=fitted.attention_ampere * ampere / hopper * HOPPER_OVER_AMPERE)
 
 
 def every_other_block_again(plan: Plan) -> Plan:

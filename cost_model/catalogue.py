@@ -16,6 +16,8 @@ from autopar.cost_model.devices.nvidia import NVIDIA
 from autopar.cost_model.hardware.catalogue_entry import GpuEntry
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
+from autopar.cost_model.stacks.known import AUTOPAR
+from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
 
 CATALOGUE: dict[str, GpuEntry] = {entry.name.lower(): entry for entry in (*NVIDIA, *AMD, CPU)}
@@ -59,15 +61,18 @@ def find_gpu(name: str) -> GpuEntry:
     )
 
 
-def make_cluster(gpu: str, num_gpus: int, gpus_per_node: int | None = None, *, fitted: Fitted = FITTED) -> Cluster:
+def make_cluster(
+    gpu: str, num_gpus: int, gpus_per_node: int | None = None, *, fitted: Fitted = FITTED, stack: Stack = AUTOPAR
+) -> Cluster:
     """``num_gpus`` devices of a catalogued type in the type's usual nodes.
 
     ``gpus_per_node`` defaults to the usual node, or to ``num_gpus`` if that is smaller. fitted: other constants.
+    stack: the software that runs on them.
     Raises InvalidCluster for an unknown GPU or counts that do not divide.
     """
     entry = find_gpu(gpu)
     return Cluster(
-        device=entry.device(fitted),
+        device=entry.device(fitted, stack),
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node if gpus_per_node is not None else min(num_gpus, int(entry.gpus_per_node.value)),
         intra_node=entry.intra_node.link(),

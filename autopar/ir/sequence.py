@@ -94,9 +94,14 @@ class Sight:
     window: int | None = None
 
     @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.kind in ("causal", "sliding")
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         """Key t is seen by query s if ``s - window < t <= s``: (window, 0); None where there is no bound."""
-        return (self.window if self.kind == "sliding" else None, 0 if self.kind in ("causal", "sliding") else None)
+        return (self.window if self.kind == "sliding" else None, 0 if self.is_causal else None)
 
     def sees_all(self, queries: Span, keys: Span) -> bool:
         """Whether every query of a span sees every key of a span."""

@@ -47,9 +47,15 @@ class Documents:
         """Documents of a row."""
         return sum(count for _, count in self.lengths)
 
-    def work(self, sight: Sight, rate: MatmulRate) -> float:
-        """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document."""
-        return sum(count * pairs_seen(sight, n) / rate.attention_at(n) for n, count in self.lengths)
+    def work(self, sight: Sight, rate: MatmulRate, head: float) -> tuple[float, float]:
+        """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document, forward and
+        backward. head: size of a head."""
+        forward = backward = 0.0
+        for length, count in self.lengths:
+            pairs = count * pairs_seen(sight, length)
+            rates = rate.attention_rates(length, head, causal=sight.is_causal)
+            forward, backward = forward + pairs / rates[0], backward + pairs / rates[1]
+        return forward, backward
 
 
 def keeps_documents_apart(node: fx.Node) -> bool:

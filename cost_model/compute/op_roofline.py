@@ -209,11 +209,18 @@ class OpCost:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         sight = sight_of(node) if attention and QUERIES in rule.sizes else None
         queries, keys = lengths_of(rule) if sight is not None else (1, 1)
-        share = 1.0
+        share = share_back = 1.0
+        rates = rate.attention_efficiency, rate.attention_efficiency
+        if sight is not None:
+            head = operands[0].meta["val"].shape[-1]
+            rates = rate.attention_rates(keys, head, causal=sight.is_causal)
         if sight is None or not keeps_documents_apart(node):
             documents = None
         elif documents is not None:
-            share = documents.work(sight, rate) * rate.attention_at(keys) / scores_counted(sight, queries, keys)
+            counted = scores_counted(sight, queries, keys)
+            share, share_back = (
+                work * own / counted for work, own in zip(documents.work(sight, rate, head), rates, strict=True)
+            )
             documents = None if in_one_call(node, device, precision) else documents
         saved_tensors = [*read, *backward_extra]
         if not (contracted or backward_extra or in_steps):
@@ -234,7 +241,7 @@ class OpCost:
             free=free,
             free_backward=not gradients or not flowing or (free and same_size),
             flops=share * flops,
-            backward_flops=share * flops * passes,
+            backward_flops=share_back * flops * passes * (rates[0] / rates[1] if attention else 1.0),
             carries_batch=batch_factor is not None,
             read=(*read, *forward_extra),
             written=tuple(written),
@@ -246,9 +253,7 @@ class OpCost:
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
-            efficiency=(rate.attention_at(keys) if sight else rate.attention_efficiency)
-            if attention
-            else rate.efficiency,
+            efficiency=rates[0] if attention else rate.efficiency,
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             accumulated_in_place=in_place,

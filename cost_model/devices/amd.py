@@ -39,6 +39,7 @@ _ATTENTION = Assumed(0.25, "recalled: ROCm FlashAttention-2 runs at about 300 TF
 
 MI300X = GpuEntry(
     name="MI300X",
+    architecture="cdna",
     rates={
         "fp32": fp32(163.4, _MI300X),
         "bf16": half(1307, ACCELERATORS, 668.4, MAMF, _ATTENTION),

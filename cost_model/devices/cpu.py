@@ -32,7 +32,7 @@ CPU = GpuEntry(
         memory_gb_s=Assumed(10, "the rank's own memory"),
         memory_efficiency=Assumed(0.8, "as the memory"),
     ),
-    is_cpu=True,
+    architecture="cpu",
     tiling=TilingEntry(
         tiles=(Tile(16, 48, 1.0), Tile(4, 16, 0.6)),
         why_tiles="a guess, not measured: accumulators that fit into the vector registers of a core",

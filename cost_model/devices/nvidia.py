@@ -27,7 +27,6 @@ from autopar.cost_model.hardware.catalogue_entry import (
     HostEntry,
     LinkEntry,
     Published,
-    RateEntry,
 )
 
 _TITAN = "Grand Teton H100 of 500 W, HBM2e: pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @b5bcd76c"
@@ -38,13 +37,10 @@ _B200 = "recalled: NVIDIA HGX B200 datasheet"
 _B300 = "recalled: NVIDIA HGX B300 datasheet"
 _GB200 = "recalled: NVIDIA GB200 NVL72 datasheet"
 _RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
-_A100_ATTENTION = Fit("attention_ampere", "the share of FlashAttention-2, and of older kernels, in training runs")
-_A100_HALF = half(312, ACCELERATORS, 271.2, MAMF, _A100_ATTENTION)
+_A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
-_H100_ATTENTION = Fit("attention_hopper", "FlashAttention-2, the kernel PyTorch ships, in training runs")
-_H100_HALF = half(989, ACCELERATORS, 794.5, MAMF, _H100_ATTENTION)
+_H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
 _H100_TILING = tiling(132, _H100)
-_B200_ATTENTION = Assumed(0.35, "a guess, not measured: about the fraction of H100")
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
 _NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
@@ -102,6 +98,7 @@ _HOST_GRACE = HostEntry(
 
 V100 = GpuEntry(
     name="V100",
+    architecture="volta",
     rates={
         "fp32": fp32(15.7, _V100),
         "fp16": half(
@@ -125,6 +122,7 @@ V100 = GpuEntry(
 )
 A100_40GB = GpuEntry(
     name="A100-40GB",
+    architecture="ampere",
     rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
     memory_gb=Published(40, _A100),
     reserved_gb=RESERVED,
@@ -142,6 +140,7 @@ A100_80GB = replace(
 )
 A100_80GB_PCIE = GpuEntry(
     name="A100-80GB-PCIe",
+    architecture="ampere",
     rates={
         "fp32": fp32(19.5, _A100),
         "bf16": half(
@@ -149,7 +148,7 @@ A100_80GB_PCIE = GpuEntry(
             ACCELERATORS,
             252.9,
             MAMF,
-            Fit("attention_ampere", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
+            Fit("sustained", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
         ),
     },
     memory_gb=Published(80, ACCELERATORS),
@@ -165,6 +164,7 @@ A100_80GB_PCIE = GpuEntry(
 )
 H100_SXM = GpuEntry(
     name="H100-SXM",
+    architecture="hopper",
     rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF},
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -182,22 +182,17 @@ H100_96GB = replace(
     name="H100-96GB",
     rates={
         "fp32": fp32(67, _H100),
-        "bf16": RateEntry(
-            peak_tflops=Published(989, ACCELERATORS),
-            efficiency=Fit("matmul_500w", MAMF, 794.5 / 989),
-            attention=Fit("attention_500w", "FlashAttention-2, the kernel PyTorch ships, in training runs"),
-        ),
+        "bf16": half(989, ACCELERATORS, 794.5, MAMF, Fit("sustained_500w", "as matrix products"), "sustained_500w"),
     },
     memory_gb=Published(96, _TITAN),
     bandwidth_gb_s=Published(2400, _TITAN),
 )
 H100_PCIE = GpuEntry(
     name="H100-PCIe",
+    architecture="hopper",
     rates={
         "fp32": fp32(51, _H100),
-        "bf16": half(
-            756, ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100", _H100_ATTENTION
-        ),
+        "bf16": half(756, ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100"),
     },
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -219,9 +214,10 @@ H200 = replace(
 )
 B200 = GpuEntry(
     name="B200",
+    architecture="blackwell",
     rates={
         "fp32": fp32(75, _B200),
-        "bf16": half(2250, ACCELERATORS, 1745, MAMF, _B200_ATTENTION),
+        "bf16": half(2250, ACCELERATORS, 1745, MAMF),
     },
     memory_gb=Published(180, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -237,7 +233,7 @@ B200 = GpuEntry(
 B300 = replace(
     B200,
     name="B300",
-    rates={"fp32": fp32(75, _B300), "bf16": half(2250, ACCELERATORS, 1769, MAMF, _B200_ATTENTION)},
+    rates={"fp32": fp32(75, _B300), "bf16": half(2250, ACCELERATORS, 1769, MAMF)},
     memory_gb=Published(270, f"DGX B300; {_RECIPES}"),
     tiling=tiling(148, _B300),
     inter_node=network("XDR InfiniBand or EFA v4", Published(100, f"DGX B300: 8 x 800 Gb/s, {NETWORK}")),
@@ -245,7 +241,7 @@ B300 = replace(
 GB200 = replace(
     B200,
     name="GB200",
-    rates={"fp32": fp32(80, _GB200), "bf16": half(2500, ACCELERATORS, 1822, MAMF, _B200_ATTENTION)},
+    rates={"fp32": fp32(80, _GB200), "bf16": half(2500, ACCELERATORS, 1822, MAMF)},
     memory_gb=Published(186, ACCELERATORS),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
     tiling=tiling(148, _GB200),
@@ -258,7 +254,7 @@ GB300 = replace(
     name="GB300",
     rates={
         "fp32": fp32(80, "recalled: NVIDIA GB300 NVL72 datasheet"),
-        "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured", _B200_ATTENTION),
+        "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured"),
     },
     memory_gb=Published(279, _RECIPES),
     bandwidth_gb_s=Published(8000, _RECIPES),

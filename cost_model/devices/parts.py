@@ -24,6 +24,7 @@ RESERVED = Assumed(
 MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
 LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
 TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.8), Tile(64, 64, 0.65))
+SUSTAINED = Fit("sustained", "what a training step leaves of a kernel that runs alone, as of matrix products")
 EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
 
 
@@ -40,11 +41,18 @@ def fp32(tflops: float, source: str) -> RateEntry:
     )
 
 
-def half(tflops: float, source: str, best_tflops: float, why: str, attention: Assumed | Fit) -> RateEntry:
-    """best_tflops: the highest rate measured on any shape."""
+def half(
+    tflops: float,
+    source: str,
+    best_tflops: float,
+    why: str,
+    attention: Assumed | Fit = SUSTAINED,
+    constant: str = "sustained",
+) -> RateEntry:
+    """best_tflops: the highest rate measured on any shape. constant: what is left of it in a training step."""
     return RateEntry(
         peak_tflops=Published(tflops, source),
-        efficiency=Fit("matmul", why, best_tflops / tflops),
+        efficiency=Fit(constant, why, best_tflops / tflops),
         attention=attention,
     )
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from autopar.cost_model.hardware.device import GB, Device, Host, Link, MatmulRate
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.cost_model.hardware.matmul_efficiency import Tile, Tiling
+from autopar.cost_model.stacks.attention_rate import AttentionKernel
+from autopar.cost_model.stacks.known import AUTOPAR
+from autopar.cost_model.stacks.stack import Architecture, Stack
+from autopar.ir.errors import InvalidCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,34 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateEntry:
-    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by endless matmuls and by fused attention."""
+    """Matrix rate in one precision: TFLOP/s dense, fractions achieved by endless matmuls and by fused attention.
+
+    attention: of the kernel of the software stack, what is left of its rates in a training step, if it is a ``Fit``;
+    else the fraction of the peak, whatever the stack.
+    """
 
     peak_tflops: Published | Assumed
     efficiency: Assumed | Fit
     attention: Assumed | Fit
+
+    def rate(self, precision: str, fitted: Fitted, kernel: AttentionKernel | None) -> MatmulRate:
+        """In FLOP/s, with these fitted constants and this kernel of attention."""
+        attention, sustained = self.attention.by(fitted), 1.0
+        if isinstance(self.attention, Assumed):
+            kernel = None
+        elif kernel is None:
+            raise InvalidCluster(f"the software stack has no attention kernel for {precision} on this device")
+        else:
+            sustained = attention
+            attention = sustained * kernel.typical
+        return MatmulRate(
+            precision=precision,
+            peak_flops=self.peak_tflops.value * 1e12,
+            efficiency=self.efficiency.by(fitted),
+            attention_efficiency=attention,
+            attention=kernel,
+            sustained=sustained,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,21 +157,19 @@ class GpuEntry:
     intra_node: LinkEntry
     inter_node: LinkEntry
     host: HostEntry
-    is_cpu: bool = False
+    architecture: Architecture
 
-    def device(self, fitted: Fitted = FITTED) -> Device:
-        """The device with these fitted constants, in bytes, FLOP/s and seconds."""
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core of the host."""
+        return self.architecture == "cpu"
+
+    def device(self, fitted: Fitted = FITTED, stack: Stack = AUTOPAR) -> Device:
+        """The device with these fitted constants under a software stack, in bytes, FLOP/s and seconds."""
+        kernel = stack.attention.get(self.architecture)
         return Device(
             name=self.name,
-            matmul=tuple(
-                MatmulRate(
-                    precision=precision,
-                    peak_flops=rate.peak_tflops.value * 1e12,
-                    efficiency=rate.efficiency.by(fitted),
-                    attention_efficiency=rate.attention.by(fitted),
-                )
-                for precision, rate in self.rates.items()
-            ),
+            matmul=tuple(rate.rate(precision, fitted, kernel) for precision, rate in self.rates.items()),
             memory_bytes=int(self.memory_gb.value * GB),
             reserved_bytes=int(self.reserved_gb.value * GB),
             memory_bandwidth=self.bandwidth_gb_s.value * GB,

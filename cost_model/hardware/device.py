@@ -7,9 +7,10 @@ training is assumed to achieve. ``catalogue`` holds the figures with their sourc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import log2, sqrt
+from math import sqrt
 
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
+from autopar.cost_model.stacks.attention_rate import AttentionKernel, at_length
 from autopar.ir.errors import InvalidCluster
 
 GIB = 1 << 30
@@ -34,7 +35,8 @@ class MatmulRate:
 
     peak_flops: datasheet FLOP/s without sparsity. efficiency: fraction that an endless matmul inside a training
     step achieves. attention_efficiency: what fused attention does. attention_by_length: (keys, what it does
-    of so many), the shortest first, where that is known.
+    of so many), the shortest first, where that is known. attention: the kernel that computes it, of whose rates
+    ``sustained`` is left in a training step; None where one figure, or one by length, is all that is known.
     """
 
     precision: str
@@ -42,18 +44,19 @@ class MatmulRate:
     efficiency: float
     attention_efficiency: float
     attention_by_length: tuple[tuple[int, float], ...] = ()
+    attention: AttentionKernel | None = None
+    sustained: float = 1.0
 
     def attention_at(self, length: float) -> float:
-        """Fraction that attention to ``length`` keys achieves, between known lengths by their logarithm."""
-        if not self.attention_by_length:
-            return self.attention_efficiency
-        (shorter, low), *others = self.attention_by_length
-        for longer, high in others:
-            if shorter < length <= longer:
-                return low + (high - low) * log2(length / shorter) / log2(longer / shorter)
-            if length > longer:
-                shorter, low = longer, high
-        return low
+        """The one figure of attention to ``length`` keys, between known lengths by their logarithm."""
+        return at_length(self.attention_by_length, length) if self.attention_by_length else self.attention_efficiency
+
+    def attention_rates(self, length: float, head: float, *, causal: bool) -> tuple[float, float]:
+        """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size."""
+        if self.attention is None:
+            return self.attention_at(length), self.attention_at(length)
+        forward, backward = self.attention.fractions(head, length, causal=causal)
+        return self.sustained * forward, self.sustained * backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
 def _slowest_rate(rates: Sequence[MatmulRate]) -> MatmulRate:
     slowest = min(rates, key=lambda rate: rate.peak_flops * rate.efficiency)
     attention = min(rate.peak_flops * rate.attention_efficiency for rate in rates)
-    return replace(slowest, attention_efficiency=attention / slowest.peak_flops, attention_by_length=())
+    return replace(slowest, attention_efficiency=attention / slowest.peak_flops, attention_by_length=(), attention=None)
 
 
 def _slowest_link(links: Sequence[Link]) -> Link:

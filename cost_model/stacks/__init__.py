@@ -1,0 +1,1 @@
+"""Software stacks: which kernels a training program runs, as data with sources."""
