@@ -42,6 +42,8 @@ PRIOR = {
     "half_depth": (100.0, 2.0),
     "memory": (0.80, 1.15),
     "launch_us": (4.0, 2.0),
+    "hidden": (0.5, 1.3),  # pieces of the first and the last product have nothing beside them
+    "early_attention": (1.0, 1.3),
     "power_500w": (0.89, 1.10),  # the cube root of 500 / 700: power goes as the cube of the clock
 }
 HUBER = 0.10

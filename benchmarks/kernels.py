@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,15 +31,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.stacks.known import COMPILED
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
 from autopar.ir.plan import Precision
+from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
 from autopar.search.outer.prices import Prices
 from autopar.search.problem.workload import Workload
@@ -52,7 +57,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Case:
     """build: the module. inputs: shapes of its floating inputs. flops, num_bytes: of forward, what its rate counts.
 
-    backend: the attention kernel to run; None: torch chooses.
+    backend: the attention kernel to run; None: torch chooses. compiled: by torch.compile, and priced so.
     """
 
     kind: str
@@ -62,6 +67,7 @@ class Case:
     flops: float = 0.0
     num_bytes: float = 0.0
     backend: SDPBackend | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,18 @@ class Add(nn.Module):
         return x + y
 
 
+class NormOfSum(nn.Module):
+    """The residual stream and its norm, both of which are used later."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x + y
+        return torch.cat((total, self.norm(total)))
+
+
 class Loss(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -163,7 +181,7 @@ def attentions(small: bool) -> Iterator[Case]:
 
 
 def streams(small: bool) -> Iterator[Case]:
-    """Ops bound by memory, of the sizes of a block of Llama 3 8B."""
+    """Ops bound by memory, of the sizes of a block of Llama 3 8B, each kernel by itself and compiled."""
     rows, width, inner, classes = (64, 32, 96, 128) if small else (16384, 4096, 14336, 128256)
     heads, size = (2, 16) if small else (32, 128)
     tensor = 2.0 * rows * width
@@ -173,12 +191,17 @@ def streams(small: bool) -> Iterator[Case]:
         ("residual add", Add, ((rows, width), (rows, width)), 3 * tensor),
         ("silu(gate) * up", Gate, ((rows, inner), (rows, inner)), 3 * 2.0 * rows * inner),
         ("gelu by tanh", partial(nn.GELU, "tanh"), ((rows, inner),), 2 * 2.0 * rows * inner),
+        ("norm of a sum", partial(NormOfSum, width), ((rows, width), (rows, width)), 4 * tensor),
         ("rotary", Rotary, ((1, heads, rows, size), (rows, size), (rows, size)), 2 * tensor),
         ("cross entropy in fp32", partial(Loss, rows // 4), ((rows // 4, classes),), 2.0 * rows // 4 * classes),
     ]
     for name, build, inputs, num_bytes in cases:
         shape = " x ".join(map(str, inputs[0]))
-        yield Case(kind="memory", name=f"{name} {shape}", build=build, inputs=inputs, num_bytes=num_bytes)
+        for kind in ("memory", "compiled"):
+            compiled = kind == "compiled"
+            yield Case(
+                kind=kind, name=f"{name} {shape}", build=build, inputs=inputs, num_bytes=num_bytes, compiled=compiled
+            )
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -206,6 +229,8 @@ def priced(case: Case, cluster: Cluster, precision: Precision) -> tuple[Captured
     with torch.device("meta"):
         module = Given(case.build(), case.inputs).to(DTYPES[precision])
     captured = normalise(capture(module, torch.zeros(1)))
+    if case.compiled:
+        cluster = replace(cluster, device=replace(cluster.device, stack=COMPILED))
     prices, mesh = Prices(Workload.of(captured, precision), cluster), Mesh.of(dp=1)
     ops = [prices.ops.time(node, (None,), mesh, 1) for node in op_nodes(captured.graph)]
     return captured, sum(op.forward_s for op in ops), sum(op.backward_s for op in ops)
@@ -223,7 +248,8 @@ def measured(case: Case, cluster: Cluster, device: torch.device, precision: Prec
         for name, value in values.items()
     ]
     wanted = [tensor for tensor in given if tensor.requires_grad]
-    graph = captured.graph_module
+    torch.compiler.reset()
+    graph = torch.compile(captured.graph_module) if case.compiled else captured.graph_module
 
     def forward() -> Tensor:
         return cast("Tensor", graph(*given)[0])
@@ -289,6 +315,56 @@ def eight_bit(device: torch.device, small: bool) -> Iterator[Row]:
             yield Row(kind="fp8", name=f"cast by {name}, compiled, {tuple(x.shape)}", forward_s=seconds, rate=rate)
 
 
+def differentiated(run: Callable[[], Tensor], wanted: list[Tensor], ones: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward."""
+    return torch.autograd.grad(run(), wanted, ones)
+
+
+def mixtures(device: torch.device, small: bool, cluster: Cluster, precision: Precision) -> Iterator[Row]:
+    """Experts, experts of a token, width, width inside an expert, tokens: of Mixtral 8x7B, Qwen3 235B and DeepSeek V3,
+    whole or as many as one rank of several has; each expert has as many rows as any other."""
+    shapes = [
+        (8, 2, 4096, 14336, 8192),
+        (128, 8, 4096, 1536, 8192),
+        (16, 1, 4096, 1536, 8192),
+        (32, 1, 7168, 2048, 8192),
+    ]
+    dtype, options = DTYPES[precision], {"activation": "silu", "gated": True}
+    for experts, each, width, inner, tokens in [(4, 2, 32, 64, 64)] if small else shapes:
+
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=dtype).mul_(0.02).requires_grad_()
+
+        index = (torch.arange(tokens * each, device=device) % experts).reshape(tokens, each)
+        given = (floats(tokens, width), index, floats(tokens, each), floats(experts, 2 * inner, width),
+                 floats(experts, width, inner))  # fmt: skip
+        graph, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+        placeholders = [graph.placeholder(f"given_{number}") for number in range(len(given))]
+        for placeholder, tensor in zip(placeholders, given, strict=True):
+            placeholder.meta["val"] = mode.from_tensor(
+                tensor.detach().float().cpu() if tensor is not index else index.cpu()
+            )
+        node = graph.call_function(composite.moe, tuple(placeholders), options)
+        node.meta["val"] = placeholders[0].meta["val"]
+        cost = OpCost.of(node, rule_for(node), cluster.device, precision=precision)
+        price = cost.time((None,), Mesh.of(dp=1))
+        run = partial(composite.moe, *given, **options)
+        with torch.no_grad():
+            alone = timed(run, device)
+        wanted, ones = [tensor for tensor in given if tensor.requires_grad], torch.ones_like(given[0])
+        backward = timed(partial(differentiated, run, wanted, ones), device) - alone
+        flops = 3 * 2.0 * tokens * each * width * inner
+        yield Row(
+            kind="experts",
+            name=f"{each} of {experts} experts, {tokens} x {width} x {inner}",
+            forward_s=alone,
+            forward_predicted_s=price.forward_s,
+            backward_s=backward,
+            backward_predicted_s=price.backward_s,
+            rate=f"{flops / alone / 1e12:,.0f} / {2 * flops / backward / 1e12:,.0f} TFLOP/s",
+        )
+
+
 def others(device: torch.device, small: bool) -> Iterator[Row]:
     """Copies on the device and from and to the host, a fused AdamW, and the host's time to issue ops."""
     count = 1 << (16 if small else 29)
@@ -330,7 +406,7 @@ def others(device: torch.device, small: bool) -> Iterator[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="matmul,attention,memory,fp8,other")
+    parser.add_argument("--only", default="matmul,attention,memory,compiled,experts,fp8,other")
     parser.add_argument("--gpu", default="h100-sxm", help="entry of the catalogue that cases are priced on")
     parser.add_argument("--seconds", type=float, default=200.0, help="no case is begun after them")
     parser.add_argument("--json", type=Path, help="the rows as numbers, too")
@@ -349,6 +425,7 @@ def main() -> int:
     timing = partial(measured, cluster=cluster, device=device, precision=precision)
     runs: list[Callable[[], Iterator[Row]]] = [
         *(partial(map, timing, [case]) for case in cases),
+        *([partial(mixtures, device, not cuda, cluster, precision)] if "experts" in kinds else []),
         *([partial(eight_bit, device, not cuda)] if "fp8" in kinds else []),
         *([partial(others, device, not cuda)] if "other" in kinds else []),
     ]

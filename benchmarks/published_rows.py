@@ -27,15 +27,19 @@ from autopar.search.result import SearchResult
 GIB = 2**30
 ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
-# The year of a source, as in "2022" or "SC21"; of tables that print none, that of the software they were made with.
-SHARD_GROUP = re.compile(r"[Ss]hard group (\d+)")
-ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
-YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b")
+# The year of a source, as in "2022", "SC21", "_202412_", a release "24.11" or "arXiv 2205.05198"; of tables that print
+# none, that of the software they were made with.
+YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b|_20(\d\d)[-\d]|\bv?(\d\d)\.(?:0[1-9]|1[0-2])\b|arXiv (\d\d)\d\d\.")
 YEARS = {
     # Its scripts for A100 and H100 (scripts/train/benchmarking) name torch 1.13.1 and 2.0.1, and attention in Triton.
     "mosaicml/llm-foundry": 23,
     # Its first version (arXiv 2401.10241) is of 2023, in a copy of Megatron-LM.
     "Zero Bubble": 23,
+    "OPT paper": 22,
+    "LLaMA paper": 23,
+    "Llama 3 herd": 24,
+    # Its commits of these tables are of 2024.
+    "torchtitan docs/performance.md": 24,
 }
 # How a row says that the state of data-parallel ranks is divided -> ZeRO stage; and over how many of them.
 ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
@@ -45,8 +49,18 @@ LAST_UNFUSED = 22
 # The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
 # (github.com/pytorch/pytorch, pull request 96866).
 LAST_WHOLE = 23
-# Words of a source -> the software stack that it names. A source that names none ran NVIDIA's, of its year.
-STACKS = {"torchtitan": "torchtitan-2024", "nanotron": "nanotron", "llm-foundry": "llm-foundry-2023"}
+# Words of a source or its notes -> the software stack that they name, the first that fits. A source that names none ran
+# Megatron, of its year: the first of these that is no earlier.
+STACKS = {
+    "async TP": "torchtitan-2024-async-tp",
+    "eager": "torchtitan-2024-eager",
+    "torchtitan": "torchtitan-2024",
+    "nanotron": "nanotron",
+    "llm-foundry": "llm-foundry-2023",
+    "MaxText": "maxtext-2024",
+    "PaxML": "maxtext-2024",
+}
+MEGATRON = {23: "megatron-lm-2021", 24: "megatron-core-2024", 99: "megatron-core-2025"}
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -198,7 +212,7 @@ class Row:
     def year(self) -> int:
         """The last two digits of the latest one that the source names; if none, of its software's; else of today's."""
         known = [year for name, year in YEARS.items() if name in self.source]
-        return max([int(year) for year in YEAR.findall(self.source)] or known, default=99)
+        return max([int("".join(found)) for found in YEAR.findall(self.source)] or known, default=99)
 
     @property
     def fused_attention(self) -> bool:
@@ -206,7 +220,9 @@ class Row:
 
     @property
     def stack(self) -> Stack:
-        return find_stack(next((stack for word, stack in STACKS.items() if word in self.source), "megatron-core"))
+        said = f"{self.source} {self.notes}"
+        megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
+        return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
 
     def workload(self, captured: CapturedModel) -> Workload:
         return replace(Workload.of(captured, self.dtype), ends_early=self.year > LAST_WHOLE)

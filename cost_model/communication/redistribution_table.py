@@ -178,6 +178,7 @@ class LinkPrices:
         axes = range(len(fabric.mesh))
         rates = [[fabric.rate(kind, axis) for axis in axes] for kind in _KINDS]
         table = np.array(rates, dtype=np.float64).reshape(len(_KINDS), len(axes), 2)
+        table *= np.array([fabric.cluster.device.exposed(kind) for kind in _KINDS])[:, None, None]
         device = fabric.cluster.device
         return cls(
             sizes=np.array(fabric.mesh.sizes, dtype=np.int64),

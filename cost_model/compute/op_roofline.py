@@ -44,6 +44,7 @@ from autopar.cost_model.compute.flops import (
     op_name,
     wanted_gradients,
 )
+from autopar.cost_model.compute.fusion import Fused
 from autopar.cost_model.compute.local_products import (
     ITSELF,
     Product,
@@ -59,6 +60,7 @@ from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
     MovedTensor,
+    between_products,
     extra_passes,
     moved_tensor,
     transcendental_elements,
@@ -106,7 +108,8 @@ class OpCost:
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
-    as many as take so long at the efficiency of whole rows.
+    as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
+    forward and backward, by kernels that run before and after them.
     """
 
     name: str
@@ -138,6 +141,7 @@ class OpCost:
     balanced: bool = False
     loads: Loads = ()
     documents: Documents | None = None
+    between: tuple[MovedTensor, MovedTensor] | None = None
 
     @classmethod
     def of(
@@ -152,13 +156,15 @@ class OpCost:
         balanced: bool = False,
         loads: Loads = (),
         documents: Documents | None = None,
+        fused: Fused | None = None,
     ) -> OpCost:
         """Measure ``node``.
 
         precision: of compute (fp32, bf16 or fp16): what float32 tensors of the capture become. batch_factor: the
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
-        documents: in the rows of an attention that keeps them apart; one whole row if not given.
+        documents: in the rows of an attention that keeps them apart; one whole row if not given. fused: in which
+        kernel the op is, if in one with others.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -173,11 +179,12 @@ class OpCost:
         ]
         written = [moved_tensor(r, f, precision, batch_factor) for r, f in zip(results, rule.results, strict=True)]
         differentiable = wanted_gradients(node, needs_grad)
-        flowing = [t for r, t in zip(results, written, strict=True) if has_gradient_dtype(r)]
-        passed_through = gradients_passed_through(node, differentiable)
-        gradients = [read[position] for position in differentiable if position not in passed_through]
+        moved = fused or Fused.alone(len(operands), len(results))
+        flowing = [written[number] for number in sorted(moved.written) if has_gradient_dtype(results[number])]
+        passed_through = gradients_passed_through(node, differentiable) if flowing else []
+        gradients = [read[p] for p in differentiable if p not in passed_through and p in moved.read]
         in_place, out_of_place = (
-            tuple(read[position] for position in accumulated_gradients(node, needs_grad, in_place=own))
+            tuple(read[p] for p in accumulated_gradients(node, needs_grad, in_place=own) if p in moved.read)
             for own in (True, False)
         )
         contracted = contracted_operands(node, rule)
@@ -225,8 +232,8 @@ class OpCost:
         saved_tensors = [*read, *backward_extra]
         if not (contracted or backward_extra or in_steps):
             saved = saved_for_backward(node, None if needs_grad is None else needs_grad.__contains__)
-            saved_tensors = [read[position] for position in saved.operands]
-            saved_tensors += [written[number] for number in saved.results]
+            saved_tensors = [read[position] for position in saved.operands if position in moved.read]
+            saved_tensors += [written[number] for number in saved.results if number in moved.written]
             if saved.extra_bytes:
                 saved_tensors.append(replace(written[0], num_bytes=saved.extra_bytes))
         same_size = all(t.num_bytes == g.num_bytes for t in flowing for g in gradients) and len(flowing) == 1
@@ -234,17 +241,21 @@ class OpCost:
         filled = free and sum(t.num_bytes for t in flowing) < sum(g.num_bytes for g in gradients)
         if filled:
             launches = (1, 2)
+        if fused is not None:
+            free, launches = False, (int(fused.leads), int(fused.leads and bool(differentiable)))
         return cls(
             name=op_name(node),
             device=device,
             rate=rate,
             free=free,
-            free_backward=not gradients or not flowing or (free and same_size),
+            free_backward=not differentiable
+            if fused is not None
+            else not gradients or not flowing or (free and same_size),
             flops=share * flops,
             backward_flops=share_back * flops * passes * (rates[0] / rates[1] if attention else 1.0),
             carries_batch=batch_factor is not None,
-            read=(*read, *forward_extra),
-            written=tuple(written),
+            read=(*(read[position] for position in sorted(moved.read)), *forward_extra),
+            written=tuple(written[number] for number in sorted(moved.written)),
             backward_read=tuple(flowing if free else [*flowing, *saved_tensors]),
             backward_written=(*gradients, *flowing) if filled else tuple(gradients),
             products=products,
@@ -253,7 +264,7 @@ class OpCost:
             is_contraction=bool(contracted),
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
-            efficiency=rates[0] if attention else rate.efficiency,
+            efficiency=rates[0] if attention else rate.efficiency * (device.stack.grouped if experts else 1.0),
             launches=_AROUND_EXPERTS if experts else launches,
             num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
             accumulated_in_place=in_place,
@@ -264,6 +275,7 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
+            between=between_products(node, precision, batch_factor) if experts else None,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -302,6 +314,7 @@ class OpCost:
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
             forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch + by_document
+            forward += self._between(0, degrees, num_microbatches, most)
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
@@ -309,6 +322,7 @@ class OpCost:
                 self._together(computing_back, self.device.memory_seconds(moved), functions)
                 + launch_back
                 + by_document_back
+                + self._between(1, degrees, num_microbatches, most)
             )
         for tensors, seconds in (
             (self.accumulated_in_place, self.device.optimizer_seconds),
@@ -317,6 +331,12 @@ class OpCost:
             moved = PASSES_OF_ADDITION * sum(tensor.local(degrees, num_microbatches) for tensor in tensors)
             backward += seconds(moved) + len(tensors) * self.device.kernel_launch_s
         return OpTime(forward, backward)
+
+    def _between(self, way: int, degrees: dict[str, int], num_microbatches: int, most: float) -> float:
+        """Seconds of the kernels between products, forward (0) or backward (1)."""
+        if self.between is None:
+            return 0.0
+        return self.device.memory_seconds(self._moved((self.between[way],), degrees, num_microbatches, most))
 
     def _by_document(self, degrees: dict[str, int], num_microbatches: int) -> tuple[float, float]:
         """Seconds, forward and backward, of what runs once for each document beside its attention."""

@@ -14,13 +14,10 @@ from autopar.ir.graph import tensor_operands, tensor_results
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule, TensorFactors
 
-# Composite ops that run as several kernels over their first operand: bytes an element of it that forward and
-# backward move beyond one read each way. Cross entropy widens to float32, normalises and then picks.
-_EXTRA_PASSES = {"cross_entropy": (12.0, 16.0)}
-
-# The same on a core, where there is no kernel for all of it: squares, their mean, the two products; backward seven
-# kernels that read or write 19 tensors.
-_EXTRA_PASSES_ON_CPU = {"rms_norm": (20.0, 64.0)}
+# Ops that run as several kernels over their first operand on a core: bytes an element of it that forward and backward
+# move beyond each tensor once (``Stack.extra_bytes`` on a GPU). Cross entropy normalises and then picks. Of rms_norm
+# there are squares, their mean, the two products; backward seven kernels that read or write 19 tensors.
+_EXTRA_BYTES_ON_CPU = {"cross_entropy": (12.0, 16.0), "rms_norm": (20.0, 64.0)}
 
 # Ops that take an exponential, a hyperbolic tangent or the like of each element of their first operand: time of an
 # element, forward and backward, over that of a GELU by tanh. Measured on a core with AVX-512, where most of them are
@@ -88,15 +85,13 @@ def extra_passes(
     node: fx.Node, rule: FactorRule, device: Device, precision: str, batch_factor: str | None
 ) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
     """Passes over memory of the kernels inside a composite op, forward and backward."""
-    if op_name(node) == "moe":
-        return _expert_passes(node, precision, batch_factor)
     if is_scan(node):
         width = itemsize_of(tensor_results(node)[0].dtype, precision)
         first, second = (
             MovedTensor(n * width, frozenset({WORK}), batch_factor is not None) for n in elements_of_scan(node)
         )
         return (first,), (second,)
-    widths = _EXTRA_PASSES.get(op_name(node)) or (_EXTRA_PASSES_ON_CPU.get(op_name(node)) if device.is_cpu else None)
+    widths = (_EXTRA_BYTES_ON_CPU if device.is_cpu else device.stack.extra_bytes).get(op_name(node))
     if widths is None:
         return (), ()
     numel = tensor_operands(node)[0].meta["val"].numel()
@@ -105,17 +100,16 @@ def extra_passes(
     return (forward,), (backward,)
 
 
-def _expert_passes(
-    node: fx.Node, precision: str, batch_factor: str | None
-) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
-    """Rows of tokens on their way through the experts: gathered, two products, activation, weighted, added up."""
+def between_products(node: fx.Node, precision: str, batch_factor: str | None) -> tuple[MovedTensor, MovedTensor]:
+    """What kernels between the products of experts move, forward and backward: rows gathered, activation, weighted, added
+    up."""
     x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
     hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
     gate = wide - inner
     row = index.numel() * itemsize_of(x.dtype, precision)
-    # Elements that each kernel reads and writes, backward with both gradients of each product.
-    forward = 9 * hidden + wide + 3 * inner + 3 * gate
-    backward = 13 * hidden + 2 * wide + 5 * inner + 5 * gate
-    work = frozenset({WORK})
-    first, second = (MovedTensor(float(row * width), work, batch_factor is not None) for width in (forward, backward))
-    return (first,), (second,)
+    forward = 7 * hidden + 2 * inner + 3 * gate
+    backward = 9 * hidden + 3 * inner + 5 * gate
+    first, second = (
+        MovedTensor(float(row * width), frozenset({WORK}), batch_factor is not None) for width in (forward, backward)
+    )
+    return first, second

@@ -71,7 +71,7 @@ class RateEntry:
         elif kernel is None:
             raise InvalidCluster(f"the software stack has no attention kernel for {precision} on this device")
         else:
-            sustained = attention
+            sustained = attention * (fitted.early_attention if kernel.early else 1.0)
             attention = sustained * kernel.typical
         return MatmulRate(
             precision=precision,
@@ -178,4 +178,6 @@ class GpuEntry:
             tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
             is_cpu=self.is_cpu,
+            stack=stack,
+            hidden=fitted.hidden,
         )

@@ -11,7 +11,10 @@ from math import sqrt
 
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
 from autopar.cost_model.stacks.attention_rate import AttentionKernel, at_length
+from autopar.cost_model.stacks.known import AUTOPAR
+from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.redistribution import Collective
 
 GIB = 1 << 30
 GB = 1e9
@@ -95,7 +98,8 @@ class Device:
     share of it. 0 where they take no longer than reading and writing it.
     optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
-    adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``).
+    adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``). stack: the software
+    that runs on it. hidden: share of the collectives that it overlaps with products which takes no time.
     """
 
     name: str
@@ -111,6 +115,12 @@ class Device:
     transcendental_s: float = 0.0
     optimizer_bandwidth: float | None = None
     jitter_s: float = 0.0
+    stack: Stack = AUTOPAR
+    hidden: float = 0.0
+
+    def exposed(self, collective: Collective) -> float:
+        """Share of the time of a collective of activations over tensor-parallel ranks that nothing hides."""
+        return 1.0 - self.hidden if collective in self.stack.overlaps else 1.0
 
     def straggler_delay_s(self, work_s: float, num_meetings: float) -> float:
         """Seconds that ranks wait for the slowest, in ``work_s`` seconds between which they meet so often."""

@@ -15,6 +15,8 @@ class Fitted:
     memory: achieved fraction of memory bandwidth.
     launch_us: floor of the time of a kernel.
     power_500w: rate of an H100 of 500 W, of one of 700 W.
+    hidden: share of a tensor-parallel collective that a stack which overlaps it with a product hides.
+    early_attention: rate of the first FlashAttention, of what its successor's paper says of it.
     """
 
     sustained: float
@@ -22,6 +24,8 @@ class Fitted:
     memory: float
     launch_us: float
     power_500w: float
+    hidden: float
+    early_attention: float
 
     @property
     def sustained_500w(self) -> float:
@@ -35,4 +39,6 @@ FITTED = Fitted(
     memory=0.812,
     launch_us=3.28,
     power_500w=0.782,
+    hidden=0.5,
+    early_attention=1.0,
 )

@@ -21,6 +21,8 @@ def _kernel(
     rates: dict[int, tuple[Sequence[float], Sequence[float]]],
     causal: Sequence[float],
     share: float = 1.0,
+    *,
+    early: bool = False,
 ) -> AttentionKernel:
     """From TFLOP/s by head size, forward and backward under a full mask, and forward of 128 under a causal one."""
     full = rates[128][0]
@@ -29,7 +31,7 @@ def _kernel(
         for head, parts in rates.items()
     )
     ratio = tuple(c / f for c, f in zip(causal, full, strict=True))
-    return AttentionKernel(name=name, curves=curves, causal=ratio, source=source)
+    return AttentionKernel(name=name, curves=curves, causal=ratio, source=source, early=early)
 
 
 def _scaled(rates: Sequence[float], factor: float) -> tuple[float, ...]:
@@ -72,6 +74,7 @@ FLASH1_AMPERE = _kernel(
     "as long sequences 0.40 and 0.30 are taken, by length as FlashAttention-2 on an H100",
     {128: (_scaled(_FLASH2_128[0], 0.40 * _A100 / 370), _scaled(_FLASH2_128[1], 0.30 * _A100 / 322))},
     _scaled(_FLASH2_CAUSAL, 0.40 * _A100 / 370),
+    early=True,
 )
 # FlashAttention-2 on an H100 without instructions of Hopper's reaches 335 TFLOP/s, 230 on an A100 (Dao 2023, forward and
 # backward, recalled).
@@ -87,6 +90,7 @@ FLASH1_HOPPER = _kernel(
         )
     },
     _scaled(_FLASH2_CAUSAL, _HOPPER_OVER_AMPERE * 0.40 * _A100 / 370),
+    early=True,
 )
 CUDNN_HOPPER = _kernel("cuDNN 9", _H100, _PAPER, _CUDNN, _CUDNN_CAUSAL)
 FLASH3_HOPPER = _kernel(

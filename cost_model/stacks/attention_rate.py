@@ -32,13 +32,15 @@ class AttentionKernel:
     """One kernel on devices of one architecture.
 
     curves: by head size, the smallest first. causal: at each of ``LENGTHS``, the rate under a causal mask over that
-    under a full one. source: who measured it, and on what.
+    under a full one. source: who measured it, and on what. early: the first FlashAttention, of which training runs say
+    more than its successor's paper.
     """
 
     name: str
     curves: tuple[Curve, ...]
     causal: tuple[float, ...]
     source: str
+    early: bool = False
 
     @property
     def typical(self) -> float:

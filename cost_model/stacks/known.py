@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 
 from autopar.cost_model.stacks.attention_kernels import (
@@ -14,36 +15,125 @@ from autopar.cost_model.stacks.attention_kernels import (
 )
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.redistribution import Collective
+
+# Norms that a compiler puts into a kernel with pointwise ops.
+NORMS = frozenset({"rms_norm", "layer_norm", "fused_rms_norm"})
+
+# Bytes an element of logits, float32 from the first kernel on: one H100 took 4.5 and 4.6 ms for 4,096 x 128,256 of bf16,
+# an H200 3.6 and 3.4 (``benchmarks/kernels.py``); compiled, 0.9 and 0.9.
+_EAGER_LOSS, _COMPILED_LOSS = (21.0, 20.0), (2.0, 0.0)
+# Norms of torch on the same devices took 1.4 to 1.5 times as long as their bytes, backward 2.2 to 2.6 times.
+_EAGER_NORM = (1.8, 8.0)
+# Grouped products of torch on the H100: 8 experts of 2,048 rows at 0.82 of the rate of one product, 16 to 128 of 256 and
+# 512 rows at 0.63 to 0.68.
+_GROUPED = 0.75
+# A loss over vocabulary-parallel logits in float32: maximum, exponentials and their sum, and the softmax in place.
+_VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
 AUTOPAR = Stack(
     name="autopar",
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), else FlashAttention-2",
+    extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
+    grouped=_GROUPED,
+    why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
+    "else FlashAttention-2",
+)
+COMPILED = replace(
+    AUTOPAR,
+    name="autopar-compiled",
+    fuses=True,
+    reductions=NORMS,
+    extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms",
+)
+MEGATRON_LM = Stack(
+    name="megatron-lm-2021",
+    attention={"volta": FLASH1_AMPERE, "ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER},
+    fuses=True,
+    merges=True,
+    reductions=frozenset({"softmax"}),
+    extra_bytes=_VOCABULARY_PARALLEL_LOSS,
+    grouped=_GROUPED,
+    why="kernels for GELU with its bias, for dropout with bias and residual, and for softmax with scale and mask "
+    "(Narayanan et al. 2021, section 4.2)",
 )
 MEGATRON_CORE = Stack(
-    name="megatron-core",
+    name="megatron-core-2024",
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before (recalled: its "
-    "documentation on attention backends)",
+    fuses=True,
+    merges=True,
+    extra_bytes=_VOCABULARY_PARALLEL_LOSS,
+    grouped=_GROUPED,
+    overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
+    why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
+    "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
+    "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own",
 )
-TORCHTITAN_2024 = Stack(
+MEGATRON_CORE_2025 = replace(
+    MEGATRON_CORE,
+    name="megatron-core-2025",
+    extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core)",
+)
+TORCHTITAN = Stack(
     name="torchtitan-2024",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    why="scaled_dot_product_attention of torch 2.6: FlashAttention-2, after cuDNN's had been put behind it in 2.5.1 "
-    "(recalled: release notes of torch 2.5.1)",
+    fuses=True,
+    reductions=NORMS,
+    extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    grouped=_GROUPED,
+    why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
+    "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1)",
+)
+TORCHTITAN_EAGER = replace(
+    TORCHTITAN,
+    name="torchtitan-2024-eager",
+    fuses=False,
+    reductions=frozenset(),
+    extra_bytes=AUTOPAR.extra_bytes,
+    why="the same without torch.compile",
+)
+TORCHTITAN_ASYNC = replace(
+    TORCHTITAN,
+    name="torchtitan-2024-async-tp",
+    overlaps=MEGATRON_CORE.overlaps,
+    why="the same with asynchronous tensor parallelism: all-gathers and reduce-scatters in pieces beside products",
 )
 NANOTRON = Stack(
     name="nanotron",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    why="nanotron calls flash_attn, version 2 (recalled: its requirements)",
+    merges=True,
+    extra_bytes=AUTOPAR.extra_bytes | {"rms_norm": (0.0, 2.0)},
+    grouped=_GROUPED,
+    why="nanotron calls flash_attn, version 2, and its norm in Triton; one product of queries, keys and values, one of "
+    "gate and up; nothing is compiled (recalled: src/nanotron/models/llama.py)",
 )
-LLM_FOUNDRY_2023 = Stack(
+LLM_FOUNDRY = Stack(
     name="llm-foundry-2023",
     attention={"ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    why="torch 1.13.1 with FlashAttention in Triton (scripts/train/benchmarking)",
+    merges=True,
+    extra_bytes=_VOCABULARY_PARALLEL_LOSS,
+    grouped=_GROUPED,
+    why="torch 1.13.1 with FlashAttention in Triton (scripts/train/benchmarking); nothing is compiled",
+)
+MAXTEXT = Stack(
+    name="maxtext-2024",
+    attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    fuses=True,
+    reductions=NORMS,
+    extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    grouped=_GROUPED,
+    why="XLA makes kernels of pointwise ops and norms; attention is cuDNN's (recalled: attention=cudnn_flash_te)",
 )
 
-STACKS = {stack.name: stack for stack in (AUTOPAR, MEGATRON_CORE, TORCHTITAN_2024, NANOTRON, LLM_FOUNDRY_2023)}
+STACKS = {
+    stack.name: stack
+    for stack in (
+        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_CORE, MEGATRON_CORE_2025, TORCHTITAN, TORCHTITAN_EAGER),
+        *(TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
+    )
+}
 
 
 def find_stack(name: str) -> Stack:

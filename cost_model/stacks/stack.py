@@ -6,10 +6,11 @@ Every figure is of a kernel or a library, with its source; none is of a training
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
+from autopar.ir.redistribution import Collective
 
 # Generations of devices that kernels are written for.
 Architecture = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "cpu"]
@@ -20,9 +21,20 @@ class Stack:
     """One stack.
 
     attention: the fused kernel that it runs in 16 bits on devices of an architecture; of those that are not named, the
-    catalogue has one rate. why: where the choice of kernels is from.
+    catalogue has one rate. grouped: rate of the products of experts, of that of one product as large.
+    fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
+    too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
+    kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
+    overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
+    after them. why: where all this is from.
     """
 
     name: str
-    attention: Mapping[Architecture, AttentionKernel]
+    attention: Mapping[Architecture, AttentionKernel] = field(hash=False)
     why: str
+    fuses: bool = False
+    merges: bool = False
+    reductions: frozenset[str] = frozenset()
+    extra_bytes: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    grouped: float = 1.0
+    overlaps: frozenset[Collective] = frozenset()

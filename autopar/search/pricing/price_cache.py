@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.communication.redistribution_table import LinkPrices, Times
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.cost_model.compute.fusion import Fused, fused_ops, merged_products
 from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.compute.op_time import Affine, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.analysis.op_clusters import first_instances
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout
 from autopar.ir.rule import Assignment, Choice, factors_of_choice
@@ -32,7 +35,7 @@ from autopar.search.problem.workload import Workload
 _SAMPLE = 1e6
 
 
-@dataclass(slots=True)
+@dataclass
 class OpPrices:
     """Seconds of ops, by the degrees of their factors: the same on every mesh. Caches its results.
 
@@ -69,7 +72,22 @@ class OpPrices:
                 balanced=self.balanced,
                 loads=self.loads,
                 documents=self.documents,
+                fused=self.fused.get(node),
             )
+        return found
+
+    @cached_property
+    def fused(self) -> Mapping[fx.Node, Fused]:
+        """Ops that the stack computes in one kernel with others."""
+        found: dict[fx.Node, Fused] = {}
+        stack, repetition = self.cluster.device.stack, self.workload.repetition
+        blocks = (repetition.blocks[index].nodes for index in first_instances(repetition))
+        for nodes in (repetition.prelude, *blocks):
+            own = [node for node in nodes if node in self.workload.repeats]
+            if stack.fuses:
+                found.update(fused_ops(own, stack.reductions))
+            if stack.merges:
+                found.update(merged_products(own))
         return found
 
     def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:

@@ -159,7 +159,16 @@ class Workload:
     def expert_factors(self) -> Mapping[fx.Node, frozenset[str]]:
         """The expert factors of ops: of a mixture of experts, and of a stack of matrices, each times rows of its
         own."""
-        found = {node: expert_factors(node, self.rule(node), self.captured.parameters) for node in self.repeats}
+        derived = self.analysis.derived
+        stacks = self.captured.parameters.keys() | {node.name for node in derived}
+        found = {node: expert_factors(node, self.rule(node), stacks) for node in self.repeats}
+        # A stack of matrices that is made of a parameter, as by a transposition, has its experts where its users do.
+        for node in reversed(list(derived)):
+            (result, *_) = self.rule(node).results
+            for user, position in derived[node]:
+                dims = zip(result, self.rule(user).operands[position], strict=True)
+                own = {f for made, used in dims if found.get(user, frozenset()).intersection(used) for f in made}
+                found[node] = found.get(node, frozenset()) | own
         return {node: factors for node, factors in found.items() if factors}
 
     @cached_property

@@ -1,0 +1,142 @@
+"""Which tensors move where a compiler, or a kernel written for it, computes several pointwise ops at once.
+
+Ops that follow each other are in one kernel if both are pointwise (or views, concatenations, and reductions that the
+stack fuses) and as many other ops are before both: an addition to the residual stream and the next one are not, since
+products lie between them. A kernel reads each tensor that it does not make once, however many of its ops and views use
+it, writes what ops outside of it use, and is launched once. Backward does the same with gradients, and makes again what
+it needs of the inside.
+
+    rotary     x1, x2 = split(x); cat(-x2, x1) * sin + x * cos      reads x, writes the result
+    gate       silu(gate) * up                                      reads two tensors, writes one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from autopar.cost_model.compute.flops import is_view, op_name
+from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.rules.call import call_of
+from autopar.ir.rules.pointwise import RULES, is_pointwise
+
+# Copies that a kernel of pointwise ops does while it reads or writes.
+_COPIES = frozenset({"cat", "stack", "repeat", "expand", "slice", "select"})
+_DROPOUT = frozenset({"dropout", "native_dropout"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What of an op goes through memory: positions of operands that it reads, numbers of results that it writes.
+
+    leads: whether the launch of the kernel is counted with this op.
+    """
+
+    read: frozenset[int]
+    written: frozenset[int]
+    leads: bool
+
+    @classmethod
+    def alone(cls, num_operands: int, num_results: int) -> Fused:
+        """An op that is a kernel of its own."""
+        return cls(frozenset(range(num_operands)), frozenset(range(num_results)), leads=True)
+
+
+def merged_products(nodes: Iterable[fx.Node]) -> dict[fx.Node, Fused]:
+    """Products of one tensor with several weights, as of queries, keys and values, which are one product: it reads the
+    tensor once, and backward sums its gradient inside."""
+    found: dict[fx.Node, Fused] = {}
+    known: set[fx.Node] = set()
+    for node in nodes:
+        if op_name(node) == "linear":
+            x, *others = tensor_operands(node)
+            if x in known:
+                every = Fused.alone(1 + len(others), 1)
+                found[node] = Fused(every.read - {0}, every.written, leads=False)
+            known.add(x)
+    return found
+
+
+def fused_ops(nodes: Iterable[fx.Node], reductions: AbstractSet[str]) -> dict[fx.Node, Fused]:
+    """The ops of a block that share a kernel with others. reductions: names of those that may, beside pointwise ops."""
+    able = {}
+    depth: dict[fx.Node, int] = {}
+    own = list(nodes)
+    for node in own:
+        able[node] = _is_pointwise(node) or op_name(node) in reductions
+        before = [source(operand)[0] for operand in tensor_operands(node)]
+        depth[node] = max((depth[b] + (not able[b]) for b in before if b in depth), default=0)
+    together: nx.Graph = nx.Graph()
+    for node in own:
+        if able[node]:
+            together.add_node(node)
+            for operand in tensor_operands(node):
+                maker = source(operand)[0]
+                if able.get(maker) and depth[maker] == depth[node]:
+                    together.add_edge(maker, node)
+    found: dict[fx.Node, Fused] = {}
+    for kernel in nx.connected_components(together):
+        ops = [node for node in own if node in kernel]
+        working = [node for node in ops if not is_view(node)]
+        if len(working) > 1:
+            found.update(_one_kernel(ops, working))
+    return found
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    name = op_name(node)
+    return (
+        is_view(node) or name in _COPIES or name in _DROPOUT or is_pointwise(node.target) or call_of(node).name in RULES
+    )
+
+
+def _one_kernel(ops: list[fx.Node], working: list[fx.Node]) -> dict[fx.Node, Fused]:
+    inside = set(ops)
+    # Tensor made outside -> the operands that are it or a view of it, with the op and position that reads each first.
+    reads: dict[tuple[fx.Node, int], dict[fx.Node, tuple[fx.Node, int]]] = {}
+    for node in working:
+        for position, operand in enumerate(tensor_operands(node)):
+            made = source(operand)
+            while made[0] in inside and is_view(made[0]):
+                made = source(tensor_operands(made[0])[0])
+            if made[0] not in inside:
+                reads.setdefault(made, {}).setdefault(operand, (node, position))
+    read: dict[fx.Node, set[int]] = {node: set() for node in ops}
+    for (maker, number), operands in reads.items():
+        largest = max(operands, key=_numel)
+        whole = _numel(largest) >= tensor_results(maker)[number].numel()
+        for operand, (node, position) in operands.items():
+            if operand is largest or not whole:
+                read[node].add(position)
+    return {
+        node: Fused(
+            read=frozenset(read[node]),
+            written=frozenset(
+                () if is_view(node) else (n for n in range(len(tensor_results(node))) if _leaves(node, n, inside))
+            ),
+            leads=node is working[-1],
+        )
+        for node in ops
+    }
+
+
+def _numel(operand: fx.Node) -> int:
+    return int(operand.meta["val"].numel())
+
+
+def _leaves(node: fx.Node, number: int, inside: set[fx.Node]) -> bool:
+    """Whether an op outside of a kernel uses result ``number`` of ``node``, perhaps through views of it."""
+    for user in node.users:
+        if is_getitem(user):
+            leaves = source(user)[1] == number and _leaves(user, 0, inside)
+        elif user in inside:
+            leaves = is_view(user) and any(_leaves(user, n, inside) for n in range(len(tensor_results(user))))
+        else:
+            leaves = True
+        if leaves:
+            return True
+    return False
