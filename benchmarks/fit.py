@@ -90,6 +90,19 @@ def measure_all(rows: list[Row], fitted: Fitted, jobs: int) -> list[Measured]:
         return list(itertools.chain(*pool.map(measure, groups, itertools.repeat(fitted))))
 
 
+def spaced(rows: list[Row], count: int) -> list[Row]:
+    """At most ``count`` rows of each model of a family and a GPU, from first to last of those whose plan is printed."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if not row.unprinted:
+            groups.setdefault((row.family, row.model, row.gpu), []).append(row)
+    return [
+        own[len(own) * number // min(count, len(own))]
+        for own in groups.values()
+        for number in range(min(count, len(own)))
+    ]
+
+
 def solve(measured: list[Measured], now: Fitted) -> Fitted:
     """The constants that minimise the sum above, by reweighted least squares on the linear model."""
     start = np.log([getattr(now, name) for name in PRIOR])
@@ -130,6 +143,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "published", help="with runs.csv")
     parser.add_argument("--families", help="of these alone")
+    parser.add_argument(
+        "--of-model", type=int, help="at most so many rows of each model of a family, as they are alike"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--keep", type=Path, help="write what was measured to this file, as JSON")
@@ -138,6 +154,8 @@ def main() -> None:
     rows = [row for row in rows if not row.is_memory]
     if options.families:
         rows = [row for row in rows if row.family in options.families.split(",")]
+    if options.of_model:
+        rows = spaced(rows, options.of_model)
     now = FITTED
     for number in range(options.rounds):
         print(f"round {number + 1}")

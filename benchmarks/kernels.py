@@ -320,7 +320,7 @@ def differentiated(run: Callable[[], Tensor], wanted: list[Tensor], ones: Tensor
     return torch.autograd.grad(run(), wanted, ones)
 
 
-def mixtures(device: torch.device, small: bool, cluster: Cluster, precision: Precision) -> Iterator[Row]:
+def expert_layers(device: torch.device, small: bool, cluster: Cluster, precision: Precision) -> Iterator[Row]:
     """Experts, experts of a token, width, width inside an expert, tokens: of Mixtral 8x7B, Qwen3 235B and DeepSeek V3,
     whole or as many as one rank of several has; each expert has as many rows as any other."""
     shapes = [
@@ -425,7 +425,7 @@ def main() -> int:
     timing = partial(measured, cluster=cluster, device=device, precision=precision)
     runs: list[Callable[[], Iterator[Row]]] = [
         *(partial(map, timing, [case]) for case in cases),
-        *([partial(mixtures, device, not cuda, cluster, precision)] if "experts" in kinds else []),
+        *([partial(expert_layers, device, not cuda, cluster, precision)] if "experts" in kinds else []),
         *([partial(eight_bit, device, not cuda)] if "fp8" in kinds else []),
         *([partial(others, device, not cuda)] if "other" in kinds else []),
     ]

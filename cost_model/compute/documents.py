@@ -48,8 +48,8 @@ class Documents:
         return sum(count for _, count in self.lengths)
 
     def work(self, sight: Sight, rate: MatmulRate, head: float) -> tuple[float, float]:
-        """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document, forward and
-        backward. head: size of a head."""
+        """Pairs of a query and a key that a row sees, each over the efficiency at the length of its document, forward
+        and backward. head: size of a head."""
         forward = backward = 0.0
         for length, count in self.lengths:
             pairs = count * pairs_seen(sight, length)

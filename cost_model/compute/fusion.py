@@ -70,7 +70,7 @@ def fused_ops(nodes: Iterable[fx.Node], reductions: AbstractSet[str]) -> dict[fx
         able[node] = _is_pointwise(node) or op_name(node) in reductions
         before = [source(operand)[0] for operand in tensor_operands(node)]
         depth[node] = max((depth[b] + (not able[b]) for b in before if b in depth), default=0)
-    together: nx.Graph = nx.Graph()
+    together: nx.Graph[fx.Node] = nx.Graph()
     for node in own:
         if able[node]:
             together.add_node(node)

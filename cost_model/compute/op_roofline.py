@@ -275,7 +275,7 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            between=between_products(node, precision, batch_factor) if experts else None,
+            between=between_products(node, precision, batch_factor, fused=device.stack.fuses) if experts else None,
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:

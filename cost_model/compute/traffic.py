@@ -100,15 +100,20 @@ def extra_passes(
     return (forward,), (backward,)
 
 
-def between_products(node: fx.Node, precision: str, batch_factor: str | None) -> tuple[MovedTensor, MovedTensor]:
-    """What kernels between the products of experts move, forward and backward: rows gathered, activation, weighted, added
-    up."""
+def between_products(
+    node: fx.Node, precision: str, batch_factor: str | None, *, fused: bool
+) -> tuple[MovedTensor, MovedTensor]:
+    """What kernels between the products of experts move, forward and backward: rows gathered, activation, weighted,
+    added up. fused: the activation is one kernel, which weights too, and so are both ways of the rows.
+    """
     x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
     hidden, wide, inner = x.shape[-1], up.shape[1], down.shape[2]
     gate = wide - inner
     row = index.numel() * itemsize_of(x.dtype, precision)
-    forward = 7 * hidden + 2 * inner + 3 * gate
-    backward = 9 * hidden + 3 * inner + 5 * gate
+    if fused:
+        forward, backward = 3 * hidden + 2 * inner + gate, 3 * hidden + 3 * inner + 2 * gate
+    else:
+        forward, backward = 7 * hidden + 2 * inner + 3 * gate, 9 * hidden + 3 * inner + 5 * gate
     first, second = (
         MovedTensor(float(row * width), frozenset({WORK}), batch_factor is not None) for width in (forward, backward)
     )

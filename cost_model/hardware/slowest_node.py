@@ -50,6 +50,8 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
 def _slowest_rate(rates: Sequence[MatmulRate]) -> MatmulRate:
     slowest = min(rates, key=lambda rate: rate.peak_flops * rate.efficiency)
     attention = min(rate.peak_flops * rate.attention_efficiency for rate in rates)
+    if attention == slowest.peak_flops * slowest.attention_efficiency:
+        return slowest
     return replace(slowest, attention_efficiency=attention / slowest.peak_flops, attention_by_length=(), attention=None)
 
 

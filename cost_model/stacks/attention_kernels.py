@@ -1,15 +1,15 @@
 """Rates of fused attention kernels on devices of an architecture.
 
-Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, print the rates of FlashAttention-2, cuDNN 9 and
-FlashAttention-3 on an H100 for 16,384 tokens and 2,048 columns of all heads. One H200 (``benchmarks/kernels.py``, 32
-heads of 128, 8,192 tokens) gave 347 and 296 TFLOP/s for FlashAttention-2, 662 and 591 for cuDNN, full masks, and 0.88 to
-0.92 of it for causal ones. Backward rates of 256-wide heads, and by length of causal masks, are not printed: they are
-taken from the ratios that the H200 and the causal forward have.
+Shah et al. 2024, FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, print the rates of FlashAttention-2, cuDNN 9
+and FlashAttention-3 on an H100 for 16,384 tokens and 2,048 columns of all heads. One H200 (``benchmarks/kernels.py``,
+32 heads of 128, 8,192 tokens) gave 347 and 296 TFLOP/s for FlashAttention-2, 662 and 591 for cuDNN, full masks, and
+0.88 to 0.92 of it for causal ones. Backward rates of 256-wide heads, and by length of causal masks, are not printed:
+they are taken from the ratios that the H200 and the causal forward have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.stacks.attention_rate import AttentionKernel, Curve
 
@@ -18,7 +18,7 @@ def _kernel(
     name: str,
     peak_tflops: float,
     source: str,
-    rates: dict[int, tuple[Sequence[float], Sequence[float]]],
+    rates: Mapping[int, tuple[Sequence[float], Sequence[float]]],
     causal: Sequence[float],
     share: float = 1.0,
     *,
@@ -70,14 +70,14 @@ FLASH2_AMPERE = _kernel(
 FLASH1_AMPERE = _kernel(
     "FlashAttention",
     _A100,
-    "Dao 2023, FlashAttention-2, section 1: FlashAttention has 30 to 50 % of an A100's peak forward, 25 to 35 % backward; "
-    "as long sequences 0.40 and 0.30 are taken, by length as FlashAttention-2 on an H100",
+    "Dao 2023, FlashAttention-2, section 1: FlashAttention has 30 to 50 % of an A100's peak forward, 25 to 35 % "
+    "backward; as long sequences 0.40 and 0.30 are taken, by length as FlashAttention-2 on an H100",
     {128: (_scaled(_FLASH2_128[0], 0.40 * _A100 / 370), _scaled(_FLASH2_128[1], 0.30 * _A100 / 322))},
     _scaled(_FLASH2_CAUSAL, 0.40 * _A100 / 370),
     early=True,
 )
-# FlashAttention-2 on an H100 without instructions of Hopper's reaches 335 TFLOP/s, 230 on an A100 (Dao 2023, forward and
-# backward, recalled).
+# FlashAttention-2 on an H100 without instructions of Hopper's reaches 335 TFLOP/s, 230 on an A100 (Dao 2023, forward
+# and backward, recalled).
 _HOPPER_OVER_AMPERE = 335 / 230
 FLASH1_HOPPER = _kernel(
     "FlashAttention",

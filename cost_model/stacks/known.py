@@ -20,14 +20,16 @@ from autopar.ir.redistribution import Collective
 # Norms that a compiler puts into a kernel with pointwise ops.
 NORMS = frozenset({"rms_norm", "layer_norm", "fused_rms_norm"})
 
-# Bytes an element of logits, float32 from the first kernel on: one H100 took 4.5 and 4.6 ms for 4,096 x 128,256 of bf16,
-# an H200 3.6 and 3.4 (``benchmarks/kernels.py``); compiled, 0.9 and 0.9.
+# Bytes an element of logits, float32 from the first kernel on: one H100 took 4.5 and 4.6 ms for 4,096 x 128,256 of
+# bf16, an H200 3.6 and 3.4 (``benchmarks/kernels.py``); compiled, 0.9 and 0.9.
 _EAGER_LOSS, _COMPILED_LOSS = (21.0, 20.0), (2.0, 0.0)
 # Norms of torch on the same devices took 1.4 to 1.5 times as long as their bytes, backward 2.2 to 2.6 times.
 _EAGER_NORM = (1.8, 8.0)
-# Grouped products of torch on the H100: 8 experts of 2,048 rows at 0.82 of the rate of one product, 16 to 128 of 256 and
-# 512 rows at 0.63 to 0.68.
+# Grouped products of torch on the H100: 8 experts of 2,048 rows at 0.82 of the rate of one product, 16 to 128 of 256
+# and 512 rows at 0.63 to 0.68.
 _GROUPED = 0.75
+# A guess, not measured: cuBLAS on several streams, one product after another.
+_GROUPED_BY_CUBLAS = 0.85
 # A loss over vocabulary-parallel logits in float32: maximum, exponentials and their sum, and the softmax in place.
 _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
@@ -64,7 +66,7 @@ MEGATRON_CORE = Stack(
     fuses=True,
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
-    grouped=_GROUPED,
+    grouped=_GROUPED_BY_CUBLAS,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
@@ -104,7 +106,7 @@ NANOTRON = Stack(
     name="nanotron",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
     merges=True,
-    extra_bytes=AUTOPAR.extra_bytes | {"rms_norm": (0.0, 2.0)},
+    extra_bytes={**AUTOPAR.extra_bytes, "rms_norm": (0.0, 2.0)},
     grouped=_GROUPED,
     why="nanotron calls flash_attn, version 2, and its norm in Triton; one product of queries, keys and values, one of "
     "gate and up; nothing is compiled (recalled: src/nanotron/models/llama.py)",

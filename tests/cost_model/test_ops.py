@@ -17,6 +17,7 @@ from autopar.cost_model.compute.expert_imbalance import share_of_busiest
 from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.stacks.attention_kernels import FLASH2_AMPERE
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import tensor_results
 from autopar.ir.mesh import Mesh
@@ -152,7 +153,7 @@ def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
     assert sum(p.flops for p in cost.products) == rule_for(few).flops
     rate = 312e12 * A100.matmul_rate("bf16").efficiency
     ideal = rule_for(few).flops / rate
-    assert ideal < seconds(few, precision="bf16").forward_s < 1.5 * ideal
+    assert ideal < seconds(few, precision="bf16").forward_s < 2 * ideal, "and kernels between the products"
     assert seconds(many, precision="bf16").forward_s > 1.1 * seconds(few, precision="bf16").forward_s, "128 rows each"
 
 
@@ -207,11 +208,13 @@ def test_bias_adds_no_product() -> None:
     assert seconds(with_bias).backward_s == pytest.approx(seconds(linear()).backward_s, rel=0.05)
 
 
-def test_causal_attention_is_half_of_full() -> None:
+def test_causal_attention_takes_half_of_full_and_what_its_kernel_loses() -> None:
     shape = (2, 16, 4096, 128)
     full, causal = (call(composite.attention, shape, shape, shape, kind=kind, scale=0.1) for kind in ("full", "causal"))
     ratio = seconds(full, precision="bf16").forward_s / seconds(causal, precision="bf16").forward_s
-    assert ratio == pytest.approx(2, rel=0.05)
+    lost = FLASH2_AMPERE.fractions(128, 4096, causal=True)[0] / FLASH2_AMPERE.fractions(128, 4096, causal=False)[0]
+    assert 0.8 < lost < 1
+    assert ratio == pytest.approx(2 * lost, rel=0.05)
 
 
 def test_pointwise_is_bound_by_bytes() -> None:
