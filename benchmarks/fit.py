@@ -91,15 +91,20 @@ def measure_all(rows: list[Row], fitted: Fitted, jobs: int) -> list[Measured]:
 
 
 def spaced(rows: list[Row], count: int) -> list[Row]:
-    """At most ``count`` rows of each model of a family and a GPU, from first to last of those whose plan is printed."""
+    """At most ``count`` rows of each model of a family on a GPU, from the first to the last whose plan is printed."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if not row.unprinted:
-            groups.setdefault((row.family, row.model, row.gpu), []).append(row)
+        try:
+            row.constraints()
+            if not row.unprinted:
+                groups.setdefault((row.family, row.model, row.gpu), []).append(row)
+        except Missing:
+            continue
     return [
-        own[len(own) * number // min(count, len(own))]
+        own[len(own) * number // some]
         for own in groups.values()
-        for number in range(min(count, len(own)))
+        for some in [min(count, len(own))]
+        for number in range(some)
     ]
 
 

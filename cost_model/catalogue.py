@@ -16,9 +16,10 @@ from autopar.cost_model.devices.nvidia import NVIDIA
 from autopar.cost_model.hardware.catalogue_entry import GpuEntry
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
-from autopar.cost_model.stacks.known import AUTOPAR
+from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.plan import ClusterRef
 
 CATALOGUE: dict[str, GpuEntry] = {entry.name.lower(): entry for entry in (*NVIDIA, *AMD, CPU)}
 
@@ -59,6 +60,11 @@ def find_gpu(name: str) -> GpuEntry:
         f"unknown GPU {name!r}{hint}\n  known: {', '.join(CATALOGUE)}\n  "
         "try: one of these, or --cluster with a YAML file that gives its figures"
     )
+
+
+def catalogued_cluster(reference: ClusterRef) -> Cluster:
+    """The catalogued cluster that a plan was made for. Raises InvalidCluster."""
+    return make_cluster(reference.gpu, reference.num_gpus, reference.gpus_per_node, stack=find_stack(reference.stack))
 
 
 def make_cluster(

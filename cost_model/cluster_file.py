@@ -34,6 +34,7 @@ from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster, Pods
 from autopar.cost_model.hardware.device import GB, Link, MatmulRate
 from autopar.cost_model.hardware.slowest_node import slowest_of
+from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.errors import InvalidCluster
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -130,14 +131,16 @@ class ClusterDescription(_Model):
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
     large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
-    element. optimizer_gb_s: achieved by a fused AdamW. jitter_us: by which the slowest of the ranks is late after a
-    millisecond of equal work; it grows with the root of the time. host_gb_s: achieved between host and device.
+    element. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused
+    AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
+    root of the time. host_gb_s: achieved between host and device.
     """
 
     gpu: str | None = None
     num_gpus: PositiveInt | None = None
     nodes: list[NodesDescription] = []
     gpus_per_node: PositiveInt | None = None
+    stack: str = AUTOPAR.name
     nics: NicsDescription | None = None
     pods: PodsDescription | None = None
     memory_gb: PositiveFloat | None = None
@@ -162,8 +165,9 @@ class ClusterDescription(_Model):
         return self
 
     def _catalogued(self) -> Cluster:
+        stack = find_stack(self.stack)
         if self.gpu is not None and self.num_gpus is not None:
-            return make_cluster(self.gpu, self.num_gpus, self.gpus_per_node)
+            return make_cluster(self.gpu, self.num_gpus, self.gpus_per_node, stack=stack)
         counts = {self.gpus_per_node or int(find_gpu(kind.gpu).gpus_per_node.value) for kind in self.nodes}
         if len(counts) > 1:
             raise InvalidCluster(
@@ -171,7 +175,7 @@ class ClusterDescription(_Model):
                 "  try: gpus_per_node, the fewest that a node has"
             )
         (count,) = counts
-        known = [make_cluster(kind.gpu, kind.num_nodes * count, count) for kind in self.nodes]
+        known = [make_cluster(kind.gpu, kind.num_nodes * count, count, stack=stack) for kind in self.nodes]
         return slowest_of(known, sum(kind.num_nodes for kind in self.nodes))
 
     def cluster(self) -> Cluster:

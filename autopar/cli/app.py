@@ -57,6 +57,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         gpus: opt.Gpus = None,
         gpu: opt.Gpu = None,
         gpus_per_node: opt.GpusPerNode = None,
+        stack: opt.Stack = None,
         cluster: opt.ClusterFile = None,
         global_batch: opt.GlobalBatches = None,
         seq: opt.Seqs = None,
@@ -93,7 +94,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         json: opt.Json = False,
     ) -> None:
         request = Request(
-            model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, cluster_file=cluster,
+            model=model, gpus=gpus, gpu=gpu, gpus_per_node=gpus_per_node, stack=stack, cluster_file=cluster,
             global_batches=sizes_of(global_batch, "--global-batch"), seqs=sizes_of(seq, "--seq"),
             shares=shares_of(shares), lengths=lengths, pack=pack, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, sp=sp, zero=zero,
             shard=shard, reshard=reshard, prefetch=prefetch, offload=offload,

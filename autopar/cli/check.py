@@ -11,7 +11,7 @@ from rich.markup import escape
 from autopar.cli.json_output import print_json
 from autopar.cli.progress import progress_on_stderr
 from autopar.cli.request import read_yaml
-from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.catalogue import catalogued_cluster
 from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InvalidInput, PlanMismatch
@@ -117,7 +117,7 @@ def _print(checked: Checked, plan: Plan) -> None:
 def cluster_of(plan: Plan, path: Path | None) -> Cluster:
     """The cluster that a plan was made for, or the one of a file. Raises PlanMismatch, InvalidCluster."""
     if path is None:
-        return make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
+        return catalogued_cluster(plan.cluster)
     cluster = cluster_from_dict(read_yaml(path), source=str(path))
     if cluster.num_gpus != plan.num_ranks:
         raise PlanMismatch(f"the plan is for {plan.num_ranks} ranks, {path} has {cluster.num_gpus} GPUs")

@@ -130,6 +130,10 @@ Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU type, h100-sxm if no
 GpusPerNode = Annotated[
     int | None, typer.Option("--gpus-per-node", min=1, help="as the GPU usually comes", rich_help_panel=_CLUSTER)
 ]
+Stack = Annotated[
+    str | None,
+    typer.Option("--stack", help="software whose kernels are priced, autopar if not given", rich_help_panel=_CLUSTER),
+]
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="YAML file that describes the cluster", rich_help_panel=_CLUSTER)
 ]

@@ -36,6 +36,7 @@ class Request:
     gpus: int | None = None
     gpu: str | None = None
     gpus_per_node: int | None = None
+    stack: str | None = None
     cluster_file: Path | None = None
     global_batches: tuple[int, ...] = ()
     seqs: tuple[int, ...] = ()
@@ -98,8 +99,8 @@ class Request:
                 return cluster_from_dict(described, source=source)
         elif self.like is not None:
             reference = Plan.load(self.like).cluster
-            described = {"gpu": reference.gpu, "num_gpus": reference.num_gpus, "gpus_per_node": reference.gpus_per_node}
-        flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
+            described = reference.model_dump()
+        flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node, "stack": self.stack}
         described = {**described, **{name: value for name, value in flags.items() if value is not None}}
         if "num_gpus" not in described and "nodes" not in described:
             raise InvalidCluster("how many GPUs?\n  try: --gpus 8, or --cluster with a YAML file that says num_gpus")

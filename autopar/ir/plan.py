@@ -38,11 +38,12 @@ class ModelRef(_Model):
 
 
 class ClusterRef(_Model):
-    """The cluster that the plan was made for."""
+    """The cluster that the plan was made for. stack: the software whose kernels it was predicted with."""
 
     gpu: str
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt
+    stack: str = "autopar"
 
 
 class Batch(_Model):

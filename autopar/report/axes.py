@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.catalogue import catalogued_cluster
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.topology import axis_link, send_link
 from autopar.ir.errors import AutoparError
@@ -35,7 +35,7 @@ def axes(plan: Plan, cluster: Cluster | None = None) -> list[dict[str, Any]]:
 def catalogued(plan: Plan) -> Cluster | None:
     """The cluster of a plan, if the catalogue knows its GPU."""
     try:
-        return make_cluster(plan.cluster.gpu, plan.cluster.num_gpus, plan.cluster.gpus_per_node)
+        return catalogued_cluster(plan.cluster)
     except AutoparError:
         return None
 

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
@@ -56,8 +57,9 @@ def print_plan(
 
 def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     cluster = plan.cluster
+    software = "" if cluster.stack == AUTOPAR.name else f", predicted on {cluster.stack}"
     title = Text.assemble(
-        (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {cluster.gpus_per_node} a node"
+        (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {cluster.gpus_per_node} a node{software}"
     )
     sizes = [Text(f"pp {plan.num_pipeline_ranks}", "bold")] if plan.num_stages > 1 else []
     sizes += [Text(f"{axis} {size}", f"bold {styles[axis]}") for axis, size in plan.mesh.items()]
