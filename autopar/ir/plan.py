@@ -38,11 +38,15 @@ class ModelRef(_Model):
 
 
 class ClusterRef(_Model):
-    """The cluster that the plan was made for."""
+    """The cluster that the plan was made for.
+
+    shares_nodes_of: devices that a node has, where it was assumed to give ``gpus_per_node`` of them to the job.
+    """
 
     gpu: str
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt
+    shares_nodes_of: PositiveInt | None = None
 
 
 class Batch(_Model):

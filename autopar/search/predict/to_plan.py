@@ -50,7 +50,12 @@ def plan_of(
         )
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
-        cluster=ClusterRef(gpu=cluster.device.name, num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node),
+        cluster=ClusterRef(
+            gpu=cluster.device.name,
+            num_gpus=cluster.num_gpus,
+            gpus_per_node=cluster.gpus_per_node,
+            shares_nodes_of=cluster.shares_nodes_of,
+        ),
         batch=Batch(global_size=pricing.batch_size, num_microbatches=pricing.num_microbatches),
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
