@@ -230,11 +230,7 @@ class Row:
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        count, entry = self.number("n_gpus"), find_gpu(self.gpu)
-        node = int(entry.gpus_per_node.value)
-        if count % node:  # a rack of 72 of which 64, or fewer, are used
-            node = next(size for size in range(min(node, count), 0, -1) if count % size == 0)
-        return make_cluster(self.gpu, count, node, fitted=fitted, stack=self.stack)
+        return make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted, stack=self.stack)
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""

@@ -39,6 +39,8 @@ _ALIASES = {
     "h200-sxm": "h200",
     "b200-sxm": "b200",
     "b300-sxm": "b300",
+    "gb200-nvl72": "gb200",
+    "gb300-nvl72": "gb300",
     "v100-sxm2": "v100",
 }
 
@@ -72,15 +74,19 @@ def make_cluster(
 ) -> Cluster:
     """``num_gpus`` devices of a catalogued type in the type's usual nodes.
 
-    ``gpus_per_node`` defaults to the usual node, or to ``num_gpus`` if that is smaller. fitted: other constants.
-    stack: the software that runs on them.
+    ``gpus_per_node`` defaults to the usual node, to ``num_gpus`` if that is smaller, and of racks that ``num_gpus`` do
+    not fill to an equal share of each, which ``Cluster.shares_nodes_of`` records. fitted: other constants. stack: the
+    software that runs on them.
     Raises InvalidCluster for an unknown GPU or counts that do not divide.
     """
     entry = find_gpu(gpu)
+    node = int(entry.gpus_per_node.value)
+    share = gpus_per_node or entry.share_of_node(num_gpus)
     return Cluster(
         device=entry.device(fitted, stack),
         num_gpus=num_gpus,
-        gpus_per_node=gpus_per_node if gpus_per_node is not None else min(num_gpus, int(entry.gpus_per_node.value)),
+        gpus_per_node=share,
         intra_node=entry.intra_node.link(),
         inter_node=entry.inter_node.link(),
+        shares_nodes_of=node if gpus_per_node is None and share < min(node, num_gpus) else None,
     )

@@ -128,7 +128,8 @@ Pack = Annotated[
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="number of GPUs", rich_help_panel=_CLUSTER)]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU type, h100-sxm if not given", rich_help_panel=_CLUSTER)]
 GpusPerNode = Annotated[
-    int | None, typer.Option("--gpus-per-node", min=1, help="as the GPU usually comes", rich_help_panel=_CLUSTER)
+    int | None,
+    typer.Option("--gpus-per-node", min=1, help="as it comes; a share of racks", rich_help_panel=_CLUSTER),
 ]
 Stack = Annotated[
     str | None,

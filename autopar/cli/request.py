@@ -99,7 +99,7 @@ class Request:
                 return cluster_from_dict(described, source=source)
         elif self.like is not None:
             reference = Plan.load(self.like).cluster
-            described = reference.model_dump()
+            described = reference.model_dump(include={"gpu", "num_gpus", "gpus_per_node", "stack"})
         flags = {"gpu": self.gpu, "num_gpus": self.gpus, "gpus_per_node": self.gpus_per_node, "stack": self.stack}
         described = {**described, **{name: value for name, value in flags.items() if value is not None}}
         if "num_gpus" not in described and "nodes" not in described:

@@ -11,7 +11,7 @@ from autopar.report.words import microbatch_size, remat_level
 # Every key, in order; all but ``feasible`` are null where no plan fits.
 KEYS = (
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "feasible", "pp",
-    "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
+    "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
     "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
 )  # fmt: skip
 
@@ -29,6 +29,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "peak_memory_bytes": prediction.peak_memory_bytes,
         "feasible": True,
         "pp": plan.num_pipeline_ranks,
+        "cluster": plan.cluster.model_dump(),
         "mesh": dict(plan.mesh),
         "schedule": plan.schedule,
         "virtual_stages": plan.virtual_stages,

@@ -38,12 +38,17 @@ class ModelRef(_Model):
 
 
 class ClusterRef(_Model):
-    """The cluster that the plan was made for. stack: the software whose kernels it was predicted with."""
+    """The cluster that the plan was made for.
+
+    stack: the software whose kernels it was predicted with. shares_nodes_of: devices that a node has, where it was
+    assumed to give ``gpus_per_node`` of them to the job.
+    """
 
     gpu: str
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt
     stack: str = "autopar"
+    shares_nodes_of: PositiveInt | None = None
 
 
 class Batch(_Model):

@@ -20,7 +20,15 @@ from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, 
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import held_at_peak, sequence_data
-from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
+from autopar.report.words import (
+    block_names,
+    counted,
+    microbatch_size,
+    node_words,
+    one_line,
+    remat_level,
+    schedule_words,
+)
 from autopar.search.divided_share import divided_by_axes
 
 Json = Any
@@ -35,7 +43,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
     return {
         "model": plan.model.name,
         "fingerprint": plan.model.fingerprint,
-        "cluster": plan.cluster.model_dump(),
+        "cluster": {**plan.cluster.model_dump(), "node": node_words(plan.cluster)},
         "batch": plan.batch.model_dump(),
         "microbatch_size": microbatch_size(plan),
         "mesh": dict(plan.mesh),

@@ -16,7 +16,7 @@ from autopar.report.lengths import in_words
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import SequencePlaces
-from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
+from autopar.report.words import block_names, counted, microbatch_size, node_words, remat_level, schedule_words
 from autopar.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     cluster = plan.cluster
     software = "" if cluster.stack == AUTOPAR.name else f", predicted on {cluster.stack}"
     title = Text.assemble(
-        (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {cluster.gpus_per_node} a node{software}"
+        (plan.model.name, "bold"), f" on {cluster.num_gpus} × {cluster.gpu}, {node_words(cluster)}{software}"
     )
     sizes = [Text(f"pp {plan.num_pipeline_ranks}", "bold")] if plan.num_stages > 1 else []
     sizes += [Text(f"{axis} {size}", f"bold {styles[axis]}") for axis, size in plan.mesh.items()]

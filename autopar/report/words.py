@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.ir.plan import Plan
+from autopar.ir.plan import ClusterRef, Plan
 from autopar.units import plural
 
 
@@ -19,6 +19,12 @@ def line_of(num_places: int, mesh: Mapping[str, int], zero: int, num_microbatche
     parts = [" ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank", f"ZeRO-{zero}"]
     parts.append(plural(num_microbatches, "microbatch", "microbatches"))
     return ", ".join(parts + [schedule] * (num_places > 1))
+
+
+def node_words(cluster: ClusterRef) -> str:
+    """Devices of a node, and where a part of a larger one was assumed, that it was."""
+    words = f"{cluster.gpus_per_node} a node"
+    return words if cluster.shares_nodes_of is None else f"{words} (assumed of each rack of {cluster.shares_nodes_of})"
 
 
 def schedule_words(plan: Plan) -> str:

@@ -89,6 +89,9 @@ _NVLINK_B200 = _nvlink(
 
 # A rack of NVLink switches is one node; its CPUs reach their GPUs over NVLink too.
 _RACK = Published(72, "recalled: NVL72 systems hold 72 GPUs")
+_TRAY = Published(
+    4, "recalled: NVIDIA GB200 NVL72 datasheet, 18 compute trays of four GPUs; jobs of 64 leave two spare"
+)
 _HOST_GRACE = HostEntry(
     link_gb_s=Assumed(225, "recalled: NVIDIA Grace datasheet, NVLink-C2C, 450 GB/s either way, for two GPUs"),
     link_efficiency=Assumed(0.79, "a guess, not measured: as over PCI Express"),
@@ -247,6 +250,7 @@ GB200 = replace(
     tiling=tiling(148, _GB200),
     host=_HOST_GRACE,
     gpus_per_node=_RACK,
+    gpus_per_tray=_TRAY,
     inter_node=network("NDR InfiniBand", Assumed(50, "recalled: one 400 Gb/s ConnectX-7 for each GPU")),
 )
 GB300 = replace(

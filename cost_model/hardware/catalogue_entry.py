@@ -143,7 +143,8 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEntry:
-    """One device type in its usual node."""
+    """One device type in its usual node. gpus_per_tray: what a job takes of a node that is a rack of trays; None if it
+    takes whole nodes."""
 
     name: str
     rates: dict[str, RateEntry]
@@ -158,11 +159,33 @@ class GpuEntry:
     inter_node: LinkEntry
     host: HostEntry
     architecture: Architecture
+    gpus_per_tray: Published | Assumed | None = None
 
     @property
     def is_cpu(self) -> bool:
         """Whether it is a core of the host."""
         return self.architecture == "cpu"
+
+    def share_of_node(self, num_gpus: int) -> int:
+        """GPUs that each node gives to a job of ``num_gpus``: all of them, or where those do not fill racks of trays,
+        an equal number of whole trays, more than half of a rack, on the fewest racks. Raises InvalidCluster."""
+        node = int(self.gpus_per_node.value)
+        if num_gpus <= node or num_gpus % node == 0:
+            return min(num_gpus, node)
+        if self.gpus_per_tray is None:
+            raise InvalidCluster(
+                f"{num_gpus} GPUs do not fill nodes of {node}.\n"
+                f"  try: --gpus {num_gpus // node * node}, or another --gpus-per-node"
+            )
+        tray = int(self.gpus_per_tray.value)
+        for share in range(node // tray * tray, node // 2, -tray):
+            if num_gpus % share == 0:
+                return share
+        unit = -(-num_gpus // node) * tray
+        raise InvalidCluster(
+            f"{num_gpus} GPUs do not fill racks of {node}, and are not as many whole trays of {tray} GPUs from each of "
+            f"several racks.\n  try: --gpus {num_gpus // unit * unit}, or --gpus-per-node with what each rack gives"
+        )
 
     def device(self, fitted: Fitted = FITTED, stack: Stack = AUTOPAR) -> Device:
         """The device with these fitted constants under a software stack, in bytes, FLOP/s and seconds."""

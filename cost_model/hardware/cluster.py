@@ -61,7 +61,8 @@ class Pods:
 class Cluster:
     """``num_gpus`` equal devices, ``gpus_per_node`` on each node, ranks numbered node by node.
 
-    pods: None if the network lets every node send to every other as fast as its NICs do.
+    pods: None if the network lets every node send to every other as fast as its NICs do. shares_nodes_of: devices that
+    a node has, where it is assumed to give ``gpus_per_node`` of them; None if nothing was assumed.
     """
 
     device: Device
@@ -70,6 +71,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     pods: Pods | None = None
+    shares_nodes_of: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or self.gpus_per_node < 1:

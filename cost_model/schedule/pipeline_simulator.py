@@ -197,25 +197,45 @@ def bubble_passes(schedule: str) -> float:
 def pipeline_time(shape: Pipelining, stage_s: Sequence[float]) -> float:
     """Seconds of a step in closed form, for stages with these seconds a microbatch, forward and backward.
 
-    One microbatch passes the stages, the others follow at the pace of the slowest; with v stages on each of P ranks
-    and a bubble of beta passes through P - 1 stages
+    One microbatch passes the stages, the others follow at the pace of the rank with most to do; with t of the stages,
+    r of the ranks (sums over the v stages of each of P), and a bubble of beta passes through P - 1 ranks
 
         naive       T = M sum t
-        otherwise   T = beta / v sum t + (M v - beta) max t
+        otherwise   T = beta / v sum t + (M - beta / v) max r
 
     which is exact for equal stages of naive, gpipe, 1f1b and interleaved in whole rounds, and an estimate
     otherwise; ``simulate`` is the judge.
     """
-    of_sum, of_max = time_weights(shape)
-    return of_sum * sum(stage_s) + of_max * max(stage_s)
+    fill, rest = _fill_and_rest(shape)
+    ranks = [0.0] * shape.num_ranks
+    for stage, seconds in enumerate(stage_s):
+        ranks[shape.rank_of(stage)] += seconds
+    return fill * sum(stage_s) + rest * max(ranks)
+
+
+def least_pipeline_time(shape: Pipelining, total_s: float, rank_s: float) -> float:
+    """Lower bound on ``pipeline_time`` of stages that take ``total_s`` seconds in all, where some rank takes ``rank_s``
+    at least."""
+    fill, rest = _fill_and_rest(shape)
+    return fill * total_s + rest * max(rank_s, total_s / shape.num_ranks)
 
 
 def time_weights(shape: Pipelining) -> tuple[float, float]:
-    """Weights of the sum and the maximum of the stages' seconds in ``pipeline_time``."""
+    """Weights of the sum and the maximum of the stages' seconds in what stage cuts minimise.
+
+    It is ``pipeline_time`` where a rank has the longest stage and v - 1 of mean length: exact for one stage a rank, and
+    for equal ones.
+    """
+    fill, rest = _fill_and_rest(shape)
+    return fill + rest * (shape.virtual_stages - 1) / shape.num_stages, rest
+
+
+def _fill_and_rest(shape: Pipelining) -> tuple[float, float]:
+    """Weights of the sum of all stages' seconds and of those of the rank with most in ``pipeline_time``."""
     if shape.schedule == "naive":
         return float(shape.num_microbatches), 0.0
-    beta = bubble_passes(shape.schedule)
-    return beta / shape.virtual_stages, shape.num_microbatches * shape.virtual_stages - beta
+    fill = bubble_passes(shape.schedule) / shape.virtual_stages
+    return fill, shape.num_microbatches - fill
 
 
 def bubble_fraction(num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> float:

@@ -82,8 +82,31 @@ def test_node_size_defaults() -> None:
     assert make_cluster("gb200", 64).num_nodes == 1  # of a rack of 72
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "share", "whole"),
+    [(64, 64, None), (72, 72, None), (96, 48, 72), (128, 64, 72), (144, 72, None), (256, 64, 72), (1024, 64, 72)],
+)
+def test_racks_give_an_equal_share(num_gpus: int, share: int, whole: int | None) -> None:
+    cluster = make_cluster("gb300-nvl72", num_gpus)
+    assert (cluster.gpus_per_node, cluster.shares_nodes_of) == (share, whole)
+
+
+def test_a_share_that_is_given_is_not_assumed() -> None:
+    cluster = make_cluster("gb300", 256, 32)
+    assert (cluster.num_nodes, cluster.shares_nodes_of) == (8, None)
+
+
+def test_racks_that_cannot_give_an_equal_share() -> None:
+    with pytest.raises(
+        InvalidCluster,
+        match=r"100 GPUs do not fill racks of 72, and are not as many whole trays of 4 .*\n  try: --gpus 96",
+    ):
+        make_cluster("gb300", 100)
+    assert make_cluster("gb300", 96).gpus_per_node == 48
+
+
 def test_gpus_must_fill_the_nodes() -> None:
-    with pytest.raises(InvalidCluster, match="12 GPUs do not fill nodes of 8; try --gpus 8"):
+    with pytest.raises(InvalidCluster, match=r"12 GPUs do not fill nodes of 8.\n  try: --gpus 8, or another"):
         make_cluster("h200", 12)
     with pytest.raises(InvalidCluster, match="at least one GPU"):
         make_cluster("h200", 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.report.words import counted
+from autopar.report.words import counted, node_words
 from tests.report.sample import sample_plan
 
 
@@ -14,3 +14,10 @@ def test_a_model_that_reads_no_tokens_is_counted_in_samples() -> None:
     of_images = plan.prediction.model_copy(update={"tokens_per_s_per_gpu": per_gpu})
     assert counted(plan.model_copy(update={"prediction": of_images})) == "samples"
     assert counted(plan.model_copy(update={"prediction": None})) == "tokens"
+
+
+def test_an_assumed_share_of_racks_is_said() -> None:
+    cluster = sample_plan().cluster
+    assert node_words(cluster) == "8 a node"
+    shared = cluster.model_copy(update={"gpus_per_node": 64, "shares_nodes_of": 72})
+    assert node_words(shared) == "64 a node (assumed of each rack of 72)"

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.ir.schedule import Pipelining
+from autopar.search.stages.least_times import LeastTimes
 from autopar.search.stages.stage import LEVELS, BlockCost, Stage, stage_memory
-from autopar.search.stages.stage_cuts import cut, cuts_time
+from autopar.search.stages.stage_cuts import cut, cut_pipeline, cuts_time
 
 
-def brute_force(blocks, live, weights, budget, levels) -> float | None:
+def brute_force(blocks, live, weights, budgets, levels) -> float | None:
     n = len(blocks)
     best = None
     for inner in combinations(range(1, n), len(live) - 1):
@@ -25,7 +27,7 @@ def brute_force(blocks, live, weights, budget, levels) -> float | None:
                 for middle, partly in product(("selective", "alternate"), range(b - a - full + 1)):
                     stage = Stage(first=a, last=b - 1, full=full, **{middle: partly})
                     used = {LEVELS[stage.level(block)] for block in range(a, b)}
-                    if used <= set(levels) and stage_memory(blocks, stage, live[number]) <= budget:
+                    if used <= set(levels) and stage_memory(blocks, stage, live[number]) <= budgets[number]:
                         mine.append(stage)
             options.append(mine)
         for stages in _product(options):
@@ -69,23 +71,61 @@ def problems(draw: st.DrawFn):
     live = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     levels = draw(st.sampled_from([("none",), ("full",), ("selective",), ("alternate",), ("none", "full"), LEVELS]))
     weights = draw(st.sampled_from([(1.0, 0.0), (1.0, 3.0), (0.5, 7.5), (1 / 3, 1.0)]))
-    return blocks, live, weights, draw(st.integers(0, 60)), levels
+    budgets = draw(st.lists(st.integers(0, 60).map(float), min_size=len(live), max_size=len(live)))
+    return blocks, live, weights, draw(st.sampled_from([budgets, budgets[:1] * len(live)])), levels
 
 
 @settings(max_examples=200)
 @given(problems())
 def test_cuts_equal_brute_force(problem) -> None:
-    blocks, live, weights, budget, levels = problem
-    expected = brute_force(blocks, live, weights, budget, levels)
-    found = cut(blocks, live, weights, budget, levels)
+    blocks, live, weights, budgets, levels = problem
+    expected = brute_force(blocks, live, weights, budgets, levels)
+    found = cut(blocks, live, weights, budgets, levels)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.time_s == pytest.approx(expected)
     assert cuts_time(blocks, found.stages, weights) == pytest.approx(expected)
-    for stage, count in zip(found.stages, live, strict=True):
+    for stage, count, budget in zip(found.stages, live, budgets, strict=True):
         assert stage_memory(blocks, stage, count) <= budget * (1 + 1e-9) + 1e-5
+
+
+@settings(max_examples=200)
+@given(problems(), st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("naive", 1)]))
+def test_least_times_bound_every_cut(problem, named) -> None:
+    blocks, _, _, (budget, *_), levels = problem
+    (schedule, virtual), times = named, LeastTimes.of(blocks)
+    shape = Pipelining(schedule, 2, 4, virtual)
+    for room in (10.0 * budget, 1e9):
+        found = cut_pipeline(blocks, shape, room, levels)
+        assert found is None or times.step_s(shape) <= found.time_s * (1 + 1e-9)
+
+
+def test_least_times_are_those_of_the_most_even_ranks() -> None:
+    """Of fourteen equal blocks some of four ranks has four, however many stages it has."""
+    block = BlockCost(time_s=(3.0, 3.2, 3.5, 4.0), saved_bytes=(0.0,) * 4, static_bytes=0.0, send_s=0.5)
+    for shape in (Pipelining("1f1b", 4, 8), Pipelining("interleaved", 4, 8, 3)):
+        found = cut_pipeline([block] * 14, shape, 1.0)
+        assert found is not None
+        assert LeastTimes.of([block] * 14).step_s(shape) == pytest.approx(found.time_s)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4, 5, 10, 20])
+def test_stages_of_a_rank_share_its_memory(virtual: int) -> None:
+    """Virtual stages hold no more together, and add no more than a tenth of the time; of a block each, a fifth."""
+    layer = BlockCost(
+        time_s=(3.0, 3.2, 3.5, 4.0), saved_bytes=(10.0, 7.0, 5.0, 1.0), static_bytes=20.0, workspace_bytes=40.0
+    )
+    blocks, shape = [layer] * 80, Pipelining("interleaved" if virtual > 1 else "1f1b", 4, 32, virtual)
+    found = cut_pipeline(blocks, shape, 900.0)
+    assert found is not None
+    for numbers in map(shape.stages_of, range(4)):
+        held = sum(stage_memory(blocks, found.stages[number], shape.live()[number]) for number in numbers)
+        assert held - (virtual - 1) * 40.0 <= 900.0 * (1 + 1e-9)
+    plain = cut_pipeline(blocks, Pipelining("1f1b", 4, 32), 900.0)
+    assert plain is not None
+    assert found.time_s < (1.1 if virtual < 20 else 1.2) * plain.time_s
 
 
 def test_deep_model_takes_well_under_a_second() -> None:
@@ -96,7 +136,7 @@ def test_deep_model_takes_well_under_a_second() -> None:
     ]
     blocks = [ends[0], *[layer] * 84, ends[1]]
     start = time.process_time()
-    found = cut(blocks, [16 - i for i in range(16)], (1.0, 63.0), 700.0)
+    found = cut(blocks, [16 - i for i in range(16)], (1.0, 63.0), [700.0] * 16)
     assert found is not None
     assert time.process_time() - start < 1.0
     assert any(stage.strongest for stage in found.stages)

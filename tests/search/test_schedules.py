@@ -18,7 +18,7 @@ from autopar.ir.schedule import Schedule
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured, predict_plan, search_captured
-from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.constraints import Constraints, even_virtual_stages
 from autopar.search.problem.workload import Workload
 from tests.search.test_search import Model
 
@@ -64,10 +64,25 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, workload: Wo
 
 
 def test_virtual_stages_that_are_considered() -> None:
-    """As many as published runs had, as long as each has a block."""
+    """Those whose stages are most even, as long as each has a block."""
     limits = Constraints(schedule="interleaved")
-    assert [shape.virtual_stages for shape in limits.shapes(16, 16, 128)] == [2, 3, 4, 5, 6, 7, 8]
-    assert [shape.virtual_stages for shape in limits.shapes(16, 16, 100)] == [2, 3, 4, 5, 6]
+    assert [shape.virtual_stages for shape in limits.shapes(16, 16, (1, 126, 1))] == [2, 3, 4, 8]
+    assert [shape.virtual_stages for shape in limits.shapes(16, 16, (1, 98, 1))] == [2, 3, 4]
+    assert [shape.virtual_stages for shape in limits.shapes(8, 16, (1, 96, 1))] == [2, 3, 4, 5, 6, 7, 12]
+    assert even_virtual_stages((1, 4, 1), 8) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "virtual"),
+    [
+        (16, 2, 8), (21, 3, 7), (22, 8, 3), (30, 8, 4), (40, 4, 10), (46, 16, 3), (48, 2, 24), (56, 8, 7), (60, 4, 3),
+        (61, 4, 4), (62, 32, 2), (64, 8, 8), (80, 4, 5), (80, 4, 20), (94, 4, 12), (94, 8, 3), (96, 8, 12), (96, 16, 2),
+        (105, 35, 3), (126, 8, 8), (126, 9, 7), (126, 16, 4),
+    ],
+)  # fmt: skip
+def test_virtual_stages_of_published_runs_are_considered(layers: int, ranks: int, virtual: int) -> None:
+    """Decoders, which have an embedding and a head beside their layers."""
+    assert virtual in even_virtual_stages((1, layers, 1), ranks)
 
 
 def test_a_split_backward_is_not_chosen_where_it_cannot_run(tied: CapturedModel, workload: Workload) -> None:

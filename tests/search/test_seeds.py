@@ -84,15 +84,9 @@ def test_stages_are_cut_again_to_fill_the_memory() -> None:
                 continue
             inner = solver.inner(configuration, Weights(sync=HIDDEN))
             for shape in solver.shapes(configuration)[:2]:
-                first, last = (
-                    solver._complete(
-                        replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages),
-                        inner,
-                        inf,
-                        count,
-                    )
-                    for count in (1, 3)
-                )
+                own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
+                cuts = solver._cut(own, inner, solver.budget_bytes, inf)
+                first, last = (solver._complete(own, inner, inf, count, cuts) for count in (1, 3))
                 for found in (first, last):
                     assert found is None or found.predicted.peak_bytes <= solver.budget_bytes
                 assert last is not None or first is None

@@ -12,6 +12,7 @@ from autopar.search.predict.predict import Predicted, predict
 from autopar.search.pricing.block_prices import Priced, evaluate
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.constraints import Constraints, role_of_axis
+from autopar.search.stages.least_times import LeastTimes
 from autopar.search.stages.stage import BlockCost, Stage
 
 
@@ -106,7 +107,7 @@ class Inner:
     shared_once: bool
     given: Priced | None = None
     _costs: dict[int, tuple[BlockCost, ...]] = field(default_factory=dict)
-    _fastest: dict[int, float] = field(default_factory=dict)
+    _least: dict[int, LeastTimes] = field(default_factory=dict)
 
     @cached_property
     def priced(self) -> Priced:
@@ -119,8 +120,8 @@ class Inner:
             self._costs[num_ranks] = self.priced.block_costs(self.pricing, num_ranks)
         return self._costs[num_ranks]
 
-    def fastest_s(self, num_ranks: int) -> float:
-        """Seconds of a microbatch in all blocks, each at its fastest rematerialisation level."""
-        if num_ranks not in self._fastest:
-            self._fastest[num_ranks] = sum(min(block.time_s) for block in self.costs(num_ranks))
-        return self._fastest[num_ranks]
+    def least_times(self, num_ranks: int) -> LeastTimes:
+        """The least seconds of the blocks for a pipeline of ``num_ranks`` ranks."""
+        if num_ranks not in self._least:
+            self._least[num_ranks] = LeastTimes.of(self.costs(num_ranks))
+        return self._least[num_ranks]

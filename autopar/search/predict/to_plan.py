@@ -55,6 +55,7 @@ def plan_of(
             num_gpus=cluster.num_gpus,
             gpus_per_node=cluster.gpus_per_node,
             stack=cluster.device.stack.name,
+            shares_nodes_of=cluster.shares_nodes_of,
         ),
         batch=Batch(global_size=pricing.batch_size, num_microbatches=pricing.num_microbatches),
         mesh={axis.name: axis.size for axis in mesh.axes},

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 from math import prod
 from typing import Literal, get_args
@@ -33,10 +34,8 @@ from autopar.search.problem.forbidden_placements import Forbidden
 Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
-# What a search considers. naive takes longest and least memory, so it is the last resort. A layer a
-# stage of Llama 3 405B, whose 126 layers were trained on 16 ranks, takes eight virtual stages.
+# What a search considers. naive takes longest and least memory, so it is the last resort.
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
-MAX_VIRTUAL_STAGES = 8
 
 
 class NoOption(InfeasiblePlan):
@@ -178,20 +177,26 @@ class Constraints:
             )
 
     def shapes(
-        self, num_ranks: int, num_microbatches: int, num_blocks: int, zero: int = 0, *, remat: bool = False
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        block_counts: tuple[int, ...],
+        zero: int = 0,
+        *,
+        remat: bool = False,
     ) -> tuple[Pipelining, ...]:
         """Schedules to consider for a pipeline of ``num_ranks``, the plainest first.
 
-        num_blocks: bounds the stages. remat: whether every block is rematerialised. GPipe is not among them unless
-        it is pinned, as 1F1B takes the same time in less memory.
+        block_counts: instances of each distinct block, of which a stage has one at least. remat: whether every block is
+        rematerialised. GPipe is not among them unless it is pinned, as 1F1B takes the same time in less memory.
         """
         names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
-        sizes = range(1, MAX_VIRTUAL_STAGES + 1) if self.virtual_stages is None else (self.virtual_stages,)
+        sizes = even_virtual_stages(block_counts, num_ranks) if self.virtual_stages is None else (self.virtual_stages,)
         found = []
         for name in names if self.schedule is None else (self.schedule,):
             for size in sizes:
                 shape = Pipelining(name, num_ranks, num_microbatches, size)
-                possible = shape.num_stages <= num_blocks and shape.obstacle() is None
+                possible = shape.num_stages <= sum(block_counts) and shape.obstacle() is None
                 if self.whole_backward and shape.splits_backward and self.schedule is None:
                     continue
                 if possible and split_obstacle(name, zero, remat=remat) is None:
@@ -307,6 +312,23 @@ def role_of_axis(name: str) -> str:
         if rest != name and (not rest or not rest[0].isalpha()):
             return role
     return ""
+
+
+@lru_cache(maxsize=1024)
+def even_virtual_stages(block_counts: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """Numbers of virtual stages a rank to consider, ascending: 1, and those that divide all blocks, or the repeats of
+    one, most evenly.
+
+    For n blocks on P ranks, at most b in a stage, that is v = ⌈n / (P b)⌉: with more virtual stages a rank has more of
+    stages that are no shorter. O(n / P).
+    """
+    most = max(1, sum(block_counts) // num_ranks)
+    found = {
+        -(-number // (num_ranks * blocks))
+        for number in {sum(block_counts), *block_counts}
+        for blocks in range(1, -(-number // num_ranks) + 1)
+    }
+    return tuple(sorted({1} | {size for size in found if size <= most}))
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -219,6 +219,11 @@ class Workload:
         )
 
     @cached_property
+    def block_counts(self) -> tuple[int, ...]:
+        """Number of instances of each distinct block."""
+        return tuple(kind.repeats for kind in self.repetition.kinds)
+
+    @cached_property
     def num_blocks(self) -> int:
         """Number of block instances."""
         return len(self.repetition.blocks)

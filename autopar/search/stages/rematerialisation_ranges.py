@@ -17,48 +17,50 @@ from autopar.search.stages.stage import LEVELS, BlockCost, Stage
 # its work and memory stays small. It changes no result.
 _CHUNK = 1 << 20
 
+# Microbatches alive in a stage, and bytes that it may take.
+Limit = tuple[int, float]
+
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Ranges (columns) that may fit into ``budget`` with given numbers of microbatches alive (rows), at any time cost.
+    """Ranges (columns) that may fit with a number of microbatches alive into a number of bytes (rows), at any time.
 
-    live: of each stage. rows: of each number of them.
+    limits: those two numbers, of each stage. rows: of each pair of them.
     """
 
     ranges: Ranges
-    live: Sequence[int]
-    budget: float
-    rows: dict[int, int]
+    limits: Sequence[Limit]
+    rows: dict[Limit, int]
     fits: NDArray[np.bool_]
 
     def cover(self) -> bool:
         """Whether stages that may fit cover all blocks. Each takes as many as it can: part of a range that fits,
         fits."""
         end, known = 0, self.ranges.known
-        for count in self.live:
-            end += int(np.count_nonzero(self.fits[self.rows[count]][known[end, end + 1 :]]))
+        for limit in self.limits:
+            end += int(np.count_nonzero(self.fits[self.rows[limit]][known[end, end + 1 :]]))
         return end >= self.ranges.n
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """For every number of live microbatches (rows) and every range (columns; the last is no range): the least seconds,
-    inf where nothing fits or it is too long, and the levels for that."""
+    """For the limits of a stage (rows) and every range (columns; the last is no range): the least seconds, inf where
+    nothing fits or it is too long, and the levels for that."""
 
     ranges: Ranges
-    rows: dict[int, int]
+    rows: dict[Limit, int]
     times: Floats
     full: Ints
     partly: Ints
     middle: Ints
 
-    def of(self, live: int) -> Floats:
+    def of(self, limit: Limit) -> Floats:
         """Seconds of the ranges, by number as in ``Ranges.known``."""
-        return np.asarray(self.times[self.rows[live]])
+        return np.asarray(self.times[self.rows[limit]])
 
-    def stage(self, begin: int, end: int, live: int) -> Stage:
+    def stage(self, begin: int, end: int, limit: Limit) -> Stage:
         """The best use of levels for a range."""
-        at = self.rows[live], self.ranges.known[begin, end]
+        at = self.rows[limit], self.ranges.known[begin, end]
         level, count = LEVELS[self.middle[at]], int(self.partly[at])
         return Stage(
             first=begin,
@@ -108,34 +110,44 @@ class Ranges:
         ends = np.searchsorted(self.fastest, self.fastest + bound * (1 + 1e-9), side="right") - 1
         return np.asarray(ends, dtype=np.int64)
 
-    def fitting(self, live: Sequence[int], budget: float) -> Fitting:
-        """The ranges that may fit with as many microbatches alive as some stage has."""
-        lives, begins, ends = tuple(dict.fromkeys(live)), self.begins, self.ends
+    def fitting(self, limits: Sequence[Limit]) -> Fitting:
+        """The ranges that may fit into the limits of some stage."""
+        rows, begins, ends = {limit: row for row, limit in enumerate(dict.fromkeys(limits))}, self.begins, self.ends
+        live, budget = (np.array(column)[:, None] for column in zip(*rows, strict=True))
         fixed = self.static[ends] - self.static[begins] + self.workspace
-        fits = np.zeros((len(lives), len(begins) + 1), dtype=bool)
+        fits = np.zeros((len(rows), len(begins) + 1), dtype=bool)
         for level, least in enumerate(self.least):
             if least is not None and self.allowed[level]:
                 room = budget * (1 + 2e-9) + 2e-6 - fixed - self.recomputed[level]
-                fits[:, :-1] |= np.array(lives)[:, None] * (least[ends] - least[begins]) <= room
-        return Fitting(self, live, budget, {count: row for row, count in enumerate(lives)}, fits)
+                fits[:, :-1] |= live * (least[ends] - least[begins]) <= room
+        return Fitting(self, limits, rows, fits)
 
     def solve(self, fitting: Fitting, bound: float) -> Solved:
         """The ranges that may fit and take less than ``bound`` seconds."""
-        begins, ends, shape, budget = self.begins, self.ends, fitting.fits.shape, fitting.budget
+        begins, ends, shape = self.begins, self.ends, fitting.fits.shape
         best = np.full(shape, np.inf)
         full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        live = np.array(list(fitting.rows))[:, None]
+        live, budget = (np.array(column) for column in zip(*fitting.rows, strict=True))
         wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
         tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
-            self._solve_some(row * shape[1] + number, number, live[row, 0], budget, *tables)
+            self._solve_some(row * shape[1] + number, number, live[row], budget[row], *tables)
         return Solved(self, fitting.rows, best, full, partly, middle)
 
     def _solve_some(
-        self, some: Ints, number: Ints, lives: Ints, budget: float, best: Floats, full: Ints, partly: Ints, middle: Ints
+        self,
+        some: Ints,
+        number: Ints,
+        lives: Ints,
+        budgets: Floats,
+        best: Floats,
+        full: Ints,
+        partly: Ints,
+        middle: Ints,
     ) -> None:
-        """Fill in the places ``some`` of the tables: of the ranges ``number`` with ``lives`` microbatches alive."""
+        """Fill in the places ``some`` of the tables: of the ranges ``number`` with ``lives`` microbatches alive in
+        ``budgets`` bytes."""
         length = int((self.ends - self.begins)[number].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
@@ -145,7 +157,8 @@ class Ranges:
             if self.costly and (use_full or level):
                 # What fits without rematerialisation is best without it.
                 undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
-                some, number, lives = some[undecided], number[undecided], lives[undecided]
+                some, number = some[undecided], number[undecided]
+                lives, budgets = lives[undecided], budgets[undecided]
             if not len(some):
                 return
             # What changes when the blocks before k go from level none to the one tried.
@@ -154,7 +167,7 @@ class Ranges:
             begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
             fixed = self.static[end] - self.static[begin] + self.workspace[number, None]
             used = [own for own, uses in ((level, True), (3, use_full)) if uses]
-            room = budget - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
+            room = budgets[:, None] - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
             slack = 1e-9 * np.abs(room) + 1e-6
             m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
             inside = m <= end

@@ -5,11 +5,12 @@ partly, at one of two levels, and keeps the activations of the rest. Per microba
 seconds and leaves A_l[b] bytes alive until its backward; a cut before block b costs S[b] seconds each step on the
 critical path. Stage i keeps K_i microbatches alive and must fit
 
-    sum static[b]  +  K_i sum A_level(b)[b]  +  max workspace[b]  +  R   <=   budget
+    sum static[b]  +  K_i sum A_level(b)[b]  +  max workspace[b]  +  R   <=   B_i
 
 where R, present only if the stage rematerialises, is what one block holds while it is recomputed: the largest
-A_none - A_level over the blocks of the stage, for the strongest level used. The objective is the closed form of
-the schedule (``pipeline_simulator.pipeline_time``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
+A_none - A_level over the blocks of the stage, for the strongest level used; B_i is the rank's memory, or a share of it
+if the rank has several stages (``stage_budgets``). The objective is a closed form of the schedule
+(``pipeline_simulator.time_weights``), with alpha = 1 and beta = M - 1 for 1F1B and GPipe:
 
     alpha sum_i t_i  +  beta max_i t_i  +  sum of S over the cuts
 
@@ -34,8 +35,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.cost_model.schedule.pipeline_simulator import pipeline_time, time_weights
+from autopar.ir.schedule import Pipelining
 from autopar.search.assign.instance import Floats
-from autopar.search.stages.rematerialisation_ranges import Fitting, ranges_of
+from autopar.search.stages.rematerialisation_ranges import Fitting, Limit, ranges_of
 from autopar.search.stages.stage import LEVELS, BlockCost, Stage, stage_time
 
 # The first bound on the longest stage, of one as long as the mean or the longest block. Chosen: without a plan below it
@@ -58,33 +61,78 @@ def cuts_time(blocks: Sequence[BlockCost], stages: Sequence[Stage], weights: tup
     return weights[0] * sum(times) + weights[1] * max(times) + sends
 
 
+def step_estimate(blocks: Sequence[BlockCost], stages: Sequence[Stage], shape: Pipelining) -> float:
+    """Seconds of a step in closed form."""
+    times = [stage_time(blocks, stage) for stage in stages]
+    return pipeline_time(shape, times) + sum(blocks[stage.first].send_s for stage in stages[1:])
+
+
+def cut_pipeline(
+    blocks: Sequence[BlockCost], shape: Pipelining, budget_bytes: float, levels: Sequence[str] = LEVELS
+) -> Cuts | None:
+    """The best cuts for a pipeline whose ranks have ``budget_bytes``; None if nothing fits. ``time_s``: of a step.
+
+    A rank with several stages has its memory shared out to them in two ways, as blocks are too coarse for one of them
+    to suit all numbers of stages; the better cuts are taken.
+    """
+    found = [
+        Cuts(stages=own.stages, time_s=step_estimate(blocks, own.stages, shape))
+        for budgets in dict.fromkeys(stage_budgets(blocks, shape, budget_bytes))
+        if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels)) is not None
+    ]
+    return min(found, key=lambda own: own.time_s, default=None)
+
+
+def stage_budgets(
+    blocks: Sequence[BlockCost], shape: Pipelining, budget_bytes: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes for every stage, where a rank has ``budget_bytes``: in equal shares, and by what the stages need.
+
+    One stage of a rank works at a time, so what is shared is the rest beside the workspace of one. What a stage needs
+    is its state, and for as many microbatches as it has in flight the same part of its activations as every other, if
+    stages are equal in seconds.
+    """
+    if shape.virtual_stages == 1:
+        return ((budget_bytes,) * shape.num_stages,) * 2
+    seconds = np.cumsum([0.0, *(min(block.time_s) for block in blocks)])
+    places = np.linspace(0.0, seconds[-1], shape.num_stages + 1)
+    static, saved = (
+        np.diff(np.interp(places, seconds, np.cumsum([0.0, *values])))
+        for values in ([block.static_bytes for block in blocks], [block.saved_bytes[0] for block in blocks])
+    )
+    saved *= shape.live()
+    workspace = max(block.workspace_bytes for block in blocks)
+    needed = workspace + static
+    for rank in range(shape.num_ranks):
+        own = list(shape.stages_of(rank))
+        needed[own] += saved[own] * (budget_bytes - workspace - static[own].sum()) / max(saved[own].sum(), 1.0)
+    equal = workspace + max(0.0, budget_bytes - workspace) / shape.virtual_stages
+    return (equal,) * shape.num_stages, tuple(needed.tolist())
+
+
 def cut(
     blocks: Sequence[BlockCost],
     live: Sequence[int],
     weights: tuple[float, float],
-    budget_bytes: float,
+    budgets: Sequence[float],
     levels: Sequence[str] = LEVELS,
 ) -> Cuts | None:
     """The best cuts into ``len(live)`` stages; None if nothing fits.
 
-    live: microbatches in flight in each stage. weights: alpha and beta of the objective. levels: rematerialisation
-    levels that may be used.
+    live, budgets: microbatches in flight in each stage, and bytes that it may take. weights: alpha and beta of the
+    objective. levels: rematerialisation levels that may be used.
     """
-    return _cut(tuple(blocks), tuple(live), weights, budget_bytes, tuple(levels))
+    return _cut(tuple(blocks), tuple(zip(live, budgets, strict=True)), weights, tuple(levels))
 
 
 @lru_cache(maxsize=256)
 def _cut(
-    blocks: tuple[BlockCost, ...],
-    live: tuple[int, ...],
-    weights: tuple[float, float],
-    budget: float,
-    levels: tuple[str, ...],
+    blocks: tuple[BlockCost, ...], limits: tuple[Limit, ...], weights: tuple[float, float], levels: tuple[str, ...]
 ) -> Cuts | None:
-    if len(live) > len(blocks):
+    if len(limits) > len(blocks):
         return None
     ranges = ranges_of(blocks, levels)
-    fitting = ranges.fitting(live, budget)
+    fitting = ranges.fitting(limits)
     if not fitting.cover():
         return None
     sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
@@ -93,7 +141,7 @@ def _cut(
     def objective(answer: _Answer) -> float:
         return answer.total + weights[1] * answer.longest
 
-    bound = _FIRST_BOUND * max(fastest / len(live), float(np.diff(ranges.fastest).max()))
+    bound = _FIRST_BOUND * max(fastest / len(limits), float(np.diff(ranges.fastest).max()))
     while True:
         search = _Search(fitting, weights[0], sends, bound)
         least = search.least_longest()
@@ -114,8 +162,8 @@ def _cut(
             break
         bound = over / weights[1] * (1 + 1e-9) if weights[1] else np.inf
     stages = []
-    for count, (begin, end) in zip(live, pairwise(best.bounds), strict=True):
-        stages.append(search.solved.stage(begin, end, count))
+    for limit, (begin, end) in zip(limits, pairwise(best.bounds), strict=True):
+        stages.append(search.solved.stage(begin, end, limit))
     return Cuts(stages=tuple(stages), time_s=objective(best))
 
 
@@ -134,7 +182,7 @@ class _Search:
     def __init__(self, fitting: Fitting, weight: float, sends: Floats, bound: float) -> None:
         self.ranges, self.weight, self.sends, self.bound = fitting.ranges, weight, sends, bound
         self.solved = fitting.ranges.solve(fitting, bound)
-        self.times = [self.solved.of(count) for count in fitting.live]
+        self.times = [self.solved.of(limit) for limit in fitting.limits]
         self.possible = np.isfinite(sends)
 
     def _windows(self, limit: float) -> list[slice] | None:
