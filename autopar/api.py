@@ -177,7 +177,8 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
         if field == "precision":
-            fields["precision"], fields["recipes"] = parse_precision(value)
+            fields["precision"], recipes = parse_precision(value)
+            fields |= {} if recipes == (None,) else {"recipes": recipes}
             continue
         read = {"annotations": _annotations, "expert_load": _loads}.get(field)
         fields[field] = value if read is None else read(value)

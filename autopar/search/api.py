@@ -65,7 +65,7 @@ def search_captured(
     elif workload is None or constraints.expert_capacity is not None:
         (recipe,) = constraints.recipes
         workload = Workload.of(captured, constraints.precision, constraints.expert_capacity, recipe)
-    _check_units(workload, cluster)
+    _check_precision(workload, cluster)
     _check_microbatches(workload, constraints)
     _check_experts(workload, constraints)
     _check_expert_load(workload, constraints)
@@ -138,7 +138,7 @@ def _fastest_recipe(
     return replace(best, search_time_s=time.perf_counter() - start)
 
 
-def _check_units(workload: Workload, cluster: Cluster) -> None:
+def _check_precision(workload: Workload, cluster: Cluster) -> None:
     """Raise InvalidCluster if products are to be in 8-bit floats on a device that has no units for them."""
     recipes, device = sorted(set(workload.analysis.recipes.values())), cluster.device
     if recipes and EIGHT_BITS not in device.precisions:

@@ -25,7 +25,7 @@ CPU = GpuEntry(
             efficiency=Assumed(
                 0.10, "50-78 GFLOP/s where fp32 reached 140-150: half to a third of fp32, on one thread"
             ),
-            attention=Assumed(0.0, "attention is not in 8-bit floats"),
+            attention=None,
         ),
     },
     memory_gb=Assumed(4, "a share of the 16-24 GB of a small continuous-integration machine"),

@@ -66,7 +66,7 @@ def eight_bits(tflops: float, source: str) -> RateEntry:
             "an H200 reaches 1,519 of 1,979 TFLOP/s on its best shape (benchmarks/results/2026-11-26-gpu-kernels.md)",
             1519 / 1979,
         ),
-        attention=Assumed(0.0, "attention is not in 8-bit floats"),
+        attention=None,
     )
 
 

@@ -144,8 +144,8 @@ def _largest_here(matrix: Tensor, scaling: Scaling) -> Tensor:
     if matrix.shape[0] == 0 or matrix.shape[1] == 0:  # a rank without rows
         return matrix.new_zeros((matrix.shape[0], 1) if scaling.by_row else (), dtype=torch.float32)
     along = {"dim": 1, "keepdim": True} if scaling.by_row else {}
-    found: Tensor = torch.linalg.vector_norm(matrix, inf, dtype=torch.float32, **along)
-    return found
+    found: Tensor = torch.linalg.vector_norm(matrix, inf, **along)
+    return found.float()
 
 
 def _quantised(matrix: Tensor, largest: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Quantised:
@@ -161,22 +161,24 @@ def _quantised(matrix: Tensor, largest: Tensor, dtype: torch.dtype, scaling: Sca
 def _product(first: _Quantised, second: _Quantised, dtype: torch.dtype, scaling: Scaling, *, fast: bool) -> Tensor:
     """(r, c) of (r, d) and (c, d). fast: partial sums may have fewer digits than float32, where a device does so."""
     if not _has_units(first.values.device, dtype, scaling):
-        return reference_product(first.values, first.inverse, second.values, second.inverse).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return reference_product(first, second, wide).to(dtype)
     kind = F.ScalingType.RowWise if scaling.by_row else F.ScalingType.TensorWise
     a, b = (_padded(own.values) for own in (first, second))
     inverse = second.inverse.t() if scaling.by_row else second.inverse
     return F.scaled_mm(a, b.t(), first.inverse, kind, inverse, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
-def reference_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor) -> Tensor:
-    """The product in float32 of what the 8-bit operands stand for, as every device has it."""
-    return (a.float() * a_inverse) @ (b.float() * b_inverse).t()
+def reference_product(first: _Quantised, second: _Quantised, dtype: torch.dtype) -> Tensor:
+    """The product in ``dtype`` of what the 8-bit operands stand for, as every device has it."""
+    a, b = (own.values.to(dtype) * own.inverse for own in (first, second))
+    return a @ b.t()
 
 
 def _has_units(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> bool:
-    """Whether ``F.scaled_mm`` runs on a device. With scales by row GPUs write bfloat16 alone."""
+    """Whether ``F.scaled_mm`` runs on a device, for a result of a dtype. By row GPUs write bfloat16 alone."""
     if device.type != "cuda":
-        return device.type == "cpu"
+        return device.type == "cpu" and dtype != torch.float64
     capable = torch.cuda.get_device_capability(device) >= _CAPABILITY
     return capable and (dtype == torch.bfloat16 or not scaling.by_row)
 

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from autopar.cost_model.compute.documents import Documents
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.mesh import MeshAxis
+from autopar.ir.plan import Recipe
 from autopar.ir.schedule import Schedule
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.constraints import Remat
@@ -53,6 +54,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch_size: int | None
     microbatch: int | None
     precision: str
+    recipes: tuple[Recipe | None, ...]
     remat: Remat | None
     memory_fraction: float
     expert_capacity: float | None
