@@ -150,7 +150,8 @@ def _largest_here(matrix: Tensor, scaling: Scaling) -> Tensor:
 
 def _quantised(matrix: Tensor, largest: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Quantised:
     limit = torch.finfo(dtype).max
-    scale = limit / largest.clamp(min=_LEAST)
+    # In float64, whose quotient is the same op by op and compiled once it is rounded to float32.
+    scale = (limit / largest.double().clamp(min=_LEAST)).float()
     if scaling.power_of_two:
         scale = scale.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
     # The scale has two dimensions, so that the product is in float32.
