@@ -42,7 +42,7 @@ def any_size_programs(
     for own in (planned, {**planned, **wanted}):
         with suppress(CaptureError):
             captured = symbolic if own == planned else captured_at(symbolic, own, keep_symbols=True)
-            placed = place_like(Analysis.of(captured, capacity), like)
+            placed = place_like(Analysis.of(captured, capacity, like.analysis.recipes), like)
             programs = partition(placed, outputs=results)
             assert programs[0].sizes is not None, "of a capture with symbols"
             symbols = replace(programs[0].sizes, unless=of_plan)

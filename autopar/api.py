@@ -26,6 +26,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
 from autopar.ir.placed.placed_model import place
 from autopar.ir.plan import Plan
+from autopar.ir.precision import parse_precision
 from autopar.ir.program import StageProgram
 from autopar.local_cluster import local_cluster
 from autopar.modes import Modes
@@ -175,6 +176,10 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(SHORT)))}")
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
+        if field == "precision":
+            fields["precision"], recipes = parse_precision(value)
+            fields |= {} if recipes == (None,) else {"recipes": recipes}
+            continue
         read = {"annotations": _annotations, "expert_load": _loads}.get(field)
         fields[field] = value if read is None else read(value)
     return Constraints(**fields)
@@ -250,7 +255,7 @@ class _Request:
             )
 
         def partitioned() -> tuple[Modes, tuple[StageProgram, ...]]:
-            analysis = known[0] if known else Analysis.of(captured, plan.expert_capacity)
+            analysis = known[0] if known else Analysis.for_plan(captured, plan)
             placed = place(analysis, plan)
             modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, placed)
             programs = partition(placed, outputs="loss" if captured.has_loss else "model")

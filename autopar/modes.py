@@ -129,7 +129,8 @@ class Modes:
             like = self.placed[_PLANNED] if (training, absent) == _WHOLE else self._placed(*_WHOLE, sizes)
             # No tokens are dropped when a model is evaluated.
             capacity = like.plan.expert_capacity if training else None
-            self.placed[key] = place_like(Analysis.of(self._captured(training, absent, sizes), capacity), like)
+            captured = self._captured(training, absent, sizes)
+            self.placed[key] = place_like(Analysis.of(captured, capacity, like.analysis.recipes), like)
         return self.placed[key]
 
     def _captured(self, training: bool, absent: frozenset[str], sizes: Sizes) -> CapturedModel:

@@ -221,7 +221,7 @@ class _Lengths:
             if length != self._longest:
                 assert self._symbolic is not None, "of one length alone"
                 captured = captured_at(self._symbolic, {LENGTH: length})
-            self._made[length] = Workload.of(captured, plan.precision, plan.expert_capacity)
+            self._made[length] = Workload.for_plan(captured, plan)
         return self._made[length]
 
     def known(self, batch: Batch) -> Batch:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.search.outer.helper import spare_cores
 from autopar.search.outer.known_configurations import Known
@@ -79,6 +80,11 @@ def find_plans(
     not given. pin_degrees: as ``planning.find_plan`` has it. Raises CaptureError.
     """
     constraints = constraints or Constraints()
+    if len(constraints.recipes) > 1:
+        raise InvalidInput(
+            f"precision: a choice of {', '.join(own or constraints.precision for own in constraints.recipes)} is for "
+            "one batch and length, and there are several.\n  try: one of them"
+        )
     progress("capturing the model")
     whole, least, most = _common(batches), (batches[0], lengths[0]), (batches[-1], lengths[-1])
     symbolic = (whole, lengths[-1]) != least

@@ -112,7 +112,9 @@ class SizedSearches:
 
     def _made(self, batch: int | None, length: int | None) -> Prices:
         limits = self.constraints
-        workload = Workload.of(self.captures.at(batch, length), limits.precision, limits.expert_capacity)
+        (recipe,) = limits.recipes
+        captured = self.captures.at(batch, length)
+        workload = Workload.of(captured, limits.precision, limits.expert_capacity, recipe)
         found = self._known[batch, length] = prices_of(workload, self.cluster, limits)
         return found
 

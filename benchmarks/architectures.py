@@ -205,7 +205,7 @@ def run_model(case: Case, plans: Sequence[str], record: str) -> None:
         start = time.perf_counter()
         try:
             plan = searched(captured, PLANS[name])
-            placed = autopar.api.place(autopar.api.Analysis.of(captured, plan.expert_capacity), plan)
+            placed = autopar.api.place(autopar.api.Analysis.for_plan(captured, plan), plan)
             programs = autopar.api.partition(placed, outputs="loss" if captured.has_loss else "model")
             autopar.api.verify_placements(placed.captured, programs, plan)
         except Exception as error:

@@ -35,7 +35,7 @@ from autopar.ir.program import Remat
 from autopar.ir.torch_private import TorchDispatchMode
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.
-_CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm")
+_CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
 _KEPT_NAMESPACES = ("_c10d_functional", "autopar")
 
@@ -176,7 +176,9 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = _name(op)
     dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
     dear = dear or any(part in name for part in _ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if dear and _not_kept.get() is None else CheckpointPolicy.PREFER_RECOMPUTE
+    # A product that is not saved may have taken maxima over ranks, which are small.
+    kept = dear and (_not_kept.get() is None or name == "all_reduce")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -42,14 +42,6 @@ class ScheduleName(str, Enum):
     dualpipe_v = "dualpipe-v"
 
 
-class PrecisionName(str, Enum):
-    """Values of ``--precision``."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
 class RematName(str, Enum):
     """Values of ``--remat``."""
 
@@ -194,8 +186,14 @@ ExpertLoad = Annotated[
     ),
 ]
 Precision = Annotated[
-    PrecisionName | None,
-    typer.Option("--precision", help="of compute: bf16 on GPUs, fp32 on cpu if not given", rich_help_panel=_PIN),
+    str | None,
+    typer.Option(
+        "--precision",
+        help="of compute: fp32, bf16, fp16, or 8-bit floats by fp8-tensor or fp8-row; bf16,fp8-row: the faster; bf16 "
+        "on GPUs, fp32 on cpu if not given",
+        metavar="NAME",
+        rich_help_panel=_PIN,
+    ),
 ]
 Remat = Annotated[
     RematName | None, typer.Option("--remat", help="rematerialisation of every block", rich_help_panel=_PIN)

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from autopar.cli.json_output import print_json
-from autopar.cli.options import PrecisionName, RematName, ScheduleName, SequenceLayoutName, Switch
+from autopar.cli.options import RematName, ScheduleName, SequenceLayoutName, Switch
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.compute.expert_imbalance import Loads
@@ -20,6 +20,7 @@ from autopar.ir.annotations import parse_annotation
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.lengths import LengthHistogram
 from autopar.ir.plan import Plan
+from autopar.ir.precision import parse_precision
 from autopar.load_model import load_model_file
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, with_axes_of
@@ -61,7 +62,7 @@ class Request:
     num_microbatches: int | None = None
     expert_capacity: float | None = None
     expert_load: Path | None = None
-    precision: PrecisionName | None = None
+    precision: str | None = None
     remat: RematName | None = None
     constrain: tuple[str, ...] = ()
     like: Path | None = None
@@ -116,8 +117,8 @@ class Request:
 
     def constraints(self, cluster: Cluster) -> Constraints:
         """The constraints that the flags state; precision is fp32 on CPUs and else bf16 if none is given."""
-        usual = PrecisionName.fp32 if cluster.device.name.lower() == "cpu" else PrecisionName.bf16
-        precision = self.precision or usual
+        usual = "fp32" if cluster.device.name.lower() == "cpu" else "bf16"
+        precision, recipes = parse_precision(self.precision or usual)
         given = Constraints(
             pp=self.pp,
             dp=self.dp,
@@ -137,7 +138,8 @@ class Request:
             num_microbatches=self.num_microbatches,
             expert_capacity=self.expert_capacity,
             expert_load=() if self.expert_load is None else read_loads(self.expert_load),
-            precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
+            precision=precision,
+            recipes=recipes,
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),
             forbidden=tuple(map(parse_forbidden, self.forbid)),
@@ -153,11 +155,13 @@ class Request:
         pinned = {
             field.name: getattr(given, field.name)
             for field in fields(Constraints)
-            if getattr(given, field.name) not in (None, ()) and field.name not in ("precision", "memory_fraction")
+            if getattr(given, field.name) not in (None, ())
+            and field.name not in ("precision", "recipes", "memory_fraction")
         }
         forbidden = tuple(forbidden_like(plan, one) for one in given.forbidden)
-        precision = given.precision if self.precision is not None else own.precision
-        return replace(own, **{**pinned, "forbidden": forbidden, "precision": precision})
+        if self.precision is not None:
+            pinned |= {"precision": given.precision, "recipes": given.recipes}
+        return replace(own, **{**pinned, "forbidden": forbidden})
 
     def run(self) -> None:
         """Search, write the files that were asked for, print. Raises AutoparError."""

@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from autopar.ir import plan_page
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.ops.scaled_products import Recipe as Recipe
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward
 from autopar.ir.sequence import SequenceLayout
 
+# Of compute.
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -63,12 +65,14 @@ class BlockPlan(_Model):
 
     ops: key of an op -> mesh axis -> the factor sharded on it. An op or axis that is left out is replicated.
     Ops that only follow another (views, pointwise ops after one operand) have no entry.
+    recipes: key of an op -> recipe of 8-bit floats of its matrix products. The other ops are in the plan's precision.
     zero, reshard_after_forward: of the parameters that only this block uses, instead of the plan's.
     """
 
     name: str
     repeats: PositiveInt = 1
     ops: dict[str, dict[str, str]] = {}
+    recipes: dict[str, Recipe] = {}
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reshard_after_forward: bool | None = None
 

@@ -53,6 +53,7 @@ class FactorRule:
     linear: each entry is a set of operand positions in which, together, the op is linear: if these are
         Partial and the others Replicate, the results are Partial.
     flops: floating point operations of one forward execution, all ranks together.
+    multiples: factors whose local part has to be a multiple of that, at any sharding.
     couples: factors along which results depend on each other other than through a plain sum (batch of a
         batch norm): such a batch cannot be cut into microbatches.
     """
@@ -69,6 +70,7 @@ class FactorRule:
     joint: tuple[str, ...] = ()
     leads: bool = False
     nonlinear: bool = False
+    multiples: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = {f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim}
@@ -111,12 +113,12 @@ class FactorRule:
         return (None, *self.shardable(), *self.joint, *(f"+{k}" for k in range(len(self.linear))))
 
     def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether every factor divides by the axes put on it."""
+        """Whether every factor divides by the axes put on it, into parts that are the multiples asked for."""
         left: dict[str, int] = {}
         for choice, axis in zip(assignment, mesh.axes, strict=True):
             for factor in factors_of_choice(choice):
                 size = left.get(factor, self.sizes[factor])
-                if size % axis.size:
+                if size % (axis.size * self.multiples.get(factor, 1)):
                     return False
                 left[factor] = size // axis.size
         return True

@@ -10,7 +10,8 @@ from math import gcd, inf
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.errors import InfeasiblePlan
+from autopar.cost_model.hardware.device import EIGHT_BITS
+from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.assign import assignment_of
 from autopar.ir.plan import Plan
@@ -55,12 +56,16 @@ def search_captured(
     """
     start = time.perf_counter()
     constraints = constraints or Constraints()
+    if workload is None and prices is None and len(constraints.recipes) > 1:
+        return _fastest_recipe(captured, cluster, constraints, batch_size=batch_size, known=known, report=report)
     batches = captured.batch_size // (batch_size or captured.batch_size)
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
     if prices is not None:
         workload = prices.workload
     elif workload is None or constraints.expert_capacity is not None:
-        workload = Workload.of(captured, constraints.precision, constraints.expert_capacity)
+        (recipe,) = constraints.recipes
+        workload = Workload.of(captured, constraints.precision, constraints.expert_capacity, recipe)
+    _check_precision(workload, cluster)
     _check_microbatches(workload, constraints)
     _check_experts(workload, constraints)
     _check_expert_load(workload, constraints)
@@ -105,6 +110,43 @@ def search_captured(
         cluster=cluster,
         constraints=constraints,
     )
+
+
+def _fastest_recipe(
+    captured: CapturedModel,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    batch_size: int | None,
+    known: Sequence[Known],
+    report: Callable[[Progress], object],
+) -> SearchResult:
+    """The fastest of the plans that the recipes give, the first one of those that are as fast."""
+    found: list[SearchResult] = []
+    refusal: InfeasiblePlan | None = None
+    start = time.perf_counter()
+    for recipe in constraints.recipes:
+        try:
+            own = replace(constraints, recipes=(recipe,))
+            found.append(search_captured(captured, cluster, own, batch_size=batch_size, known=known, report=report))
+        except InfeasiblePlan as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None, "there is a recipe"
+        raise refusal
+    best = min(found, key=lambda own: own.predicted.step_time_s)
+    return replace(best, search_time_s=time.perf_counter() - start)
+
+
+def _check_precision(workload: Workload, cluster: Cluster) -> None:
+    """Raise InvalidCluster if products are to be in 8-bit floats on a device that has no units for them."""
+    recipes, device = sorted(set(workload.analysis.recipes.values())), cluster.device
+    if recipes and EIGHT_BITS not in device.precisions:
+        raise InvalidCluster(
+            f"{device.name} has no units for 8-bit floats, which {' and '.join(recipes)} multiplies in; it has rates "
+            f"for {', '.join(device.precisions)}.\n  try: --precision {workload.precision}, or a device with an "
+            "fp8 rate (in a cluster file: rates: {fp8: ...})"
+        )
 
 
 def prices_of(workload: Workload, cluster: Cluster, constraints: Constraints) -> Prices:
@@ -200,7 +242,7 @@ def priced_plan(
 ) -> tuple[Pricing, tuple[Assignment, ...], list[Stage]]:
     """A plan in the terms of the search: prices of its configuration, assignment of every cluster's leader, stages."""
     if prices is None:
-        workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+        workload = workload or Workload.for_plan(captured, plan)
         prices = Prices(workload, cluster, plan.sequence_layout == "zigzag", documents=documents)
     workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.batch.global_size)
     solver = Solver(prices=prices, budget_bytes=float("inf"), batches=1 if rest else batches)

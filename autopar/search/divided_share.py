@@ -81,7 +81,7 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
     (``tp``), the factors of its matrix, if the op reads a parameter that is one. workload: the analysis of
     ``captured``, if it is there already. Raises KeyError for an axis that the plan does not have.
     """
-    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+    workload = workload or Workload.for_plan(captured, plan)
     mesh = mesh_like(plan)
     place = list(plan.mesh).index(axis) if axis in plan.mesh else _unknown(axis, plan)
     rules = Rules(choices=Choices(workload), mesh=mesh, constraints=constraints_like(plan))
@@ -106,7 +106,7 @@ def divided_flops(captured: CapturedModel, plan: Plan, axis: str, *, workload: W
 
 def divided_by_axes(captured: CapturedModel, plan: Plan, *, workload: Workload | None = None) -> list[DividedFlops]:
     """``divided_flops`` of every axis of ``plan`` for tensors or experts that has several ranks."""
-    workload = workload or Workload.of(captured, plan.precision, plan.expert_capacity)
+    workload = workload or Workload.for_plan(captured, plan)
     axes = [name for name, size in plan.mesh.items() if size > 1 and role_of_axis(name) in ("tp", "ep")]
     return [divided_flops(captured, plan, axis, workload=workload) for axis in axes]
 

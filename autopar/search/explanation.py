@@ -95,7 +95,7 @@ def explain_op(
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Explanation:
     """Explain the op ``name`` of ``plan`` with the ``count`` next best placements. Raises InvalidInput."""
-    workload = Workload.of(captured, plan.precision, plan.expert_capacity)
+    workload = Workload.for_plan(captured, plan)
     block, op, node = _find(workload, name)
     group = workload.cluster_of(node)
     pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)

@@ -52,7 +52,7 @@ def merged_products(nodes: Iterable[fx.Node]) -> dict[fx.Node, Fused]:
     found: dict[fx.Node, Fused] = {}
     known: set[fx.Node] = set()
     for node in nodes:
-        if op_name(node) == "linear":
+        if op_name(node) in ("linear", "scaled_linear"):
             x, *others = tensor_operands(node)
             if x in known:
                 every = Fused.alone(1 + len(others), 1)

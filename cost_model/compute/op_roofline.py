@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.cost_model.compute.casts import casts_of_product, launches_of_product
 from autopar.cost_model.compute.documents import (
     COPIES,
     KERNELS,
@@ -65,7 +66,7 @@ from autopar.cost_model.compute.traffic import (
     moved_tensor,
     transcendental_elements,
 )
-from autopar.cost_model.hardware.device import Device, MatmulRate
+from autopar.cost_model.hardware.device import EIGHT_BITS, Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
@@ -107,6 +108,8 @@ class OpCost:
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
+    casts, casts_back: what turns operands of a product into 8-bit floats reads and writes, forward and backward, before
+    it.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
     as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
     forward and backward, by kernels that run before and after them.
@@ -142,6 +145,8 @@ class OpCost:
     loads: Loads = ()
     documents: Documents | None = None
     between: tuple[MovedTensor, MovedTensor] | None = None
+    casts: tuple[MovedTensor, ...] = ()
+    casts_back: tuple[MovedTensor, ...] = ()
 
     @classmethod
     def of(
@@ -197,7 +202,8 @@ class OpCost:
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
-        rate = device.matmul_rate(precision)
+        eight_bits = op_name(node) == "scaled_linear"
+        rate = device.matmul_rate(EIGHT_BITS if eight_bits else precision)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
             passes += _RECOMPUTED_SCORES
@@ -212,6 +218,9 @@ class OpCost:
         launches = (1, max(1, len(gradients)) if contracted else 1)
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
+        casts = casts_of_product(read, written[0], differentiable, device) if eight_bits else ((), ())
+        if eight_bits:
+            launches = launches_of_product(launches, casts, device)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         sight = sight_of(node) if attention and QUERIES in rule.sizes else None
@@ -276,6 +285,8 @@ class OpCost:
             loads=loads,
             documents=documents,
             between=between_products(node, precision, batch_factor, fused=device.stack.fuses) if experts else None,
+            casts=casts[0],
+            casts_back=casts[1],
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -315,6 +326,7 @@ class OpCost:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
             forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch + by_document
             forward += self._between(0, degrees, num_microbatches, most)
+            forward += self.device.memory_seconds(self._moved(self.casts, degrees, num_microbatches, 1.0))
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
@@ -323,6 +335,7 @@ class OpCost:
                 + launch_back
                 + by_document_back
                 + self._between(1, degrees, num_microbatches, most)
+                + self.device.memory_seconds(self._moved(self.casts_back, degrees, num_microbatches, 1.0))
             )
         for tensors, seconds in (
             (self.accumulated_in_place, self.device.optimizer_seconds),

@@ -48,11 +48,12 @@ WORK = "*"
 
 @dataclass(frozen=True, slots=True)
 class MovedTensor:
-    """Bytes of a tensor of the whole batch, the factors it runs over, and what backward does with it."""
+    """Bytes of a tensor of the whole batch, and of an element of it where that is known; the factors it runs over."""
 
     num_bytes: float
     factors: frozenset[str]
     carries_batch: bool
+    itemsize: int = 1
 
     def local(self, degrees: dict[str, int], num_microbatches: int) -> float:
         """Bytes on one rank of one microbatch, where the op's factors have these degrees."""
@@ -66,8 +67,9 @@ class MovedTensor:
 def moved_tensor(value: torch.Tensor, factors: TensorFactors, precision: str, batch_factor: str | None) -> MovedTensor:
     """A tensor with the factors of its dimensions, in the precision of compute."""
     names = frozenset(f for dim in factors for f in dim)
-    num_bytes = value.numel() * itemsize_of(value.dtype, precision)
-    return MovedTensor(float(num_bytes), names, batch_factor is not None and batch_factor in names)
+    itemsize = itemsize_of(value.dtype, precision)
+    carries_batch = batch_factor is not None and batch_factor in names
+    return MovedTensor(float(value.numel() * itemsize), names, carries_batch, itemsize)
 
 
 def transcendental_elements(node: fx.Node, rule: FactorRule, batch_factor: str | None) -> MovedTensor | None:

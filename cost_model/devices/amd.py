@@ -11,6 +11,7 @@ from autopar.cost_model.devices.parts import (
     MAMF,
     NETWORK,
     RESERVED,
+    eight_bits,
     fp32,
     half,
     network,
@@ -68,7 +69,11 @@ MI325X = replace(
 MI355X = replace(
     MI300X,
     name="MI355X",
-    rates={"fp32": fp32(157.3, _MI355X), "bf16": half(2500, ACCELERATORS, 1565, MAMF, _ATTENTION)},
+    rates={
+        "fp32": fp32(157.3, _MI355X),
+        "bf16": half(2500, ACCELERATORS, 1565, MAMF, _ATTENTION),
+        "fp8": eight_bits(5000, _MI355X),
+    },
     memory_gb=Published(288, ACCELERATORS),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
     tiling=tiling(256, _MI355X),

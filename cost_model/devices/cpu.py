@@ -20,6 +20,13 @@ CPU = GpuEntry(
             efficiency=Assumed(0.10, "16 GFLOP/s measured at size 512 on one thread"),
             attention=Assumed(0.05, "a guess, not measured: half of fp32"),
         ),
+        "fp8": RateEntry(
+            peak_tflops=Assumed(0.16, "as fp32: no matrix unit for 8-bit floats assumed"),
+            efficiency=Assumed(
+                0.10, "50-78 GFLOP/s where fp32 reached 140-150: half to a third of fp32, on one thread"
+            ),
+            attention=None,
+        ),
     },
     memory_gb=Assumed(4, "a share of the 16-24 GB of a small continuous-integration machine"),
     reserved_gb=Assumed(0.5, "one Python process with torch imported"),

@@ -57,6 +57,19 @@ def half(
     )
 
 
+def eight_bits(tflops: float, source: str) -> RateEntry:
+    """Matrix rate in 8-bit floats with scales. A fit of its own is not possible: there are few published runs."""
+    return RateEntry(
+        peak_tflops=Published(tflops, source),
+        efficiency=Fit(
+            "sustained",
+            "an H200 reaches 1,519 of 1,979 TFLOP/s on its best shape (benchmarks/results/2026-11-26-gpu-kernels.md)",
+            1519 / 1979,
+        ),
+        attention=None,
+    )
+
+
 def tiling(units: int, source: str) -> TilingEntry:
     """Tiles of a GPU with so many multiprocessors."""
     return TilingEntry(

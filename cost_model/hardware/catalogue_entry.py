@@ -56,17 +56,17 @@ class RateEntry:
     """Matrix rate in one precision: TFLOP/s dense, fractions achieved by endless matmuls and by fused attention.
 
     attention: of the kernel of the software stack, what is left of its rates in a training step, if it is a ``Fit``;
-    else the fraction of the peak, whatever the stack.
+    else the fraction of the peak, whatever the stack. None: attention is not computed in it.
     """
 
     peak_tflops: Published | Assumed
     efficiency: Assumed | Fit
-    attention: Assumed | Fit
+    attention: Assumed | Fit | None
 
     def rate(self, precision: str, fitted: Fitted, kernel: AttentionKernel | None) -> MatmulRate:
         """In FLOP/s, with these fitted constants and this kernel of attention."""
-        attention, sustained = self.attention.by(fitted), 1.0
-        if isinstance(self.attention, Assumed):
+        attention, sustained = 0.0 if self.attention is None else self.attention.by(fitted), 1.0
+        if self.attention is None or isinstance(self.attention, Assumed):
             kernel = None
         elif kernel is None:
             raise InvalidCluster(f"the software stack has no attention kernel for {precision} on this device")

@@ -22,15 +22,13 @@ def slowest_of(clusters: Sequence[Cluster], num_nodes: int) -> Cluster:
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
-    rates = [
-        _slowest_rate([device.matmul_rate(precision) for device in devices])
-        for precision in devices[0].precisions
-        if all(precision in device.precisions for device in devices)
-    ]
+    shared = [name for name in devices[0].precisions if all(name in device.precisions for device in devices)]
+    rates = [_slowest_rate([device.matmul_rate(precision) for device in devices]) for precision in shared]
     memory = min(devices, key=lambda device: device.memory_bandwidth * device.memory_efficiency)
     room = min(devices, key=lambda device: device.usable_bytes)
     host = min(devices, key=lambda device: device.host.link_bandwidth * device.host.link_efficiency)
-    slowest = min(devices, key=lambda device: device.matmul[-1].peak_flops * device.matmul[-1].efficiency)
+    last = [device.matmul_rate(shared[-1]) if shared else device.matmul[-1] for device in devices]
+    slowest = min(zip(devices, last, strict=True), key=lambda own: own[1].peak_flops * own[1].efficiency)[0]
     return replace(
         slowest,
         name=" and ".join(dict.fromkeys(device.name for device in devices)),

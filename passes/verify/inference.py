@@ -189,7 +189,11 @@ class Inference:
         name = rule.lowered.get(choice)
         if self.mesh.sizes[TIME] == 1 or choice in rule.couples:
             return False
-        return name in (None, "moe") or (name == "attention" and choice != QUERIES) or self._is_mean(rule, choice)
+        return (
+            name in (None, "moe", "scales")
+            or (name == "attention" and choice != QUERIES)
+            or self._is_mean(rule, choice)
+        )
 
     def _is_mean(self, rule: FactorRule, choice: Choice) -> bool:
         return choice is not None and rule.lowered.get(choice) == "mean" and choice in rule.summed

@@ -244,6 +244,17 @@ def _moe(sharded: Sharded) -> LocalCall | None:
     return LocalCall(moe.moe, {**sharded.arguments, **own})
 
 
+def _scales(sharded: Sharded) -> LocalCall | None:
+    rule = sharded.op.rule
+    *lead, depth = rule.operands[0]
+    own = {
+        "row_groups": sharded.axes({factor for dim in lead for factor in dim}),
+        "depth_groups": sharded.axes(depth),
+        "column_groups": sharded.axes(rule.results[0][-1]),
+    }
+    return LocalCall(composite.scaled_linear, {**sharded.arguments, **own})
+
+
 # (lowering, op) -> the call; an empty name for every other op with the lowering.
 _LOWERED: dict[tuple[str, str], Callable[[Sharded], LocalCall | None]] = {
     ("attention", ""): _attention,
@@ -257,4 +268,5 @@ _LOWERED: dict[tuple[str, str], Callable[[Sharded], LocalCall | None]] = {
     ("embedding", ""): _embedding,
     ("embedding_bag", ""): _embedding_bag,
     ("moe", ""): _moe,
+    ("scales", ""): _scales,
 }

@@ -9,6 +9,7 @@ import pytest
 from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.catalogue_entry import Assumed, Fit, Published
+from autopar.cost_model.hardware.device import EIGHT_BITS
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 from autopar.ir.errors import InvalidCluster
 
@@ -44,7 +45,7 @@ def test_every_constant_is_sourced_and_positive(name: str) -> None:
 def test_every_entry_makes_a_device(name: str) -> None:
     cluster = make_cluster(name, 16, 8)
     device = cluster.device
-    assert "fp32" in device.precisions and len(device.precisions) == 2
+    assert "fp32" in device.precisions and len(set(device.precisions) - {EIGHT_BITS}) == 2
     for precision in ("fp32", "bf16"):
         rate = device.matmul_rate(precision)
         assert 0 < rate.attention_efficiency <= rate.efficiency <= 1
@@ -58,6 +59,15 @@ def test_datasheet_figures() -> None:
     assert make_cluster("A100-40GB", 8).device.memory_bytes == 40 * 10**9
     assert make_cluster("h200", 8).device.memory_bandwidth == 4.8e12
     assert make_cluster("v100", 8).device.peak_flops("bf16") == 125e12  # the 16-bit rate it has
+
+
+def test_devices_with_units_for_eight_bits_multiply_twice_as_fast_in_them() -> None:
+    devices = [make_cluster(name, 8).device for name in NAMES if name != "cpu"]
+    able = [device for device in devices if EIGHT_BITS in device.precisions]
+    assert {"H100-SXM", "H200", "B200", "MI355X"} <= {device.name for device in able}
+    assert not {"V100", "A100-80GB", "MI300X"} & {device.name for device in able}
+    for device in able:
+        assert device.peak_flops(EIGHT_BITS) == pytest.approx(2 * device.peak_flops("bf16"), rel=1e-2)
 
 
 def test_names() -> None:

@@ -24,6 +24,7 @@ WEIGHTS = autopar.constrain("*.weight", {"tp": Shard(0)})
 READ: dict[str, list[tuple[Any, Any]]] = {
     "sequence_parallel": [("on", True), ("off", False), (None, None)],
     "annotations": [(WEIGHTS, (WEIGHTS,)), ([WEIGHTS], (WEIGHTS,))],
+    "precision": [("bf16", "bf16"), ("fp8-row", "bf16"), ("fp32+fp8-tensor", "fp32"), ("bf16,fp8-row", "bf16")],
     "expert_load": [({"layer": torch.tensor([1, 2])}, ((1, 2),)), ([[1, 2]], ((1, 2),))],
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -11,11 +11,13 @@ from torch import fx
 from autopar.ir.analysis.batch_and_sequence import Roles, find_roles, microbatch_obstacle
 from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition, find_repetition
 from autopar.ir.analysis.derived_parameters import DerivedUses, find_derived
+from autopar.ir.analysis.eight_bits import Recipes, in_eight_bits, recipes_of_plan, renamed
 from autopar.ir.analysis.gradient_flow import gradient_flow
 from autopar.ir.analysis.limit_experts import limit_experts
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, cluster
 from autopar.ir.analysis.zigzag import ZigzagSequence, find_zigzag
 from autopar.ir.graph import CapturedModel, source
+from autopar.ir.plan import Plan
 from autopar.ir.rule import FactorRule
 
 
@@ -23,25 +25,39 @@ from autopar.ir.rule import FactorRule
 class Analysis:
     """A captured model, analysed once for the search, the placed model and the passes.
 
-    captured: with the limit on experts that was asked for. roles: dimensions of the batch and of the sequence.
-    repetition: its blocks, and which of them repeat. clusters: ops whose placement follows from that of a leader.
+    captured: with the limit on experts that was asked for, and with its products in 8-bit floats by ``recipes``. roles:
+    dimensions of the batch and of the sequence. repetition: its blocks, and which of them repeat. clusters: ops whose
+    placement follows from that of a leader.
     """
 
     captured: CapturedModel
     roles: Roles
     repetition: BlockRepetition
     clusters: OpClusters
+    recipes: Recipes = field(default_factory=dict)
 
     @classmethod
-    def of(cls, captured: CapturedModel, expert_capacity: float | None = None) -> Analysis:
+    def of(
+        cls, captured: CapturedModel, expert_capacity: float | None = None, recipes: Recipes | None = None
+    ) -> Analysis:
         """Analyse ``captured``, in time linear in its ops.
 
         expert_capacity: most rows that an expert takes, as a multiple of an even share; see ``Plan``. Raises
         PlanMismatch if it is given and the model has no experts.
         """
-        captured = limit_experts(captured, expert_capacity)
-        roles, repetition = find_roles(captured), find_repetition(captured)
-        return cls(captured=captured, roles=roles, repetition=repetition, clusters=cluster(captured, repetition, roles))
+        captured, recipes = limit_experts(captured, expert_capacity), recipes or {}
+        repetition = find_repetition(captured)
+        if recipes:
+            captured = in_eight_bits(captured, recipes)
+            repetition = renamed(repetition, captured)
+        roles = find_roles(captured)
+        clusters = cluster(captured, repetition, roles)
+        return cls(captured=captured, roles=roles, repetition=repetition, clusters=clusters, recipes=recipes)
+
+    @classmethod
+    def for_plan(cls, captured: CapturedModel, plan: Plan) -> Analysis:
+        """Analyse ``captured`` as ``plan`` computes it. Raises InvalidPlan or PlanMismatch where it cannot be so."""
+        return cls.of(captured, plan.expert_capacity, recipes_of_plan(captured, plan))
 
     def rule(self, node: fx.Node) -> FactorRule:
         """Rule of an op."""

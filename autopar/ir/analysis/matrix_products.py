@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.ir.ops.composite import columns_linear
+from autopar.ir.ops.composite import columns_linear, scaled_linear
 from autopar.ir.torch_private import OpOverload
 
 _NAMES = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
@@ -17,7 +17,7 @@ def is_product(target: object) -> bool:
 
     What is computed on the way inside other ops (experts, attention) is saved; the result of a product is not.
     """
-    if target is columns_linear:
+    if target in (columns_linear, scaled_linear):
         return True
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False

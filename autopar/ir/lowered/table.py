@@ -23,6 +23,7 @@ from autopar.ir.lowered import (
     random,
     reductions,
     ring,
+    scales,
 )
 from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.mesh import Mesh
@@ -42,6 +43,7 @@ LOWERINGS: dict[str, Builder] = {
     "mean": reductions.build_mean,
     "random": random.build,
     "ring": ring.build,
+    "scales": scales.build,
 }
 
 # What shards exchange inside; the other lowerings exchange nothing: their results are summands, or draw by their place.
@@ -50,6 +52,7 @@ INSIDE: dict[str, Callable[[fx.Node, FactorRule, LocalSizes], Iterator[Inside]]]
     "cross_entropy": cross_entropy.inside,
     "moe": moe.inside,
     "ring": ring.inside,
+    "scales": scales.inside,
 }
 
 __all__ = ["INSIDE", "LOWERINGS", "Builder", "Lowered", "lowering_of"]

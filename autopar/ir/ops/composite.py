@@ -18,7 +18,9 @@ from torch import Tensor
 
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
+from autopar.ir.ops.scaled_products import Recipe, scaled_product
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
+from autopar.ir.primitives.group_communication import group_size
 from autopar.ir.torch_private import ATTENTION_OF_TWO_WIDTHS, FUSED_RMS_NORM, is_fake, never_compiled
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
@@ -143,6 +145,33 @@ def columns_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     would have to sum its gradient over data-parallel ranks in every microbatch.
     """
     return F.linear(input, weight.t(), bias)
+
+
+def scaled_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    by_columns: bool = False,
+    row_groups: tuple[str, ...] = (),
+    depth_groups: tuple[str, ...] = (),
+    column_groups: tuple[str, ...] = (),
+) -> Tensor:
+    """A linear layer whose three products, of the result and of both gradients, are in 8-bit floats by ``recipe``.
+
+    input: (..., i). weight: (o, i), or (i, o) if ``by_columns``. bias: (o,). Result: (..., o), of the input's dtype.
+    row_groups, depth_groups, column_groups: groups of ranks that hold pieces of the rows, of i and of o, over which
+        scales are taken. Over ``depth_groups`` the result is a summand.
+    """
+    matrix = weight.t() if by_columns else weight
+    rows = input.reshape(-1, input.shape[-1])
+    result = scaled_product(rows, matrix, recipe, row_groups, depth_groups, column_groups)
+    if bias is not None:
+        for group in depth_groups:
+            bias = bias / group_size(group)
+        result = result + bias
+    return result.view(*input.shape[:-1], result.shape[-1])
 
 
 def annotated(x: Tensor, *, placements: str) -> Tensor:

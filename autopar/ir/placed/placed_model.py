@@ -130,7 +130,7 @@ def place(analysis: Analysis, plan: Plan) -> PlacedModel:
 
 def place_captured(captured: CapturedModel, plan: Plan) -> PlacedModel:
     """``place`` for a captured model that is not analysed yet."""
-    return place(Analysis.of(captured, plan.expert_capacity), plan)
+    return place(Analysis.for_plan(captured, plan), plan)
 
 
 def place_like(analysis: Analysis, like: PlacedModel) -> PlacedModel:

@@ -2,12 +2,16 @@
 
 linear   d0 d1 k, n k, n -> d0 d1 n     k is summed; with a bias it is lowered too: one part adds it
 columns_linear                          the same with k n for n k
+scaled_linear                           either in 8-bit floats: every factor is lowered, as ranks share scales
 matmul   b m k, b k n -> b m n          k is summed
 addmm    m n, m k, k n -> m n           k is summed and lowered "bias"
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from autopar.ir.ops.scaled_products import MULTIPLE
 from autopar.ir.rule import FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, Rule, aligned, numbered, numel, sums
@@ -17,7 +21,7 @@ def linear(call: Call) -> FactorRule | None:
     """A linear layer, with or without bias, whose matrix is stored by rows (n, k) or by columns (k, n)."""
     bound = call.bound()
     x, weight, bias = bound["input"], bound["weight"], bound["bias"]
-    by_columns = call.name == "autopar::columns_linear"
+    by_columns = bound.get("by_columns", call.name == "autopar::columns_linear")
     width = (weight.shape[1] if by_columns else weight.shape[0]) if len(weight.shape) == 2 else 1
     factors = Factors()
     lead = factors.dims(numbered(len(x.shape) - 1), x.shape[:-1])
@@ -33,6 +37,19 @@ def linear(call: Call) -> FactorRule | None:
         lowered={"k": "bias"} if bias is not None else None,
         linear=sums(call, [0], [1]) if bias is None else (),
         flops=2 * numel(x.shape) * width,
+    )
+
+
+def scaled_linear(call: Call) -> FactorRule | None:
+    """A linear layer in 8-bit floats: rounded summands do not add up to a rounded sum, value or gradient."""
+    rule = linear(call)
+    assert rule is not None, "every linear layer has a rule"
+    return replace(
+        rule,
+        lowered=dict.fromkeys(rule.sizes, "scales"),
+        linear=(),
+        nonlinear=True,
+        multiples={"k": MULTIPLE, "n": MULTIPLE},
     )
 
 
@@ -159,6 +176,7 @@ def grouped_mm(call: Call) -> FactorRule | None:
 RULES: dict[str, Rule] = {
     "aten::linear": linear,
     "autopar::columns_linear": linear,
+    "autopar::scaled_linear": scaled_linear,
     "aten::matmul": matmul,
     "aten::mm": matmul,
     "aten::bmm": matmul,

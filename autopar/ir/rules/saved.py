@@ -275,6 +275,7 @@ _INDICES = frozenset(
 _PRODUCT = frozenset(
     [
         "autopar::columns_linear",
+        "autopar::scaled_linear",
         *aten(
             "mul multiply linear matmul mm bmm mv dot outer ger addmm baddbmm addmv conv1d conv2d conv3d convolution "
             "_convolution conv_transpose1d conv_transpose2d conv_transpose3d _grouped_mm einsum addcmul"

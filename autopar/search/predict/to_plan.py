@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
+from autopar.ir.analysis.eight_bits import recipe_of
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.placed.assign import spread
-from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, StagePlan
+from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, Recipe, StagePlan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Pipelining
@@ -46,7 +47,13 @@ def plan_of(
                     ops[repetition.key[node]] = chosen
         zero = None if pricing.zero_stages is None else pricing.zero_stages[len(blocks)]
         blocks.append(
-            BlockPlan(name=kind.name, repeats=kind.repeats, ops=ops, zero=None if zero == pricing.zero else zero)
+            BlockPlan(
+                name=kind.name,
+                repeats=kind.repeats,
+                ops=ops,
+                recipes=_recipes(workload, index),
+                zero=None if zero == pricing.zero else zero,
+            )
         )
     return Plan(
         model=ModelRef(name=captured.name, fingerprint=captured.fingerprint),
@@ -72,6 +79,12 @@ def plan_of(
         stages=[_stage(stage) for stage in stages],
         prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),
     )
+
+
+def _recipes(workload: Workload, index: int) -> dict[str, Recipe]:
+    """Recipes of the products of a block, by the key of the op."""
+    nodes, key = workload.repetition.blocks[index].nodes, workload.repetition.key
+    return {key[node]: recipe for node in nodes if (recipe := recipe_of(node)) is not None}
 
 
 def _sequence_layout(pricing: Pricing, assignment: tuple[Assignment, ...]) -> SequenceLayout:

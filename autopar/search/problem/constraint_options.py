@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from autopar.cost_model.compute.documents import Documents
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.mesh import MeshAxis
-from autopar.ir.plan import Precision
+from autopar.ir.plan import Recipe
 from autopar.ir.schedule import Schedule
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.constraints import Remat
@@ -29,6 +29,7 @@ SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
 class ConstraintOptions(TypedDict, total=False):
     """See ``Constraints`` for the meaning of each. None, or leaving one out, leaves the question to the search.
 
+    precision: fp32, bf16, fp16, or a recipe of 8-bit floats (``ir.precision``).
     sp, microbatch: sequence_parallel and microbatch_size. annotations: results of
     ``autopar.constrain``, one or several. expert_load: the result of ``ParallelModule.expert_load``, or for each layer
     the tokens of its experts.
@@ -52,7 +53,8 @@ class ConstraintOptions(TypedDict, total=False):
     num_microbatches: int | None
     microbatch_size: int | None
     microbatch: int | None
-    precision: Precision
+    precision: str
+    recipes: tuple[Recipe | None, ...]
     remat: Remat | None
     memory_fraction: float
     expert_capacity: float | None

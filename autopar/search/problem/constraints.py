@@ -26,7 +26,7 @@ from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.plan import Precision, split_obstacle
+from autopar.ir.plan import Precision, Recipe, split_obstacle
 from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.forbidden_placements import Forbidden
@@ -51,7 +51,8 @@ class Constraints:
     others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in host
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
     if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
-    precision: of compute. remat: level of every block. memory_fraction: of the device's usable memory, for a
+    precision: of compute. recipes: of 8-bit floats to choose from for the matrix products that the rule finds; None: in
+    ``precision`` as the other ops. remat: level of every block. memory_fraction: of the device's usable memory, for a
     plan to fit. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
@@ -77,6 +78,7 @@ class Constraints:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     precision: Precision = "fp32"
+    recipes: tuple[Recipe | None, ...] = (None,)
     remat: Remat | None = None
     memory_fraction: float = 0.94
     expert_capacity: float | None = None

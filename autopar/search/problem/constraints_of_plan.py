@@ -24,6 +24,7 @@ def constraints_like(plan: Plan) -> Constraints:
         virtual_stages=plan.virtual_stages if pipeline else None,
         num_microbatches=plan.batch.num_microbatches,
         precision=plan.precision,
+        recipes=tuple(dict.fromkeys(own for block in plan.blocks for own in block.recipes.values())) or (None,),
         expert_capacity=plan.expert_capacity,
     )
 

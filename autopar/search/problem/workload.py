@@ -22,10 +22,11 @@ from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
+from autopar.ir.analysis.eight_bits import recipes_by_rule
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
-from autopar.ir.plan import Precision
+from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS, expert_factors
@@ -114,9 +115,21 @@ class Workload:
     ends_early: bool = True
 
     @classmethod
-    def of(cls, captured: CapturedModel, precision: Precision, expert_capacity: float | None = None) -> Workload:
-        """Analyse ``captured``; see ``Analysis.of``."""
-        return cls(analysis=Analysis.of(captured, expert_capacity), precision=precision)
+    def of(
+        cls,
+        captured: CapturedModel,
+        precision: Precision,
+        expert_capacity: float | None = None,
+        recipe: Recipe | None = None,
+    ) -> Workload:
+        """Analyse ``captured``; see ``Analysis.of``. recipe: of the products that the rule finds for it."""
+        recipes = {} if recipe is None else recipes_by_rule(captured, recipe)
+        return cls(analysis=Analysis.of(captured, expert_capacity, recipes), precision=precision)
+
+    @classmethod
+    def for_plan(cls, captured: CapturedModel, plan: Plan) -> Workload:
+        """Analyse ``captured`` as ``plan`` computes it."""
+        return cls(analysis=Analysis.for_plan(captured, plan), precision=plan.precision)
 
     @property
     def captured(self) -> CapturedModel:

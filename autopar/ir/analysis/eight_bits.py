@@ -1,0 +1,181 @@
+"""The matrix products of a model that are computed in 8-bit floats, found by rule or named by a plan.
+
+    linear(x, w)      scaled_linear(x, w, recipe='fp8-row')
+
+By rule these are linear layers in the part of a model that repeats; without any repeats, those that have linear layers
+both before and after them. So the first and the last layers of a model are left as they are, the projection to a
+vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose sizes 8-bit
+units cannot read. Attention has no weights and is no such product.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import networkx as nx
+import torch
+from torch import fx
+
+from autopar.ir.analysis.blocks import BlockRepetition, find_repetition
+from autopar.ir.errors import InvalidPlan
+from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
+from autopar.ir.op_graph import op_graph
+from autopar.ir.ops.composite import columns_linear, moe, scaled_linear
+from autopar.ir.ops.scaled_products import MULTIPLE
+from autopar.ir.plan import Plan, Recipe
+from autopar.ir.rules.call import op_name
+
+# What a product is called in every capture of a model: its module, its weight, and which of those that are alike.
+Product = tuple[str, str, int]
+Recipes = Mapping[Product, Recipe]
+
+_LINEAR = (torch.ops.aten.linear.default, columns_linear)
+_SELECTIONS = frozenset({"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::max", "aten::kthvalue"})
+
+
+def products_of(captured: CapturedModel) -> dict[fx.Node, Product]:
+    """The linear layers of a model that multiply with a parameter, in order."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found: dict[fx.Node, Product] = {}
+    for node in call_nodes(captured.graph):
+        weight = node.args[1] if node.target in _LINEAR else None
+        if isinstance(weight, fx.Node) and weight.name in captured.parameters and weight.meta["val"].dim() == 2:
+            key = str(node.meta.get("path", "")), captured.parameters[weight.name].name
+            seen[key] += 1
+            found[node] = (*key, seen[key])
+    return found
+
+
+def recipe_of(node: fx.Node) -> Recipe | None:
+    """The recipe of an op, None if it is not in 8-bit floats."""
+    return node.kwargs["recipe"] if node.target is scaled_linear else None  # type: ignore[return-value]
+
+
+def kept_wide(captured: CapturedModel, repetition: BlockRepetition) -> dict[fx.Node, str]:
+    """The linear layers that the rule leaves as they are, with the reason, in the order of the model."""
+    products = products_of(captured)
+    inner = set(_inner(products, repetition, captured))
+    routers = set(_routers(captured))
+    found: dict[fx.Node, str] = {}
+    for node in products:
+        sizes = [int(size) for size in node.args[1].meta["val"].shape]  # type: ignore[union-attr]
+        if node not in inner:
+            found[node] = "one of the first or last layers"
+        elif node in routers:
+            found[node] = "a router"
+        elif any(size % MULTIPLE for size in sizes):
+            found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {MULTIPLE}"
+        elif not node.meta["val"].dtype.is_floating_point:
+            found[node] = "not of real numbers"
+    return found
+
+
+def recipes_by_rule(captured: CapturedModel, recipe: Recipe) -> Recipes:
+    """``recipe`` for every linear layer that the rule finds."""
+    left = kept_wide(captured, find_repetition(captured))
+    return {product: recipe for node, product in products_of(captured).items() if node not in left}
+
+
+def recipes_of_plan(captured: CapturedModel, plan: Plan) -> Recipes:
+    """What ``plan`` says of the linear layers of a capture of its model.
+
+    Raises InvalidPlan where it names an op that is none, or whose sizes 8-bit units cannot read. Of a plan for other
+    blocks there is nothing to say; ``check_plan_fits`` refuses it.
+    """
+    if not any(block.recipes for block in plan.blocks):
+        return {}
+    repetition, products = find_repetition(captured), products_of(captured)
+    if [kind.name for kind in repetition.kinds] != [block.name for block in plan.blocks]:
+        return {}
+    found: dict[Product, Recipe] = {}
+    known: list[dict[str, fx.Node]] = [{} for _ in plan.blocks]
+    for block in repetition.blocks:
+        for node in block.nodes:
+            if node in products:
+                key = repetition.key[node]
+                known[block.kind].setdefault(key, node)
+                if key in plan.blocks[block.kind].recipes:
+                    found[products[node]] = plan.blocks[block.kind].recipes[key]
+    for stated, own in zip(plan.blocks, known, strict=True):
+        for key in stated.recipes:
+            _check(stated.name, key, own)
+    return found
+
+
+def _check(block: str, key: str, known: Mapping[str, fx.Node]) -> None:
+    if key not in known:
+        close = difflib.get_close_matches(key, known, n=3)
+        raise InvalidPlan(
+            f"plan: recipes of block {block!r} name {key!r}, which is no linear layer of it.\n"
+            f"  expected one of: {', '.join(close or known) or 'none, as it has no linear layers'}"
+        )
+    sizes = known[key].args[1].meta["val"].shape  # type: ignore[union-attr]
+    if any(size % MULTIPLE for size in sizes):
+        raise InvalidPlan(
+            f"plan: op {key!r} of block {block!r} cannot be in 8-bit floats: its weight is "
+            f"{' x '.join(map(str, sizes))}.\n  at {known[key].meta.get('source', 'an unknown line')}\n"
+            f"  expected sizes that are multiples of {MULTIPLE}\n  try: leave it out of recipes"
+        )
+
+
+def in_eight_bits(captured: CapturedModel, recipes: Recipes) -> CapturedModel:
+    """``captured`` with the products that ``recipes`` names in 8-bit floats; itself if there are none."""
+    if not recipes:
+        return captured
+    found = copy_captured(captured)
+    for node, product in products_of(found).items():
+        if product in recipes:
+            by_columns = {"by_columns": True} if node.target is columns_linear else {}
+            node.target, node.kwargs = scaled_linear, {**node.kwargs, "recipe": recipes[product], **by_columns}
+    found.graph_module.recompile()
+    return found
+
+
+def renamed(repetition: BlockRepetition, captured: CapturedModel) -> BlockRepetition:
+    """The blocks of a model for a copy of it whose nodes have the same names."""
+    own = {node.name: node for node in captured.graph.nodes}
+
+    def each(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        return tuple(own[node.name] for node in nodes)
+
+    return replace(
+        repetition,
+        prelude=each(repetition.prelude),
+        blocks=tuple(replace(block, nodes=each(block.nodes)) for block in repetition.blocks),
+        representative={own[node.name]: own[first.name] for node, first in repetition.representative.items()},
+        key={own[node.name]: key for node, key in repetition.key.items()},
+        block_of={own[node.name]: index for node, index in repetition.block_of.items()},
+        crossings=tuple(map(each, repetition.crossings)),
+    )
+
+
+def _inner(
+    products: Mapping[fx.Node, Product], repetition: BlockRepetition, captured: CapturedModel
+) -> Iterator[fx.Node]:
+    """The products between the first and the last."""
+    repeated = [block.index for block in repetition.blocks if repetition.kinds[block.kind].repeats > 1]
+    if repeated:
+        inside = range(min(repeated), max(repeated) + 1)
+        yield from (node for node in products if repetition.block_of.get(node) in inside)
+        return
+    ops = op_graph(captured.graph.nodes)
+    for node in products:
+        before, after = nx.ancestors(ops, node), nx.descendants(ops, node)
+        if not before.isdisjoint(products) and not after.isdisjoint(products):
+            yield node
+
+
+def _routers(captured: CapturedModel) -> Iterator[fx.Node]:
+    """The linear layers from which a selection of the largest can be reached without another product."""
+    stack = [n for n in call_nodes(captured.graph) if op_name(n.target) in _SELECTIONS]  # type: ignore[arg-type]
+    seen = set(stack)
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand.target in _LINEAR:
+                yield operand
+            elif operand not in seen and operand.op == "call_function" and operand.target is not moe:
+                seen.add(operand)
+                stack.append(operand)
