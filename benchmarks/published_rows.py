@@ -18,7 +18,7 @@ from autopar.cost_model.stacks.known import find_stack
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
-from autopar.ir.plan import Plan, Precision
+from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.search.api import estimate_captured, predict_plan, search_captured
 from autopar.search.problem.constraints import Constraints, Remat
 from autopar.search.problem.workload import Workload
@@ -27,6 +27,8 @@ from autopar.search.result import SearchResult
 GIB = 2**30
 ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
+# Those of products in 8-bit floats compute all else in bfloat16.
+PRECISIONS |= {"fp8": "bf16", "fp8-cs": "bf16"}
 # The year of a source, as in "2022", "SC21", "_202412_", a release "24.11" or "arXiv 2205.05198"; of tables that print
 # none, that of the software they were made with.
 YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b|_20(\d\d)[-\d]|\bv?(\d\d)\.(?:0[1-9]|1[0-2])\b|arXiv (\d\d)\d\d\.")
@@ -225,7 +227,7 @@ class Row:
         return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
 
     def workload(self, captured: CapturedModel) -> Workload:
-        return replace(Workload.of(captured, self.dtype), ends_early=self.year > LAST_WHOLE)
+        return replace(Workload.of(captured, self.dtype, recipe=self.recipe), ends_early=self.year > LAST_WHOLE)
 
     # The cluster.
 
@@ -281,6 +283,7 @@ class Row:
             sequence_parallel=self.sp == "1" if tp != 1 else None,
             num_microbatches=count,
             precision=self.dtype,
+            recipes=(self.recipe,),
             remat=self.remat(),
             schedule=schedule,
             shard=self.shard,
@@ -296,6 +299,13 @@ class Row:
         if name not in PRECISIONS:
             raise Missing(f"a precision of {', '.join(PRECISIONS)} ({name or 'none'})")
         return PRECISIONS[name]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Of 8-bit floats: by tensor unless it says otherwise."""
+        if not self.precision.startswith("fp8"):
+            return None
+        return "fp8-row" if "rowwise" in self.precision else "fp8-tensor"
 
     @property
     def is_half(self) -> bool:
