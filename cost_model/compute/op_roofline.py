@@ -211,9 +211,9 @@ class OpCost:
         launches = (1, max(1, len(gradients)) if contracted else 1)
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
-        casts = casts_of_product(read, written[0], differentiable, device) if eight_bits else ((), ())
+        casts = casts_of_product(read, written[0], differentiable) if eight_bits else ((), ())
         if eight_bits:
-            launches = launches_of_product(launches, casts, device)
+            launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         sight = sight_of(node) if attention and QUERIES in rule.sizes else None

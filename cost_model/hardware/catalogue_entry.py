@@ -178,5 +178,4 @@ class GpuEntry:
             tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
             is_cpu=self.is_cpu,
-            fuses_casts=stack.fuses_casts,
         )

@@ -97,7 +97,6 @@ class Device:
     transcendental_s: of a GELU by tanh for each element, on average of forward and backward; other functions take a
     share of it. 0 where they take no longer than reading and writing it.
     optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
-    fuses_casts: whether what turns operands into 8-bit floats is one kernel, as a compiler makes it.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
     adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``).
     """
@@ -115,7 +114,6 @@ class Device:
     transcendental_s: float = 0.0
     optimizer_bandwidth: float | None = None
     jitter_s: float = 0.0
-    fuses_casts: bool = False
 
     def straggler_delay_s(self, work_s: float, num_meetings: float) -> float:
         """Seconds that ranks wait for the slowest, in ``work_s`` seconds between which they meet so often."""

@@ -18,33 +18,28 @@ from autopar.ir.errors import InvalidCluster
 AUTOPAR = Stack(
     name="autopar",
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    fuses_casts=False,  # blocks run op by op unless they are compiled
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), else FlashAttention-2",
 )
 MEGATRON_CORE = Stack(
     name="megatron-core",
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    fuses_casts=True,  # Transformer Engine has kernels for them
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before (recalled: its "
     "documentation on attention backends)",
 )
 TORCHTITAN_2024 = Stack(
     name="torchtitan-2024",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    fuses_casts=True,  # its float8 recipes are for compiled models
     why="scaled_dot_product_attention of torch 2.6: FlashAttention-2, after cuDNN's had been put behind it in 2.5.1 "
     "(recalled: release notes of torch 2.5.1)",
 )
 NANOTRON = Stack(
     name="nanotron",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    fuses_casts=False,
     why="nanotron calls flash_attn, version 2 (recalled: its requirements)",
 )
 LLM_FOUNDRY_2023 = Stack(
     name="llm-foundry-2023",
     attention={"ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER, "blackwell": CUDNN_BLACKWELL},
-    fuses_casts=True,  # by Transformer Engine
     why="torch 1.13.1 with FlashAttention in Triton (scripts/train/benchmarking)",
 )
 

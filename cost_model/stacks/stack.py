@@ -20,11 +20,9 @@ class Stack:
     """One stack.
 
     attention: the fused kernel that it runs in 16 bits on devices of an architecture; of those that are not named, the
-    catalogue has one rate. fuses_casts: whether casts to 8-bit floats are one kernel each. why: where the choice of
-    kernels is from.
+    catalogue has one rate. why: where the choice of kernels is from.
     """
 
     name: str
     attention: Mapping[Architecture, AttentionKernel]
-    fuses_casts: bool
     why: str
