@@ -5,10 +5,10 @@
 The first part prints, for models x plans, the largest relative error of any loss and of any gradient over three steps
 of SGD, with all but the 8-bit products in float64 and in float32. Where a number is half-way between two of an 8-bit
 float, rounding decides which of them it becomes, and then all that is computed of it differs as much as 8 bits do. In
-float64 that hardly ever happens: an error above 1e-6 (models compute losses in float32) is none of rounding, and exits
-with 1, as does a rank that sends in the second step what the placed model does not record. In float32 it happens now
-and then: beside the errors stand those of one process with the rows of each batch in reverse order, and with parameters
-that differ in their last bit.
+float64 that hardly ever happens (models compute losses in float32): there the limits are those of parity, 1e-5 for
+losses and 1e-4 for gradients. Above them it exits with 1, as where ranks send in the second step what the placed model
+does not record. In float32 it happens now and then: beside the errors stand those of one process with the rows of each
+batch in reverse order, and with parameters that differ in their last bit.
 
 The second part, on a GPU alone: milliseconds of linear layers, forward and backward, in bfloat16 and by each recipe, op
 by op and compiled, and the speed-up beside the predicted one.
@@ -39,6 +39,17 @@ from benchmarks.traces import in_float64
 from tests.harness import RankFailure, run_ranks
 from tests.parity import relative, with_attention
 
+
+class Errors(NamedTuple):
+    """The largest relative errors over all steps."""
+
+    loss: float
+    gradient: float
+
+    def __str__(self) -> str:
+        return f"{self.loss:.0e} {self.gradient:.0e}"
+
+
 MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,vit"
 # Ranks, constraints of the search, and the factor of every attention on axis cp where that is not left to it.
 PLANS: dict[str, tuple[int, dict[str, Any], str | None]] = {
@@ -51,8 +62,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "ep2": (2, {"ep": 2}, None),
 }
 STEPS = 3
-# Of the error in float64.
-LIMIT = 1e-6
+# Of the errors in float64.
+LIMITS = Errors(loss=1e-5, gradient=1e-4)
 
 # Rows, columns and depth of the layers that are timed: those of Llama-3-8B and 70B at 8,192 tokens.
 LAYERS = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 28672, 8192))
@@ -68,12 +79,11 @@ class Trained:
     products: int
     unrecorded: list[str]
 
-    def error(self, other: Trained) -> float:
-        """The largest relative error of a loss or a gradient."""
-        pairs = zip(self.losses, other.losses, strict=True)
-        errors = [abs(a - b) / abs(b) for a, b in pairs]
-        errors += [relative(a, b) for a, b in zip(self.gradients, other.gradients, strict=True)]
-        return max(errors)
+    def errors(self, other: Trained) -> Errors:
+        """Those of losses and gradients."""
+        losses = zip(self.losses, other.losses, strict=True)
+        gradients = zip(self.gradients, other.gradients, strict=True)
+        return Errors(max(abs(a - b) / abs(b) for a, b in losses), max(relative(a, b) for a, b in gradients))
 
 
 class Job(NamedTuple):
@@ -175,8 +185,8 @@ def parity(models: list[str], plans: list[str], recipes: list[str]) -> bool:
                 print(f"{recipe:<11} {name:<12} one process {same}", flush=True)
                 every = False
                 continue
-            rows, bits = (_error(own, same) for own in others)
-            text = f"rows reversed {rows:.1e}  last bits {bits:.1e}  {same.products} products in 8 bits"
+            rows, bits = (_errors(own, same) for own in others)
+            text = f"rows reversed {rows}  last bits {bits}  {same.products} products in 8 bits"
             print(f"{recipe:<11} {name:<12} rounding     {text}", flush=True)
             for plan in plans:
                 text, fits = _cell(found, Job(plan, recipe, microbatches_of(plan), "", True))
@@ -194,14 +204,16 @@ def _cell(found: Mapping[Job, Trained | str], job: Job) -> tuple[str, bool]:
         for one in (own, expected):
             if isinstance(one, str):
                 return one if one.startswith("failed") else f"cannot be: {one}", not one.startswith("failed")
-        errors.append(_error(own, expected))
+        errors.append(_errors(own, expected))
         others += own.unrecorded if isinstance(own, Trained) else []
-    fits = errors[0] <= LIMIT and not others
-    return f"{errors[0]:.1e} {'ok' if fits else 'OVER'}  float32 {errors[1]:.1e}  {'; '.join(others)}".rstrip(), fits
+    fits = all(error <= limit for error, limit in zip(errors[0], LIMITS, strict=True)) and not others
+    return f"{errors[0]}  {'ok  ' if fits else 'OVER'}  float32 {errors[1]}  {'; '.join(others)}".rstrip(), fits
 
 
-def _error(found: Trained | str, expected: Trained | str) -> float:
-    return found.error(expected) if isinstance(found, Trained) and isinstance(expected, Trained) else float("inf")
+def _errors(found: Trained | str, expected: Trained | str) -> Errors:
+    if isinstance(found, str) or isinstance(expected, str):
+        return Errors(float("inf"), float("inf"))
+    return found.errors(expected)
 
 
 def speed(recipes: list[str]) -> None:
@@ -216,22 +228,19 @@ def speed(recipes: list[str]) -> None:
             plain = _milliseconds(shape, None, fused=fused)
             for recipe in recipes:
                 own = _milliseconds(shape, recipe, fused=fused)
-                gain = predicted_gain(shape, recipe, device, fused=fused)
+                gain = predicted_gain(shape, recipe, device)
                 how = f"{recipe}{' c' if fused else ''}"
                 size = " x ".join(map(str, shape))
                 print(f"{size:<24} {how:<11} {plain:8.2f} {own:7.2f} {plain / own:5.2f} {gain:9.2f}", flush=True)
     print("c: compiled")
 
 
-def predicted_gain(shape: tuple[int, int, int], recipe: str, device: Any, *, fused: bool) -> float:
+def predicted_gain(shape: tuple[int, int, int], recipe: str, device: Any) -> float:
     """Time of a layer in bfloat16 over that by ``recipe``, forward and backward, as the cost model has it."""
-    from dataclasses import replace
-
     from autopar.cost_model.compute.op_roofline import op_time
     from autopar.ir.mesh import Mesh
     from autopar.ir.rules import rule_for
 
-    device = replace(device, stack=replace(device.stack, fuses=fused))
     rows, columns, depth = shape
     graph = torch.fx.Graph()
     x, weight = (graph.placeholder(name) for name in ("x", "w"))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.compute.casts import casts_of_product, launches_of_product
+from autopar.cost_model.compute.casts import Casts, casts_of_product, launches_of_product
 from autopar.cost_model.compute.documents import (
     COPIES,
     KERNELS,
@@ -218,9 +218,12 @@ class OpCost:
         launches = (1, max(1, len(gradients)) if contracted else 1)
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
-        casts = casts_of_product(read, written[0], differentiable, device) if eight_bits else ((), ())
+        casts: Casts = ((), ())
         if eight_bits:
-            launches = launches_of_product(launches, casts, device)
+            once, shared = device.stack.casts_once, 0 not in moved.read
+            casts = casts_of_product(read, written[0], differentiable, once=once, shared=shared)
+        if eight_bits:
+            launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
         sight = sight_of(node) if attention and QUERIES in rule.sizes else None

@@ -67,6 +67,7 @@ MEGATRON_CORE = Stack(
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED_BY_CUBLAS,
+    casts_once=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "

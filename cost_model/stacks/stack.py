@@ -22,6 +22,7 @@ class Stack:
 
     attention: the fused kernel that it runs in 16 bits on devices of an architecture; of those that are not named, the
     catalogue has one rate. grouped: rate of the products of experts, of that of one product as large.
+    casts_once: whether operands of products in 8-bit floats are cast once for all of their products.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
@@ -37,4 +38,5 @@ class Stack:
     reductions: frozenset[str] = frozenset()
     extra_bytes: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     grouped: float = 1.0
+    casts_once: bool = False
     overlaps: frozenset[Collective] = frozenset()

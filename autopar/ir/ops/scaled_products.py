@@ -154,9 +154,13 @@ def _quantised(matrix: Tensor, largest: Tensor, dtype: torch.dtype, scaling: Sca
     scale = (limit / largest.double().clamp(min=_LEAST)).float()
     if scaling.power_of_two:
         scale = scale.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
-    # The scale has two dimensions, so that the product is in float32.
-    scaled = (matrix * scale.reshape(-1, 1)).clamp_(-limit, limit)
-    return _Quantised(scaled.to(dtype).contiguous(), scale.reciprocal())
+    # The scale has two dimensions, so that the product is in float32; it is rounded as it is written. Nothing is beyond
+    # the limit, but by less than rounds back to it.
+    if torch.compiler.is_compiling():  # which fuses the two, and cannot write in another order than rows
+        values = (matrix * scale.reshape(-1, 1)).to(dtype)
+    else:
+        values = torch.mul(matrix, scale.reshape(-1, 1), out=torch.empty_like(matrix, dtype=dtype))
+    return _Quantised(values.contiguous(), scale.reciprocal())
 
 
 def _product(first: _Quantised, second: _Quantised, dtype: torch.dtype, scaling: Scaling, *, fast: bool) -> Tensor:
