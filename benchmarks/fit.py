@@ -60,8 +60,8 @@ class Measured:
     slopes: tuple[float, ...]
 
 
-def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
-    """Rows of one model, by their cells."""
+def measure(cells: list[dict[str, str]], fitted: Fitted, names: list[str]) -> list[Measured]:
+    """Rows of one model, by their cells. names: of the constants to move."""
     known: dict[tuple[str, ...], CapturedModel] = {}
     found = []
     for row in map(Row, cells):
@@ -74,7 +74,7 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
             continue
         error = np.log(step_time_s(row, captured, result.plan, result.predicted, fitted) / reported)
         slopes = []
-        for name in PRIOR:
+        for name in names:
             moved = replace(fitted, **{name: getattr(fitted, name) * np.exp(STEP)})
             predicted = predict_plan(captured, row.cluster(moved), result.plan, workload=workload)
             step_s = step_time_s(row, captured, result.plan, predicted, moved)
@@ -87,7 +87,9 @@ def measure(cells: list[dict[str, str]], fitted: Fitted) -> list[Measured]:
 def measure_all(rows: list[Row], fitted: Fitted, jobs: int) -> list[Measured]:
     groups = [[row.cells for row in group] for _, group in itertools.groupby(rows, key=lambda row: row.model)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(itertools.chain(*pool.map(measure, groups, itertools.repeat(fitted))))
+        return list(
+            itertools.chain(*pool.map(measure, groups, itertools.repeat(fitted), itertools.repeat(list(PRIOR))))
+        )
 
 
 def spaced(rows: list[Row], count: int) -> list[Row]:
@@ -121,7 +123,7 @@ def solve(measured: list[Measured], now: Fitted) -> Fitted:
         matrix = (slopes * weight[:, None]).T @ slopes + np.diag((HUBER / width) ** 2)
         pull = (slopes * weight[:, None]).T @ errors + (HUBER / width) ** 2 * (start - prior)
         change = -np.linalg.solve(matrix, pull)
-    return Fitted(**dict(zip(PRIOR, map(float, np.exp(start + change)), strict=True)))
+    return replace(now, **dict(zip(PRIOR, map(float, np.exp(start + change)), strict=True)))
 
 
 def predicted(measured: list[Measured], now: Fitted, then: Fitted) -> Floats:
@@ -157,6 +159,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = [Row(cells) for cells in csv.DictReader((options.data / "runs.csv").open())]
     rows = [row for row in rows if not row.is_memory]
+    if options.constants:
+        for name in PRIOR.keys() - set(options.constants.split(",")):
+            del PRIOR[name]
     if options.families:
         rows = [row for row in rows if row.family in options.families.split(",")]
     if options.of_model:
@@ -169,7 +174,8 @@ def main() -> None:
             options.keep.write_text(json.dumps([asdict(now), [asdict(row) for row in measured]]))
         then = solve(measured, now)
         print(f"at the constants so far: {summary(predicted(measured, now, now))}")
-        for name, value in asdict(then).items():
+        for name in PRIOR:
+            value = getattr(then, name)
             print(f"  {name:20} {getattr(now, name):8.4g} -> {value:8.4g}   (prior {PRIOR[name][0]:g})")
         print(f"with these, nearly: {summary(predicted(measured, now, then))}")
         for family in sorted({row.family for row in measured}):

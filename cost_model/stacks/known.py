@@ -54,10 +54,9 @@ MEGATRON_LM = Stack(
     attention={"volta": FLASH1_AMPERE, "ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER},
     fuses=True,
     merges=True,
-    reductions=frozenset({"softmax"}),
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED,
-    why="kernels for GELU with its bias, for dropout with bias and residual, and for softmax with scale and mask "
+    why="kernels for GELU with its bias, for dropout with bias and residual, and for scale and mask "
     "(Narayanan et al. 2021, section 4.2)",
 )
 MEGATRON_CORE = Stack(
