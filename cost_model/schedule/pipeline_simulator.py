@@ -61,8 +61,8 @@ def simulate(
     backward_s: of a whole backward; split_s: of its parts, to the inputs and to the weights, where the schedule
     splits it (half each if not given). p2p_forward_s[i]: to send a microbatch from stage i to i + 1;
     p2p_backward_s[i]: its gradient back (as forward if not given). Stages of one rank send nothing to each other.
-    Sends overlap with the sender's next action; what a rank sends to another goes one after the other, and the
-    receiver waits for it. Raises InvalidPlan if there is no such schedule.
+    Sends overlap with the sender's next action; what a rank sends, to whichever other, goes one after the other, and
+    the receiver waits for it. Raises InvalidPlan if there is no such schedule.
     """
     assert len(forward_s) == len(backward_s) == shape.num_stages, "seconds of every stage"
     count = shape.num_microbatches
@@ -111,8 +111,8 @@ def run_actions(
     outputs: dict[tuple[int, int], float] = {}
     gradients: dict[tuple[int, int], float] = {}
     sent: dict[tuple[bool, int, int], float] = {}
-    # (sender, receiver) -> when it has sent all that it was given.
-    links: dict[tuple[int, int], float] = {}
+    # When each rank has sent all that it was given.
+    idle = [0.0] * len(orders)
     sleeping: dict[tuple[bool, int, int], int] = {}
     free = [0.0] * len(orders)
     awake = list(range(len(orders)))
@@ -122,11 +122,11 @@ def run_actions(
         """What ``stage`` has made goes to the next one, or to the one before."""
         other = stage - 1 if backward else stage + 1
         if 0 <= other <= last:
-            link = ranks[stage], ranks[other]
+            sender = ranks[stage]
             taken = p2p_backward_s[other] if backward else p2p_forward_s[stage]
             arrival = end_s
             if taken:
-                arrival = links[link] = max(end_s, links.get(link, 0.0)) + taken
+                arrival = idle[sender] = max(end_s, idle[sender]) + taken
             sent[backward, stage, microbatch] = arrival
 
     while awake:
@@ -194,30 +194,52 @@ def bubble_passes(schedule: str) -> float:
     return {"zb-h1": 1 / 3, "zb-v": 1 / 3, "dualpipe-v": 1 / 3}.get(schedule, 1.0)
 
 
-def pipeline_time(shape: Pipelining, stage_s: Sequence[float]) -> float:
-    """Seconds of a step in closed form, for stages with these seconds a microbatch, forward and backward.
+def pipeline_time(shape: Pipelining, stage_s: Sequence[float], send_s: Sequence[float] = ()) -> float:
+    """Seconds of a step in closed form.
 
-    One microbatch passes the stages, the others follow at the pace of the rank with most to do; with t of the stages,
-    r of the ranks (sums over the v stages of each of P), and a bubble of beta passes through P - 1 ranks
+    stage_s: of a microbatch in each stage, forward and backward; send_s: of what passes from each stage to the next and
+    back, none if left out. One microbatch passes the stages, the others follow at an interval. With v stages on each of
+    P ranks and a bubble of beta passes through P - 1 ranks
 
-        naive       T = M sum t
-        otherwise   T = beta / v sum t + (M - beta / v) max r
+        naive       T = M (sum t + sum s)
+        otherwise   T = beta / v sum t + sum s + (M - beta / v) interval
 
-    which is exact for equal stages of naive, gpipe, 1f1b and interleaved in whole rounds, and an estimate
-    otherwise; ``simulate`` is the judge.
+    where the interval is the longer of what a rank computes and what it sends for a microbatch (gpipe: what two send to
+    each other, as all forwards come first). Stage i has no more than K_i microbatches between their forward and the end
+    of their backward; so T is no less than the way of a microbatch to that stage and back, and M / K_i times its way
+    from there to the last stage and back. Exact for equal stages of naive, gpipe, 1f1b and interleaved in whole rounds,
+    where nothing is sent, and an estimate otherwise; ``simulate`` is the judge.
     """
     fill, rest = _fill_and_rest(shape)
-    ranks = [0.0] * shape.num_ranks
-    for stage, seconds in enumerate(stage_s):
-        ranks[shape.rank_of(stage)] += seconds
-    return fill * sum(stage_s) + rest * max(ranks)
+    ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+    sends = [seconds if ranks[n] != ranks[n + 1] else 0.0 for n, seconds in enumerate(send_s)]
+    computed, sent = [0.0] * shape.num_ranks, [0.0] * shape.num_ranks
+    for rank, seconds in zip(ranks, stage_s, strict=True):
+        computed[rank] += seconds
+    for n, seconds in enumerate(sends):
+        sent[ranks[n]] += seconds if shape.schedule == "gpipe" else seconds / 2
+        sent[ranks[n + 1]] += 0.0 if shape.schedule == "gpipe" else seconds / 2
+    if shape.schedule == "naive":
+        return fill * (sum(stage_s) + sum(sends))
+    way = sum(stage_s) + sum(sends)
+    longest = fill * sum(stage_s) + sum(sends) + max(rest * max(computed), (shape.num_microbatches - 1) * max(sent))
+    if any(sends):
+        there_and_back = 0.0
+        for n in reversed(range(shape.num_stages)):
+            there_and_back += stage_s[n] + (sends[n] if n < len(sends) else 0.0)
+            rounds = max(1.0, shape.num_microbatches / shape.live()[n])
+            longest = max(longest, way + (rounds - 1) * there_and_back)
+    return longest
 
 
-def least_pipeline_time(shape: Pipelining, total_s: float, rank_s: float) -> float:
-    """Lower bound on ``pipeline_time`` of stages that take ``total_s`` seconds in all, where some rank takes ``rank_s``
-    at least."""
+def least_pipeline_time(shape: Pipelining, total_s: float, rank_s: float, sends: float) -> float:
+    """Lower bound on ``pipeline_time`` of stages that compute for ``total_s`` seconds in all and send for ``sends``,
+    where some rank computes for ``rank_s`` at least."""
     fill, rest = _fill_and_rest(shape)
-    return fill * total_s + rest * max(rank_s, total_s / shape.num_ranks)
+    if shape.schedule == "naive":
+        return fill * (total_s + sends)
+    sent_s = (shape.num_microbatches - 1) * sends / shape.num_ranks
+    return fill * total_s + sends + max(rest * max(rank_s, total_s / shape.num_ranks), sent_s)
 
 
 def time_weights(shape: Pipelining) -> tuple[float, float]:

@@ -136,3 +136,16 @@ def test_microbatches_may_take_different_times() -> None:
     # 0: F0 1, F1 5, then back; 1 waits for F1.
     uneven = simulate(Pipelining("gpipe", 2, 2), [[1.0, 5.0], [1.0, 1.0]], [[1.0, 1.0]] * 2)
     assert uneven.step_time_s == 10.0
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("send_s", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 8), (2, 32), (4, 8), (4, 32)])
+def test_closed_form_of_slow_links(schedule: Schedule, send_s: float, ranks: int, count: int) -> None:
+    """Forward and back, sends take a fifteenth of a pass of a stage to three passes."""
+    virtual = 2 if schedule in ("interleaved", "zb-v") else 1
+    shape = Pipelining(schedule, ranks, count, virtual)
+    stages = shape.num_stages
+    timeline = simulate(shape, [1.0] * stages, [2.0] * stages, p2p_forward_s=send_s)
+    closed = pipeline_time(shape, [3.0] * stages, [2 * send_s] * (stages - 1))
+    assert 0.8 < closed / timeline.step_time_s < 1.2

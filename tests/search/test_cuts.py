@@ -97,18 +97,19 @@ def test_least_times_bound_every_cut(problem, named) -> None:
     blocks, _, _, (budget, *_), levels = problem
     (schedule, virtual), times = named, LeastTimes.of(blocks)
     shape = Pipelining(schedule, 2, 4, virtual)
+    links = [float(shape.rank_of(n) != shape.rank_of(n + 1)) for n in range(shape.num_stages - 1)]
     for room in (10.0 * budget, 1e9):
-        found = cut_pipeline(blocks, shape, room, levels)
-        assert found is None or times.step_s(shape) <= found.time_s * (1 + 1e-9)
+        found = cut_pipeline(blocks, shape, room, levels, links)
+        assert found is None or times.step_s(shape, links) <= found.time_s * (1 + 1e-9)
 
 
 def test_least_times_are_those_of_the_most_even_ranks() -> None:
     """Of fourteen equal blocks some of four ranks has four, however many stages it has."""
-    block = BlockCost(time_s=(3.0, 3.2, 3.5, 4.0), saved_bytes=(0.0,) * 4, static_bytes=0.0, send_s=0.5)
+    block = BlockCost(time_s=(3.0, 3.2, 3.5, 4.0), saved_bytes=(0.0,) * 4, static_bytes=0.0)
     for shape in (Pipelining("1f1b", 4, 8), Pipelining("interleaved", 4, 8, 3)):
         found = cut_pipeline([block] * 14, shape, 1.0)
         assert found is not None
-        assert LeastTimes.of([block] * 14).step_s(shape) == pytest.approx(found.time_s)
+        assert LeastTimes.of([block] * 14).step_s(shape, [1.0] * (shape.num_stages - 1)) == pytest.approx(found.time_s)
 
 
 @pytest.mark.parametrize("virtual", [1, 2, 4, 5, 10, 20])

@@ -19,7 +19,13 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
+from autopar.search.pricing.block_prices import (
+    Priced,
+    exposed_first_gathers,
+    exposed_last_reductions,
+    layouts_of,
+    needs_of,
+)
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -92,7 +98,7 @@ def predict(
     optimiser, sync = [], []
     for rank, own in enumerate(held):
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        sync.append(exposed_step_sync(mine) + delays.sync_s[rank])
+        sync.append(exposed_last_reductions(mine) + delays.sync_s[rank])
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     links = [
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
@@ -109,7 +115,13 @@ def predict(
                     copies[neighbour] += point_to_point_time(0.0, link)
         for passes in (forward, backward, inputs):
             passes[:] = map(sum, zip(passes, copies, strict=True))
-    timeline = simulate(shape, forward, backward, (inputs, weights), p2p_forward_s=sends, p2p_backward_s=returns)
+    # The first microbatch waits in every stage for what is gathered once a step.
+    opening = [exposed_first_gathers([blocks[b] for b in range(stage.first, stage.last + 1)]) for stage in stages]
+    each = [
+        [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
+        for own, first in zip(forward, opening, strict=True)
+    ]
+    timeline = simulate(shape, each, backward, (inputs, weights), p2p_forward_s=sends, p2p_backward_s=returns)
     summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
     shared = sums_over_stages(pricing, priced, stages, shape)
     for holders, seconds in shared.items():
@@ -144,7 +156,7 @@ def predict(
             priced,
             held[busiest],
             max(ends),
-            sync[busiest] - delays.sync_s[busiest],
+            sync[busiest] - delays.sync_s[busiest] + sum(opening[number] for number in shape.stages_of(busiest)),
             optimiser[busiest],
             sum(gathered[number] for number in shape.stages_of(busiest)),
             delays.sync_s[busiest]

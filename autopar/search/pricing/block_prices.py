@@ -120,9 +120,21 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
 
 
 def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
+    """Seconds that gathers and gradient reductions of once a step add to it."""
+    return exposed_first_gathers(blocks) + exposed_last_reductions(blocks)
+
+
+def exposed_first_gathers(blocks: Sequence[BlockPrice]) -> float:
+    """Seconds that the gathers of once a step add to the first forward, as far as that does not hide them."""
+    hidden = exposed_time(sum(b.sync.first_s for b in blocks), sum(b.compute.forward_s for b in blocks))
+    return hidden + sum(b.waited.first_s for b in blocks)
+
+
+def exposed_last_reductions(blocks: Sequence[BlockPrice]) -> float:
     """Seconds that gradient reductions add to a step, as far as the last backward does not hide them."""
-    hidden = exposed_time(sum(b.sync.step_s for b in blocks), sum(b.compute.backward_s for b in blocks))
-    return hidden + sum(b.waited.step_s for b in blocks)
+    after = sum(b.sync.step_s - b.sync.first_s for b in blocks)
+    hidden = exposed_time(after, sum(b.compute.backward_s for b in blocks))
+    return hidden + sum(b.waited.step_s - b.waited.first_s for b in blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +174,8 @@ class Priced:
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
                 tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
                 send_s=send,
+                once_s=once / count,
+                first_s=exposed_first_gathers([block]) / count,
             )
             if number:
                 known[id(block)] = made

@@ -15,7 +15,8 @@ class BlockCost:
 
     time_s, saved_bytes: per microbatch, at each of LEVELS. static_bytes: parameters, gradients, optimiser.
     workspace_bytes: held only while the block runs. tiled_bytes: that level full needs less, as it computes wide
-    layers in tiles. send_s: of a cut before this block.
+    layers in tiles. send_s: of a cut before this block. once_s: of ``time_s``, the share of what comes once a step;
+    first_s: of that, what the first forward waits for.
     """
 
     time_s: tuple[float, ...]
@@ -24,6 +25,8 @@ class BlockCost:
     workspace_bytes: float = 0.0
     tiled_bytes: float = 0.0
     send_s: float = 0.0
+    once_s: float = 0.0
+    first_s: float = 0.0
 
     def recomputed_bytes(self, level: int) -> float:
         """What its backward needs beside the workspace: activations that are made again, at one of LEVELS."""

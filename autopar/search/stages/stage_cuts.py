@@ -61,22 +61,38 @@ def cuts_time(blocks: Sequence[BlockCost], stages: Sequence[Stage], weights: tup
     return weights[0] * sum(times) + weights[1] * max(times) + sends
 
 
-def step_estimate(blocks: Sequence[BlockCost], stages: Sequence[Stage], shape: Pipelining) -> float:
-    """Seconds of a step in closed form."""
-    times = [stage_time(blocks, stage) for stage in stages]
-    return pipeline_time(shape, times) + sum(blocks[stage.first].send_s for stage in stages[1:])
+def step_estimate(
+    blocks: Sequence[BlockCost], stages: Sequence[Stage], shape: Pipelining, links: Sequence[float]
+) -> float:
+    """Seconds of a step in closed form.
+
+    links: after each stage but the last, how many times as long a send takes as on the slowest link; 0 inside a rank.
+    What comes once a step is beside that of other ranks, but for what their first forwards wait for one after another.
+    """
+    inside = [range(stage.first, stage.last + 1) for stage in stages]
+    first = [sum(blocks[b].first_s for b in own) for own in inside]
+    once = [sum(blocks[b].once_s for b in own) for own in inside]
+    times = [stage_time(blocks, stage) - each for stage, each in zip(stages, once, strict=True)]
+    sends = [link * blocks[stage.first].send_s for link, stage in zip(links, stages[1:], strict=True)]
+    last = [sum(once[n] - first[n] for n in shape.stages_of(rank)) for rank in range(shape.num_ranks)]
+    return pipeline_time(shape, times, sends) + shape.num_microbatches * (sum(first) + max(last))
 
 
 def cut_pipeline(
-    blocks: Sequence[BlockCost], shape: Pipelining, budget_bytes: float, levels: Sequence[str] = LEVELS
+    blocks: Sequence[BlockCost],
+    shape: Pipelining,
+    budget_bytes: float,
+    levels: Sequence[str] = LEVELS,
+    links: Sequence[float] | None = None,
 ) -> Cuts | None:
     """The best cuts for a pipeline whose ranks have ``budget_bytes``; None if nothing fits. ``time_s``: of a step.
 
-    A rank with several stages has its memory shared out to them in two ways, as blocks are too coarse for one of them
-    to suit all numbers of stages; the better cuts are taken.
+    links: see ``step_estimate``; all the slowest if left out. A rank with several stages has its memory shared out to
+    them in two ways, as blocks are too coarse for one of them to suit all numbers of stages; the better cuts are taken.
     """
+    links = [1.0] * (shape.num_stages - 1) if links is None else links
     found = [
-        Cuts(stages=own.stages, time_s=step_estimate(blocks, own.stages, shape))
+        Cuts(stages=own.stages, time_s=step_estimate(blocks, own.stages, shape, links))
         for budgets in dict.fromkeys(stage_budgets(blocks, shape, budget_bytes))
         if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels)) is not None
     ]
@@ -92,7 +108,7 @@ def stage_budgets(
     is its state, and for as many microbatches as it has in flight the same part of its activations as every other, if
     stages are equal in seconds.
     """
-    if shape.virtual_stages == 1:
+    if shape.virtual_stages == 1 or np.isinf(budget_bytes):
         return ((budget_bytes,) * shape.num_stages,) * 2
     seconds = np.cumsum([0.0, *(min(block.time_s) for block in blocks)])
     places = np.linspace(0.0, seconds[-1], shape.num_stages + 1)
@@ -105,7 +121,8 @@ def stage_budgets(
     needed = workspace + static
     for rank in range(shape.num_ranks):
         own = list(shape.stages_of(rank))
-        needed[own] += saved[own] * (budget_bytes - workspace - static[own].sum()) / max(saved[own].sum(), 1.0)
+        if saved[own].sum():
+            needed[own] += saved[own] * (budget_bytes - workspace - static[own].sum()) / saved[own].sum()
     equal = workspace + max(0.0, budget_bytes - workspace) / shape.virtual_stages
     return (equal,) * shape.num_stages, tuple(needed.tolist())
 
