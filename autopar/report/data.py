@@ -20,7 +20,15 @@ from autopar.report.streams import hidden_s, memory_over_step, steps_of_passes, 
 from autopar.report.study import Study
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import held_at_peak, sequence_data
-from autopar.report.words import block_names, counted, microbatch_size, one_line, remat_level, schedule_words
+from autopar.report.words import (
+    block_names,
+    counted,
+    microbatch_size,
+    one_line,
+    precision_words,
+    remat_level,
+    schedule_words,
+)
 from autopar.search.divided_share import divided_by_axes
 
 Json = Any
@@ -47,7 +55,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "sequence_layout": plan.sequence_layout,
         "zero": plan.zero,
         "shard_axes": plan.shard_axes,
-        "precision": plan.precision,
+        "precision": precision_words(plan),
         "remat": remat_level(plan),
         "words": one_line(plan),
         "prediction": None if prediction is None else prediction.model_dump(),
