@@ -28,7 +28,7 @@ def eight_bits(strategy: Strategy, target: str) -> list[str]:
     if not recipes:
         return []
     return [
-        f"Matrix products are in {plan.precision} in {target}; the plan has some in 8-bit floats ({', '.join(recipes)})."
+        f"Matrix products are in {plan.precision} in {target}; some of the plan's are in 8 bits ({', '.join(recipes)})."
     ]
 
 

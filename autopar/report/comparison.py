@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.table import plain_table
-from autopar.report.words import block_names, counted, microbatch_size, precision_words, remat_level, schedule_words
+from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
 from autopar.units import gib, percent, plural, seconds, significant
 
 # Parts of a step that are less of the difference between two steps are not named.
@@ -143,7 +143,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "remat": remat_level(plan),
         "offload": plural(sum(stage.offload for stage in plan.stages), "stage"),
         "sequence": plan.sequence_layout,
-        "precision": precision_words(plan),
+        "precision": plan.precision_words,
         "expert capacity": "unlimited" if plan.expert_capacity is None else f"{plan.expert_capacity:g}",
     }
 

@@ -25,7 +25,6 @@ from autopar.report.words import (
     counted,
     microbatch_size,
     one_line,
-    precision_words,
     remat_level,
     schedule_words,
 )
@@ -55,7 +54,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "sequence_layout": plan.sequence_layout,
         "zero": plan.zero,
         "shard_axes": plan.shard_axes,
-        "precision": precision_words(plan),
+        "precision": plan.precision_words,
         "remat": remat_level(plan),
         "words": one_line(plan),
         "prediction": None if prediction is None else prediction.model_dump(),

@@ -26,15 +26,6 @@ def schedule_words(plan: Plan) -> str:
     return plan.schedule + (f", {plan.virtual_stages} stages a rank" if plan.virtual_stages > 1 else "")
 
 
-def precision_words(plan: Plan) -> str:
-    """The precision of compute, and how many matrix products of a microbatch are in 8-bit floats."""
-    counts: dict[str, int] = {}
-    for block in plan.blocks:
-        for recipe in block.recipes.values():
-            counts[recipe] = counts.get(recipe, 0) + block.repeats
-    return plan.precision + "".join(f" + {recipe} ({plural(count, 'op')})" for recipe, count in counts.items())
-
-
 def microbatch_size(plan: Plan) -> int:
     """Samples of one microbatch on one data-parallel rank."""
     return plan.batch.global_size // (plan.batch.num_microbatches * plan.data_parallel_size)
