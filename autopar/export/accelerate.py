@@ -98,6 +98,7 @@ def _fsdp(strategy: Strategy, notes: list[str]) -> dict[str, Any]:
         )
     notes += lost.per_block_zero(strategy, zero) if zero else []
     notes += lost.prefetch(strategy) + lost.offload(strategy) + lost.op_placements(strategy, "the model's own plan")
+    notes += lost.eight_bits(strategy, "Accelerate")
     notes += lost.sequence_layout(strategy, balanced=True)
     notes.append(
         "Blocks are found by the model's _no_split_modules, as models of transformers have them. For another model "

@@ -50,6 +50,7 @@ def settings(strategy: Strategy) -> tuple[dict[str, Any], list[str]]:
         # As in the plan: gradients are summed in float32, over microbatches and over ranks.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
+    notes += lost.eight_bits(strategy, "DeepSpeed")
     if strategy.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tensor}
         notes += lost.op_placements(strategy, "AutoTP")

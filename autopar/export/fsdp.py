@@ -32,7 +32,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         notes.append(
             f"{names}: at ZeRO-1 instead of 0, as FSDP shards all that it wraps. One gather a step more, less memory."
         )
-    notes += lost.op_placements(strategy, "FSDP")
+    notes += lost.op_placements(strategy, "FSDP") + lost.eight_bits(strategy, "the script")
     if plan.precision == "fp16":
         notes.append("float16 wants a loss scaler: torch.amp.GradScaler around loss_of and the optimiser.")
     notes.append(

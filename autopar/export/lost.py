@@ -21,6 +21,17 @@ def op_placements(strategy: Strategy, pattern: str) -> list[str]:
     return [f"These ops are placed as {pattern} places them, not as the plan does: {shown}."]
 
 
+def eight_bits(strategy: Strategy, target: str) -> list[str]:
+    """Matrix products in 8-bit floats, which ``target`` computes as the other ops."""
+    plan = strategy.plan
+    recipes = sorted({recipe for block in plan.blocks for recipe in block.recipes.values()})
+    if not recipes:
+        return []
+    return [
+        f"Matrix products are in {plan.precision} in {target}; some of the plan's are in 8 bits ({', '.join(recipes)})."
+    ]
+
+
 def per_block_zero(strategy: Strategy, zero: int) -> list[str]:
     """Blocks with a ZeRO stage or a resharding of their own."""
     plan = strategy.plan

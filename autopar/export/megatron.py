@@ -39,7 +39,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         *([(f"--{plan.precision}",)] if plan.precision != "fp32" else []),
         *_experts(strategy),
     ]
-    notes += lost.op_placements(strategy, "Megatron")
+    notes += lost.op_placements(strategy, "Megatron") + lost.eight_bits(strategy, "the script")
     notes.append(
         "The plan does not know sizes of the model: set HIDDEN_SIZE, NUM_ATTENTION_HEADS and what the script asks "
         "for; what else makes the model what it is (--swiglu, --group-query-attention ...) are arguments of the script."

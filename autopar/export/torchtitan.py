@@ -44,6 +44,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     _check_experts(strategy, parallelism)
     remat = _rematerialisation(strategy, notes)
     notes += lost.op_placements(strategy, "torchtitan") + lost.rank_order(strategy)
+    notes += lost.eight_bits(strategy, "torchtitan")
     notes += lost.prefetch(strategy) + lost.offload(strategy) + lost.expert_capacity(strategy)
     heading = (
         f"{plan.model.name} with torchtitan 0.3: {strategy.in_words()}.\nWritten by autopar export --to torchtitan.\n"

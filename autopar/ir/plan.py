@@ -217,6 +217,15 @@ class Plan(_Model):
             size *= self.mesh[name]
         return size
 
+    @property
+    def precision_words(self) -> str:
+        """The precision of compute, and how many products are in 8-bit floats: ``bf16 + fp8-row (224 products)``."""
+        counts: dict[Recipe, int] = {}
+        for block in self.blocks:
+            for recipe in block.recipes.values():
+                counts[recipe] = counts.get(recipe, 0) + block.repeats
+        return self.precision + "".join(f" + {recipe} ({count} products)" for recipe, count in counts.items())
+
     def stage_of(self, block: int) -> int:
         """The stage that runs block number ``block``, counted over all block instances."""
         return next(number for number, stage in enumerate(self.stages) if stage.first <= block <= stage.last)

@@ -143,7 +143,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "remat": remat_level(plan),
         "offload": plural(sum(stage.offload for stage in plan.stages), "stage"),
         "sequence": plan.sequence_layout,
-        "precision": plan.precision,
+        "precision": plan.precision_words,
         "expert capacity": "unlimited" if plan.expert_capacity is None else f"{plan.expert_capacity:g}",
     }
 

@@ -55,7 +55,7 @@ def report_data(plan: Plan, study: Study | None = None) -> dict[str, Json]:
         "sequence_layout": plan.sequence_layout,
         "zero": plan.zero,
         "shard_axes": plan.shard_axes,
-        "precision": plan.precision,
+        "precision": plan.precision_words,
         "remat": remat_level(plan),
         "words": one_line(plan),
         "prediction": None if prediction is None else prediction.model_dump(),

@@ -103,6 +103,7 @@ def described(found: Explanation) -> dict[str, Any]:
         "op": found.op,
         "repeats": _repeats(found),
         "placement": [list(one) for one in found.placement],
+        "recipe": found.recipe,
         "followers": list(found.followers),
         "factors": list(found.factors),
         "excluded": [{"axis": one.axis, "factor": one.factor, "reason": one.reason} for one in found.excluded],
@@ -135,6 +136,9 @@ def print_explanation(found: Explanation, like: Sequence[str], *, console: Conso
         + (f", with {_few(found.followers)}, placed as it is" if found.followers else ""),
         soft_wrap=True,
     )
+    recipe = found.recipe or (f"{plan.precision}: {found.kept_wide}" if found.kept_wide else None)
+    if recipe is not None:
+        console.print(f"computed in {recipe}", soft_wrap=True)
     console.print(f"it can be divided along {', '.join(found.factors) or 'nothing'}", soft_wrap=True)
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in found.excluded:

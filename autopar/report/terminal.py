@@ -69,7 +69,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
         f" × {plural(plan.data_parallel_size, 'data-parallel rank')} × {plural(microbatch_size(plan), 'sample')}"
     )
     flags = Text(
-        f"{plan.precision}   {_zero(plan)}   remat {remat_level(plan)}"
+        f"{plan.precision_words}   {_zero(plan)}   remat {remat_level(plan)}"
         + ("" if plan.sequence_layout == "contiguous" else f"   sequence {plan.sequence_layout}")
         + (f"   schedule {schedule_words(plan)}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
     )
@@ -185,4 +185,5 @@ def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str
             table.add_row("", Text(f"… {len(block.ops) - most} more", "dim"), *("" for _ in plan.mesh))
             break
         cells = [Text(axes[axis], styles[axis]) if axis in axes else Text("–", "dim") for axis in plan.mesh]
-        table.add_row(Text(title if number == 0 else "", "bold"), key, *cells)
+        named = Text.assemble(key, (f"  {block.recipes[key]}" if key in block.recipes else "", "dim"))
+        table.add_row(Text(title if number == 0 else "", "bold"), named, *cells)

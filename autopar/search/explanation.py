@@ -14,10 +14,11 @@ from torch import fx
 
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipe_of
 from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
-from autopar.ir.plan import Plan, Prediction
+from autopar.ir.plan import Plan, Prediction, Recipe
 from autopar.search.api import predict_plan, priced_plan, search_captured
 from autopar.search.predict.communications import Communication, communications
 from autopar.search.predict.predict import predict
@@ -69,7 +70,8 @@ class Explanation:
 
     plan: as predicted now. block, op: as it names them. followers: ops that are placed with this one. factors: that it
     can be divided along; excluded: on which axes it cannot. time: of the op and its followers, a microbatch on one
-    rank. peak_share: of the memory that a plan may take. alternatives: the best first.
+    rank. peak_share: of the memory that a plan may take. alternatives: the best first. recipe: of 8-bit floats, if it
+    is computed in them; kept_wide: else why not, of a linear layer of a plan with some in them.
     """
 
     plan: Plan
@@ -83,6 +85,8 @@ class Explanation:
     communications: tuple[Communication, ...]
     peak_share: float
     alternatives: tuple[Alternative, ...]
+    recipe: Recipe | None = None
+    kept_wide: str | None = None
 
 
 def explain_op(
@@ -135,7 +139,17 @@ def explain_op(
         ),
         peak_share=predicted.peak_bytes / (cluster.device.usable_bytes * constraints.memory_fraction),
         alternatives=tuple(alternatives),
+        recipe=recipe_of(node),
+        kept_wide=_kept_wide(workload, node),
     )
+
+
+def _kept_wide(workload: Workload, node: fx.Node) -> str | None:
+    """Why a linear layer is not in 8-bit floats in a plan that has some in them."""
+    captured = workload.captured
+    if not workload.analysis.recipes or node not in products_of(captured):
+        return None
+    return kept_wide(captured, workload.repetition).get(node, "the plan has no recipe for it")
 
 
 def _find(workload: Workload, name: str) -> tuple[str, str, fx.Node]:

@@ -32,7 +32,7 @@ class Report:
         self.evaluations: list[tuple[int, float]] = []
         plan = self.plan
         mesh = "  ".join([f"pp {plan.num_pipeline_ranks}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
-        self._line(f"{plan.model.name} on {plan.num_ranks} {device.type} ranks: {mesh}  {plan.precision}")
+        self._line(f"{plan.model.name} on {plan.num_ranks} {device.type} ranks: {mesh}  {plan.precision_words}")
         if opened.corpus is not None:
             self._line(str(opened.corpus))
         columns = "   one process   relative difference" if self.job.compare_single else ""
@@ -77,7 +77,7 @@ class Report:
     @property
     def agrees(self) -> bool:
         """Whether no loss differs from that of one process by more than TOLERANCE; always so unless fp32."""
-        return not self.differences or self.plan.precision != "fp32" or max(self.differences) <= TOLERANCE
+        return not self.differences or self.plan.precision_words != "fp32" or max(self.differences) <= TOLERANCE
 
     def summary(self) -> dict[str, Any]:
         """The object that ``--json`` prints. Times in seconds, one of each step that was made."""
@@ -88,7 +88,7 @@ class Report:
             "num_ranks": plan.num_ranks,
             "pp": plan.num_pipeline_ranks,
             "mesh": dict(plan.mesh),
-            "precision": plan.precision,
+            "precision": plan.precision_words,
             "global_batch": plan.batch.global_size,
             "data": None if self.opened.corpus is None else str(self.opened.corpus),
             "first_step": self.done + 1,

@@ -1,0 +1,146 @@
+"""Which products of a model are in 8-bit floats: by rule, and as a plan says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.ir.analysis.analysis import Analysis
+from autopar.ir.analysis.blocks import find_repetition
+from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipe_of, recipes_by_rule
+from autopar.ir.capture.capture import capture
+from autopar.ir.errors import InvalidInput, InvalidPlan
+from autopar.ir.graph import CapturedModel, op_nodes
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.precision import parse_precision
+from autopar.passes.normalise import normalise
+
+
+class Layer(nn.Module):
+    """A gated choice of two halves, by a router, and a product whose sizes 8-bit units cannot read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.router, self.odd = nn.Linear(32, 16), nn.Linear(32, 20)
+        self.back = nn.Linear(20, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.router(x).softmax(-1).topk(2).values.sum(-1, keepdim=True)
+        return x + weight * self.down(self.up(x).relu()) + self.back(self.odd(x))
+
+
+class Model(nn.Module):
+    """Layers that repeat between two that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def captured_model(model: nn.Module | None = None) -> CapturedModel:
+    return normalise(capture(model or Model(), (torch.randn(8, 4, 16),)))
+
+
+def test_by_rule() -> None:
+    captured = captured_model()
+    names = {product[0] for product in recipes_by_rule(captured, "fp8-row")}
+    assert names == {f"layers.{number}.{name}" for number in range(3) for name in ("up", "down")}
+    reasons = {str(node.meta["path"]): text for node, text in kept_wide(captured, find_repetition(captured)).items()}
+    assert reasons["first"] == reasons["last"] == "one of the first or last layers"
+    assert reasons["layers.1.router"] == "a router"
+    assert reasons["layers.2.odd"] == "its sizes 20 x 32 are not multiples of 16"
+
+
+def test_without_repeats_the_first_and_the_last_are_left() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    captured = normalise(
+        capture(model, (torch.randn(8, 16),), loss_fn=nn.functional.mse_loss, example_target=torch.randn(8, 16))
+    )
+    assert {product[1] for product in recipes_by_rule(captured, "fp8-tensor")} == {"2.weight"}
+
+
+def test_blocks_and_keys_are_those_of_the_model() -> None:
+    captured = captured_model()
+    plain = Analysis.of(captured)
+    analysis = Analysis.of(captured, None, recipes_by_rule(captured, "fp8-row"))
+    assert analysis.repetition.kinds == plain.repetition.kinds
+    assert analysis.captured.fingerprint == captured.fingerprint
+    assert sum(recipe_of(node) == "fp8-row" for node in op_nodes(analysis.captured.graph)) == 6
+    assert len(products_of(captured)) == 17  # the model itself is not changed
+
+
+def test_local_parts_are_multiples_of_sixteen() -> None:
+    captured = captured_model()
+    analysis = Analysis.of(captured, None, recipes_by_rule(captured, "fp8-tensor"))
+    node = next(node for node in op_nodes(analysis.captured.graph) if recipe_of(node))
+    rule = analysis.rule(node)
+    assert rule.sizes["n"] == 64 and rule.allows(("n",), Mesh.of(a=4)) and not rule.allows(("n",), Mesh.of(a=8))
+    assert rule.allows(("d0",), Mesh.of(a=8))  # rows are filled up
+
+
+def plan_with(recipes: dict[str, str], **others: object) -> Plan:
+    found = autopar.search(
+        Model(), 2, example_inputs=(torch.randn(8, 4, 16),), tp=2, precision="fp32+fp8-row", **others
+    )
+    fields = found.model_dump(mode="json")
+    layers = next(block for block in fields["blocks"] if block["repeats"] == 3)
+    assert layers["recipes"] == {"up/linear": "fp8-row", "down/linear": "fp8-row"}
+    layers["recipes"] = recipes
+    return Plan.from_yaml(Plan.model_validate(fields).to_yaml())
+
+
+def test_a_plan_says_which() -> None:
+    analysis = Analysis.for_plan(captured_model(), plan_with({"down/linear": "fp8-tensor"}))
+    assert {(path, recipe) for (path, _, _), recipe in analysis.recipes.items()} == {
+        (f"layers.{number}.down", "fp8-tensor") for number in range(3)
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipes", "message"),
+    [
+        ({"dwn/linear": "fp8-row"}, r"'dwn/linear', which is no linear layer of it.\n  expected one of: down/linear"),
+        ({"up/relu": "fp8-row"}, "which is no linear layer"),
+        ({"odd/linear": "fp8-row"}, r"its weight is 20 x 32.\n  at .*\n  expected sizes that are multiples of 16"),
+    ],
+)
+def test_a_plan_that_cannot_be(recipes: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidPlan, match=message):
+        Analysis.for_plan(captured_model(), plan_with(recipes))
+
+
+def test_an_unknown_recipe_is_named() -> None:
+    with pytest.raises(InvalidPlan, match=r"recipes.down/linear: Input should be 'fp8-tensor' or 'fp8-row'"):
+        Plan.from_yaml(plan_with({}).to_yaml().replace("  recipes: {}", "  recipes: {down/linear: fp4}", 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bf16", ("bf16", (None,))),
+        ("fp8-row", ("bf16", ("fp8-row",))),
+        ("fp32+fp8-tensor", ("fp32", ("fp8-tensor",))),
+        ("bf16,fp8-tensor, fp8-row", ("bf16", (None, "fp8-tensor", "fp8-row"))),
+    ],
+)
+def test_precisions_that_are_asked_for(text: str, expected: object) -> None:
+    assert parse_precision(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("fp9", "there is no 'fp9'"), ("fp32,fp8-row", "chooses for matrix products")]
+)
+def test_precisions_that_there_are_not(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_precision(text)
