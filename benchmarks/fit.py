@@ -150,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "published", help="with runs.csv")
     parser.add_argument("--families", help="of these alone")
+    parser.add_argument("--constants", help="these alone; the others stay as they are")
     parser.add_argument(
         "--of-model", type=int, help="at most so many rows of each model of a family, as they are alike"
     )
