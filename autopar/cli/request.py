@@ -62,6 +62,7 @@ class Request:
     expert_load: Path | None = None
     precision: PrecisionName | None = None
     remat: RematName | None = None
+    fit_probability: float | None = None
     constrain: tuple[str, ...] = ()
     like: Path | None = None
     forbid: tuple[str, ...] = ()
@@ -137,6 +138,7 @@ class Request:
             expert_capacity=self.expert_capacity,
             expert_load=() if self.expert_load is None else read_loads(self.expert_load),
             precision=precision.value,  # type: ignore[arg-type]  # the values of the enum are those of the literal
+            fit_probability=self.fit_probability,
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),
             forbidden=tuple(map(parse_forbidden, self.forbid)),
@@ -152,7 +154,7 @@ class Request:
         pinned = {
             field.name: getattr(given, field.name)
             for field in fields(Constraints)
-            if getattr(given, field.name) not in (None, ()) and field.name not in ("precision", "memory_fraction")
+            if getattr(given, field.name) not in (None, ()) and field.name not in ("precision")
         }
         forbidden = tuple(forbidden_like(plan, one) for one in given.forbidden)
         precision = given.precision if self.precision is not None else own.precision

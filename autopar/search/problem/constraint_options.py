@@ -54,7 +54,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch: int | None
     precision: Precision
     remat: Remat | None
-    memory_fraction: float
+    fit_probability: float | None
     expert_capacity: float | None
     expert_load: Sequence[Sequence[float]] | Mapping[str, Sequence[float]] | Mapping[str, Tensor]
     documents: Documents | None
