@@ -66,7 +66,7 @@ def parallelize(
         ``dummy_inputs`` serve, or else capture waits for the first call, which is then given a global batch.
     loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
     plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``ConstraintOptions``: dp, tp,
-        pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, memory_fraction,
+        pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, fit_probability,
         expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
         numbers (dropout) are left as they are, since the compiler would draw others.

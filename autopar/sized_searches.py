@@ -130,5 +130,5 @@ class SizedSearches:
             predicted = predict_plan(prices.workload.captured, self.cluster, plan, prices=prices)
         except (InvalidPlan, PlanMismatch):
             return inf
-        budget = self.cluster.device.usable_bytes * self.constraints.memory_fraction
+        budget = self.cluster.device.usable_bytes * self.constraints.memory_share
         return predicted.step_time_s if predicted.peak_bytes <= budget else inf

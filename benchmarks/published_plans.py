@@ -98,7 +98,7 @@ def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     free = Constraints(precision=row.dtype)
     cluster = row.devices()
     # A little more, so that rounding does not exclude the plan itself.
-    needed = int(1.001 * published.predicted.peak_bytes / free.memory_fraction)
+    needed = int(1.001 * published.predicted.peak_bytes / free.memory_share)
     if cluster.device.usable_bytes < needed:
         cluster = cluster.with_memory(needed)
     return Pair(row=row, published=published, searched=search_captured(captured, cluster, free, workload=workload))

@@ -199,6 +199,11 @@ Remat = Annotated[
     RematName | None, typer.Option("--remat", help="rematerialisation of every block", rich_help_panel=_PIN)
 ]
 
+FitProbability = Annotated[
+    float | None,
+    typer.Option("--fit-probability", help="least, that a plan fits", min=0.001, max=0.999, rich_help_panel=_PIN),
+]
+
 Constrain = Annotated[
     list[str] | None,
     typer.Option(

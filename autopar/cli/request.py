@@ -64,6 +64,7 @@ class Request:
     expert_load: Path | None = None
     precision: str | None = None
     remat: RematName | None = None
+    fit_probability: float | None = None
     constrain: tuple[str, ...] = ()
     like: Path | None = None
     forbid: tuple[str, ...] = ()
@@ -140,6 +141,7 @@ class Request:
             expert_load=() if self.expert_load is None else read_loads(self.expert_load),
             precision=precision,
             recipes=recipes,
+            fit_probability=self.fit_probability,
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
             annotations=tuple(map(parse_annotation, self.constrain)),
             forbidden=tuple(map(parse_forbidden, self.forbid)),
@@ -155,8 +157,7 @@ class Request:
         pinned = {
             field.name: getattr(given, field.name)
             for field in fields(Constraints)
-            if getattr(given, field.name) not in (None, ())
-            and field.name not in ("precision", "recipes", "memory_fraction")
+            if getattr(given, field.name) not in (None, ()) and field.name not in ("precision", "recipes")
         }
         forbidden = tuple(forbidden_like(plan, one) for one in given.forbidden)
         if self.precision is not None:

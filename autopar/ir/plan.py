@@ -125,7 +125,8 @@ class LengthsPrediction(_Model):
 
 
 class Prediction(_Model):
-    """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank.
+    """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank, and the probability
+    that it fits.
 
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
@@ -138,6 +139,7 @@ class Prediction(_Model):
     model_tflops_per_gpu: float
     mfu: float
     peak_memory_bytes: int
+    fit_probability: float | None = None
     stage_memory_bytes: list[int] = []
     stage_forward_s: list[float] = []
     stage_backward_s: list[float] = []

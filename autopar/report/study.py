@@ -53,7 +53,7 @@ class Study:
     @property
     def capacity_bytes(self) -> float:
         """Memory of a rank that a plan may take."""
-        share = 1.0 if self.result is None else self.result.constraints.memory_fraction
+        share = 1.0 if self.result is None else self.result.constraints.memory_share
         return self.cluster.device.usable_bytes * share
 
 

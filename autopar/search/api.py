@@ -74,7 +74,7 @@ def search_captured(
     check_forbidden(workload, constraints.forbidden, tuple(axis.name for axis in axes))
     solver = Solver(
         prices=prices or prices_of(workload, cluster, constraints),
-        budget_bytes=cluster.device.usable_bytes * constraints.memory_fraction,
+        budget_bytes=cluster.device.usable_bytes * constraints.memory_share,
         levels=LEVELS if constraints.remat is None else (constraints.remat,),
         batches=batches,
     )

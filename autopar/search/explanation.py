@@ -137,7 +137,7 @@ def explain_op(
         communications=tuple(
             own for own in communications(pricing, assignment) if members.intersection((own.source, *own.readers))
         ),
-        peak_share=predicted.peak_bytes / (cluster.device.usable_bytes * constraints.memory_fraction),
+        peak_share=predicted.peak_bytes / (cluster.device.usable_bytes * constraints.memory_share),
         alternatives=tuple(alternatives),
         recipe=recipe_of(node),
         kept_wide=_kept_wide(workload, node),

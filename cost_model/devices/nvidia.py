@@ -91,9 +91,7 @@ _NVLINK_B200 = _nvlink(
 
 # A rack of NVLink switches is one node; its CPUs reach their GPUs over NVLink too.
 _RACK = Published(72, "recalled: NVL72 systems hold 72 GPUs")
-_TRAY = Published(
-    4, "recalled: NVIDIA GB200 NVL72 datasheet, 18 compute trays of four GPUs; jobs of 64 leave two spare"
-)
+_TRAY = Published(4, "recalled: NVIDIA GB200 NVL72 datasheet, 18 compute trays of four GPUs; two may be spare")
 _HOST_GRACE = HostEntry(
     link_gb_s=Assumed(225, "recalled: NVIDIA Grace datasheet, NVLink-C2C, 450 GB/s either way, for two GPUs"),
     link_efficiency=Assumed(0.79, "a guess, not measured: as over PCI Express"),

@@ -45,7 +45,7 @@ def profile(captured: CapturedModel, num_gpus: int = GPUS, gpu: str = GPU, pinne
     return Profile(
         passes=tuple((e.action, e.start_s, e.end_s, parts) for e, (_, parts) in zip(events, profile)),
         step_time_s=predicted.step_time_s,
-        may_hold=cluster.device.usable_bytes * pinned.memory_fraction,
+        may_hold=cluster.device.usable_bytes * pinned.memory_share,
         of=f"{captured.name} on {num_gpus} {cluster.device.name}: {plan.num_stages} stages on {plan.stage_mesh}, "
         f"{plan.schedule}, {plan.batch.num_microbatches} microbatches, ZeRO-{plan.zero}",
     )

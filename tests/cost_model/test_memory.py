@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import exp, inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost_model.memory.fit_probability import LOG_ERROR, fit_probability, share_to_fill
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 
 N = 1000
@@ -81,3 +84,13 @@ def test_parts_add_scale_and_print_whole_bytes() -> None:
         "transient": 0,
         "workspace": 1,
     }
+
+
+def test_probability_to_fit() -> None:
+    """Half where the peak is as predicted in the mean, and the margin where a plan fills its share."""
+    middle = exp(LOG_ERROR.mean)
+    assert fit_probability(1.0, middle) == pytest.approx(0.5)
+    for margin in (0.01, 0.3, 0.9):
+        assert fit_probability(share_to_fill(margin) * 80e9, 80e9) == pytest.approx(margin)
+    assert fit_probability(70e9, 80e9) > fit_probability(75e9, 80e9) > fit_probability(90e9, 80e9)
+    assert fit_probability(0.0, 80e9) == fit_probability(80e9, inf) == 1.0

@@ -229,7 +229,8 @@ def test_no_baseline_is_faster(small: CapturedModel) -> None:
     times = [baseline.step_time_s for baseline in roomy.baselines]
     assert all(time is not None and time >= roomy.predicted.step_time_s for time in times)
     tight = search_captured(small, make_cluster("a100-80gb", 8, 4).with_memory(int(roomy.predicted.peak_bytes * 0.4)))
-    assert {b.name: b.step_time_s for b in tight.baselines}["DDP"] is None
+    ddp = next(baseline for baseline in tight.baselines if baseline.name == "DDP")
+    assert ddp.step_time_s is None or (ddp.at_least and ddp.step_time_s > tight.predicted.step_time_s)
 
 
 def test_a_mesh_of_too_many_axes_is_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor
 
+from autopar.cost_model.memory.fit_probability import fit_probability
 from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
@@ -142,7 +144,9 @@ def _advice(solver: Solver, constraints: Constraints, need: float) -> str:
         gpus *= 2
     ways.append(f"--gpus {gpus}")
     device = solver.cluster.device
-    ways.append(f"GPUs of {(need / constraints.memory_fraction + device.reserved_bytes) / GIB:.0f} GiB")
+    ways.append(f"GPUs of {(need / constraints.memory_share + device.reserved_bytes) / GIB:.0f} GiB")
+    if (likely := fit_probability(need, device.usable_bytes)) >= 0.01:
+        ways.append(f"--fit-probability {floor(100 * likely) / 100:.2g}")
     return ", or ".join(ways)
 
 

@@ -76,7 +76,9 @@ class StragglerDelays:
         for rank in range(shape.num_ranks):
             held = shape.stages_of(rank)
             blocks_of = [b for n in held for b in range(stages[n].first, stages[n].last + 1)]
-            noisy_s, quiet_s = (exposed_step_sync([each.blocks[b] for b in blocks_of]) for each in (priced, noise_free))
+            noisy_s, quiet_s = (
+                sum(exposed_step_sync([each.blocks[b] for b in blocks_of])) for each in (priced, noise_free)
+            )
             meetings = (noisy_s - quiet_s) / device.jitter_s
             waited = device.straggler_delay_s(sum(noise_free.blocks[b].compute.backward_s for b in blocks_of), meetings)
             # The step ends with its slowest rank, whatever it meets for before.

@@ -19,13 +19,7 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_prices import (
-    Priced,
-    exposed_first_gathers,
-    exposed_last_reductions,
-    layouts_of,
-    needs_of,
-)
+from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -98,7 +92,7 @@ def predict(
     optimiser, sync = [], []
     for rank, own in enumerate(held):
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        sync.append(exposed_last_reductions(mine) + delays.sync_s[rank])
+        sync.append(exposed_step_sync(mine)[1] + delays.sync_s[rank])
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     links = [
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
@@ -116,7 +110,7 @@ def predict(
         for passes in (forward, backward, inputs):
             passes[:] = map(sum, zip(passes, copies, strict=True))
     # The first microbatch waits in every stage for what is gathered once a step.
-    opening = [exposed_first_gathers([blocks[b] for b in range(stage.first, stage.last + 1)]) for stage in stages]
+    opening = [exposed_step_sync([blocks[b] for b in range(stage.first, stage.last + 1)])[0] for stage in stages]
     each = [
         [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
         for own, first in zip(forward, opening, strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
+from autopar.cost_model.memory.fit_probability import fit_probability
 from autopar.ir.analysis.eight_bits import recipe_of
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.lowered.attention import is_attention
@@ -121,6 +122,7 @@ def prediction_of(
         model_tflops_per_gpu=flops / 1e12,
         mfu=flops / cluster.device.peak_flops(workload.precision),
         peak_memory_bytes=int(predicted.peak_bytes),
+        fit_probability=round(fit_probability(predicted.peak_bytes, cluster.device.usable_bytes), 3),
         stage_memory_bytes=[int(parts.total) for parts in predicted.memory],
         stage_forward_s=list(predicted.forward_s),
         stage_backward_s=list(predicted.backward_s),

@@ -119,22 +119,14 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
     return forward, backward
 
 
-def exposed_step_sync(blocks: Sequence[BlockPrice]) -> float:
-    """Seconds that gathers and gradient reductions of once a step add to it."""
-    return exposed_first_gathers(blocks) + exposed_last_reductions(blocks)
-
-
-def exposed_first_gathers(blocks: Sequence[BlockPrice]) -> float:
-    """Seconds that the gathers of once a step add to the first forward, as far as that does not hide them."""
-    hidden = exposed_time(sum(b.sync.first_s for b in blocks), sum(b.compute.forward_s for b in blocks))
-    return hidden + sum(b.waited.first_s for b in blocks)
-
-
-def exposed_last_reductions(blocks: Sequence[BlockPrice]) -> float:
-    """Seconds that gradient reductions add to a step, as far as the last backward does not hide them."""
-    after = sum(b.sync.step_s - b.sync.first_s for b in blocks)
-    hidden = exposed_time(after, sum(b.compute.backward_s for b in blocks))
-    return hidden + sum(b.waited.step_s - b.waited.first_s for b in blocks)
+def exposed_step_sync(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
+    """Seconds that gathers of once a step add to the first forward, and gradient reductions to the step, as far as the
+    first forward and the last backward do not hide them."""
+    gathers, waited = sum(b.sync.first_s for b in blocks), sum(b.waited.first_s for b in blocks)
+    first = exposed_time(gathers, sum(b.compute.forward_s for b in blocks)) + waited
+    reductions = sum(b.sync.step_s for b in blocks) - gathers
+    last = exposed_time(reductions, sum(b.compute.backward_s for b in blocks))
+    return first, last + sum(b.waited.step_s for b in blocks) - waited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +154,8 @@ class Priced:
             if known_cost is not None:
                 costs.append(known_cost)
                 continue
-            once = exposed_step_sync([block]) + block.optimiser_s
+            first, last = exposed_step_sync([block])
+            once = first + last + block.optimiser_s
             send = 0.0
             if link is not None and number > 0:
                 send = block.send_s(link) + block.return_s(link)
@@ -175,7 +168,7 @@ class Priced:
                 tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
                 send_s=send,
                 once_s=once / count,
-                first_s=exposed_first_gathers([block]) / count,
+                first_s=first / count,
             )
             if number:
                 known[id(block)] = made

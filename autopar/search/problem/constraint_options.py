@@ -56,7 +56,7 @@ class ConstraintOptions(TypedDict, total=False):
     precision: str
     recipes: tuple[Recipe | None, ...]
     remat: Remat | None
-    memory_fraction: float
+    fit_probability: float | None
     expert_capacity: float | None
     expert_load: Sequence[Sequence[float]] | Mapping[str, Sequence[float]] | Mapping[str, Tensor]
     documents: Documents | None

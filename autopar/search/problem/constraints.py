@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
+from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, share_to_fill
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -52,8 +53,8 @@ class Constraints:
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
     if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. recipes: of 8-bit floats to choose from for the matrix products that the rule finds; None: in
-    ``precision`` as the other ops. remat: level of every block. memory_fraction: of the device's usable memory, for a
-    plan to fit. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
+    ``precision`` as the other ops. remat: level of every block. fit_probability: the least that a plan has to fit with.
+    expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
@@ -80,7 +81,7 @@ class Constraints:
     precision: Precision = "fp32"
     recipes: tuple[Recipe | None, ...] = (None,)
     remat: Remat | None = None
-    memory_fraction: float = 0.94
+    fit_probability: float | None = None
     expert_capacity: float | None = None
     expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
     documents: Documents | None = field(default=None, compare=False)  # likewise
@@ -113,6 +114,11 @@ class Constraints:
         found = [(role, getattr(self, role)) for role in ROLES]
         return tuple(MeshAxis(role, size) for role, size in found if size is not None and size > 1)
 
+    @property
+    def memory_share(self) -> float:
+        """Share of a device's usable bytes that a predicted peak may take."""
+        return share_to_fill(DEFAULT_MARGIN if self.fit_probability is None else self.fit_probability)
+
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
         for name in ("pp", *ROLES, "shard", "prefetch", "num_microbatches", "microbatch_size", "virtual_stages"):
@@ -127,8 +133,8 @@ class Constraints:
                 f"sequence_layout is {self.sequence_layout!r}; expected {' or '.join(get_args(SequenceLayout))}"
             )
         self._check_schedule()
-        if not 0 < self.memory_fraction <= 1:
-            raise InfeasiblePlan(f"memory_fraction is {self.memory_fraction}; expected a number above 0 and at most 1")
+        if self.fit_probability is not None and not 0 < self.fit_probability < 1:
+            raise InfeasiblePlan(f"fit_probability is {self.fit_probability}; expected a number between 0 and 1")
         if any(count < 0 for workload in self.expert_load for count in workload):
             raise InfeasiblePlan("expert_load has negative counts; expected tokens of each expert")
         if self.expert_capacity is not None and self.expert_capacity <= 0:
