@@ -49,7 +49,7 @@ def any_size_programs(
             of_plan = symbols.divides
             holds = symbols.hold_at(_point(symbols, {**planned, **wanted}, placed))
             if holds and _is_general(placed, results, programs, symbols):
-                verify_placements(captured, programs, placed.plan)
+                verify_placements(placed.captured, programs, placed.plan)
                 return captured, tuple(replace(program, sizes=symbols) for program in programs)
     return None
 

@@ -116,6 +116,8 @@ def train(name: str, job: Job) -> tuple[Any, ...] | str:
     try:
         if attention is not None:
             found = autopar.search(model, ranks, example_inputs=example, **extra, **how)
+            if not any(key.endswith("attention") for block in found.blocks for key in block.ops):
+                return "the search divides no attention over it"
             how = {"plan": with_attention(found, {"cp": attention})}
         parallel = autopar.parallelize(model, ranks, example_inputs=example, **extra, **how)
     except autopar.AutoparError as error:

@@ -24,7 +24,7 @@ from autopar.ir.rules.sizes import numbers_of
 # Bytes of the largest number that ranks may add up, whatever they have of the batch.
 _SCALAR_BYTES = 8
 # Lowerings whose result does not depend on pieces being equal.
-_ANY_PIECES = frozenset({"attention", "cross_entropy", "embedding", "moe", "random", "scales"})
+_ANY_PIECES = frozenset({"attention", "cross_entropy", "embedding", "moe", "random"})
 
 
 def uneven_obstacle(placed: PlacedModel, symbolic: CapturedModel, varying: frozenset[str]) -> str | None:
@@ -37,8 +37,6 @@ def uneven_obstacle(placed: PlacedModel, symbolic: CapturedModel, varying: froze
             return f"{what} at {node.meta.get('source', 'an unknown line')}"
     axes = {placed.mesh.names[axis] for axis, choice in enumerate(placed.layouts.inputs) if choice is not None}
     for record in op_communication(placed, placed.num_microbatches):
-        if record.cause == "op" and placed.lowering(placed.analysis.names[record.of]) == "scales":
-            continue  # maxima over rows, however many there are
         if axes.intersection(record.axes) and not record.dispatch and record.payload_bytes > _SCALAR_BYTES:
             return f"{record.of} is exchanged between data-parallel ranks ({record.kind})"
     if placed.plan.expert_capacity is not None:
