@@ -259,6 +259,8 @@ class Row:
 
     def constraints(self) -> Constraints:
         """The plan; what is not printed is open."""
+        if "split into micro-batches" in self.notes and self.number("pp", 1) > 1:
+            raise Missing("how many microbatches its local batch is split into")
         open_ = self.unprinted
         tp, pp, virtual = (None if name in open_ else self.number(name, 1) for name in ("tp", "pp", "vpp"))
         data, experts = self.number("dp"), self.number("ep", 1)

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.scans import is_scan
+from autopar.ir.analysis.matrix_factors import factors_of_matrices
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.assign import assignment_of, spread
 from autopar.ir.plan import Plan
@@ -125,7 +126,9 @@ def _wanted(workload: Workload, node: fx.Node, role: str) -> frozenset[str]:
     """The factors of an op that an axis of a role is there to divide."""
     if role == "ep":
         return workload.expert_factors[node]
-    return (workload.factors_of_matrices(node) if role == "tp" else frozenset()) or frozenset(workload.rule(node).sizes)
+    return (factors_of_matrices(workload.analysis, node) if role == "tp" else frozenset()) or frozenset(
+        workload.rule(node).sizes
+    )
 
 
 def _reason(rules: Rules, node: fx.Node, place: int, wanted: frozenset[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
+from autopar.ir.analysis.matrix_factors import factors_of_matrices
 from autopar.ir.analysis.op_clusters import BATCH, OpCluster
 from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.attention import QUERIES, is_attention
@@ -42,7 +43,7 @@ def role_of(workload: Workload, node: fx.Node, choice: Choice) -> str:
         return "dp"
     if any(f in workload.roles.sequence.get(node, ()) for f in factors):
         return "cp"
-    of_matrices = workload.factors_of_matrices(node)
+    of_matrices = factors_of_matrices(workload.analysis, node)
     rows = not of_matrices.intersection(factors) if of_matrices else is_attention(node) and QUERIES in factors
     return "cp" if rows else "tp"
 

@@ -24,12 +24,13 @@ from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.analysis.eight_bits import recipes_by_rule
 from autopar.ir.analysis.gradient_flow import computed
+from autopar.ir.analysis.matrix_factors import find_expert_factors
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule
-from autopar.ir.rules.moe import EXPERTS, expert_factors
+from autopar.ir.rules.moe import EXPERTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,19 +171,8 @@ class Workload:
 
     @cached_property
     def expert_factors(self) -> Mapping[fx.Node, frozenset[str]]:
-        """The expert factors of ops: of a mixture of experts, and of a stack of matrices, each times rows of its
-        own."""
-        derived = self.analysis.derived
-        stacks = self.captured.parameters.keys() | {node.name for node in derived}
-        found = {node: expert_factors(node, self.rule(node), stacks) for node in self.repeats}
-        # A stack of matrices that is made of a parameter, as by a transposition, has its experts where its users do.
-        for node in reversed(list(derived)):
-            (result, *_) = self.rule(node).results
-            for user, position in derived[node]:
-                dims = zip(result, self.rule(user).operands[position], strict=True)
-                own = {f for made, used in dims if found.get(user, frozenset()).intersection(used) for f in made}
-                found[node] = found.get(node, frozenset()) | own
-        return {node: factors for node, factors in found.items() if factors}
+        """The expert factors of ops."""
+        return find_expert_factors(self.analysis, self.repeats)
 
     @cached_property
     def repeats(self) -> Mapping[fx.Node, int]:
@@ -193,17 +183,6 @@ class Workload:
                 block = self.repetition.block_of.get(node)
                 found[node] = 1 if block is None else self.repetition.kinds[self.repetition.blocks[block].kind].repeats
         return found
-
-    def factors_of_matrices(self, node: fx.Node) -> frozenset[str]:
-        """Factors of the parameters with two dimensions or more that an op reads."""
-        rule = self.rule(node)
-        return frozenset(
-            factor
-            for operand, dims in zip(tensor_operands(node), rule.operands, strict=True)
-            if operand.name in self.captured.parameters and len(operand.meta["val"].shape) > 1
-            for dim in dims
-            for factor in dim
-        )
 
     @cached_property
     def clusters_of_kinds(self) -> tuple[tuple[int, ...], ...]:
