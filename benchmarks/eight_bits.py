@@ -220,9 +220,9 @@ def _errors(found: Trained | str, expected: Trained | str) -> Errors:
 
 def speed(recipes: list[str]) -> None:
     """Print what linear layers take on this GPU beside the prediction for it."""
-    from autopar.local_cluster import local_cluster, this_device
+    from autopar.local_cluster import local_cluster
 
-    device = local_cluster(1, this_device()).device
+    device = local_cluster(1, torch.device("cuda", 0)).device
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; predicted for {device.name}")
     print(f"{'rows x columns x depth':<24} {'recipe':<11} {'bf16 ms':>8} {'ms':>7} {'gain':>5} {'predicted':>9}")
     for shape in LAYERS:

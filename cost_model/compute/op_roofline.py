@@ -220,8 +220,7 @@ class OpCost:
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         casts: Casts = ((), ())
         if eight_bits:
-            once, shared = device.stack.casts_once, 0 not in moved.read
-            casts = casts_of_product(read, written[0], differentiable, once=once, shared=shared)
+            casts = casts_of_product(read, written[0], differentiable, device, shared=0 not in moved.read)
         if eight_bits:
             launches = launches_of_product(launches, casts)
         if device.is_cpu:

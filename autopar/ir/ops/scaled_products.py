@@ -183,9 +183,23 @@ def reference_product(first: _Quantised, second: _Quantised, dtype: torch.dtype)
 def _has_units(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> bool:
     """Whether ``F.scaled_mm`` runs on a device, for a result of a dtype. By row GPUs write bfloat16 alone."""
     if device.type != "cuda":
-        return device.type == "cpu" and dtype != torch.float64
+        return device.type == "cpu" and dtype != torch.float64 and _ON_CPU
     capable = torch.cuda.get_device_capability(device) >= _CAPABILITY
     return capable and (dtype == torch.bfloat16 or not scaling.by_row)
+
+
+def _runs_on_cpu() -> bool:
+    """Whether this torch has the product for CPUs: 2.11 has not."""
+    eight, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
+    kind = F.ScalingType.TensorWise
+    try:
+        F.scaled_mm(eight, eight.t(), one, kind, one, kind, output_dtype=torch.float32)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+_ON_CPU = _runs_on_cpu()
 
 
 def _padded(values: Tensor) -> Tensor:
