@@ -172,8 +172,11 @@ def remember_captures() -> None:
         api.capture, lambda model, *args, **kwargs: (type(model), model.training, next(model.parameters()).dtype)
     )
     api.normalise = remembered(api.normalise, lambda captured, **kwargs: id(captured))
-    analyse = remembered(Analysis.of, lambda captured, capacity=None: (id(captured), capacity))
-    api.Analysis = SimpleNamespace(of=analyse)
+    analyse = remembered(
+        Analysis.for_plan,
+        lambda captured, plan: (id(captured), plan.expert_capacity, *(str(block.recipes) for block in plan.blocks)),
+    )
+    api.Analysis = SimpleNamespace(for_plan=analyse)
     api.place = remembered(api.place, lambda analysis, plan: (id(analysis), plan.to_yaml()))
     api.partition = remembered(api.partition, lambda placed, outputs: (id(placed), outputs))
     api.verify_placements = remembered(api.verify_placements, lambda captured, programs, plan: id(programs))

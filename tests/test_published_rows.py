@@ -133,6 +133,15 @@ def test_in_a_pipeline_fsdp_gathers_once_a_step(
     assert (given.zero, given.reshard_after_forward) == piped
 
 
+@pytest.mark.parametrize(
+    ("precision", "recipe"),
+    [("bf16", None), ("fp8", "fp8-tensor"), ("fp8-cs", "fp8-tensor"), ("fp8 rowwise", "fp8-row")],
+)
+def test_products_in_8_bits_are_of_the_recipe_that_is_named(precision: str, recipe: str | None) -> None:
+    given = row(precision=precision).constraints()
+    assert (given.precision, given.recipes) == ("bf16", (recipe,))
+
+
 def test_what_is_missing_is_said() -> None:
     for cells, said in (
         ({"global_batch": "4M tokens"}, "global_batch as a number"),
@@ -145,7 +154,7 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(Missing, match="heads that divide"):
         _ = row(heads="30", kv_heads="30").shape
     with pytest.raises(Missing, match="precision"):
-        row(precision="fp8").constraints()
+        row(precision="int8").constraints()
     with pytest.raises(Missing, match="expert degree"):
         row(ep="16").constraints()
     with pytest.raises(InvalidCluster):
