@@ -103,8 +103,9 @@ def test_a_device_without_units_is_refused() -> None:
 
 def test_the_faster_one_is_taken() -> None:
     from autopar.cost_model.catalogue import make_cluster
+    from autopar.cost_model.stacks.known import MEGATRON_CORE_2025
 
-    cluster = make_cluster("h100-sxm", 1)
+    cluster = make_cluster("h100-sxm", 1, stack=MEGATRON_CORE_2025)
     small = autopar.search(model(), cluster, example_inputs=batch(0), precision="bf16,fp8-row")
     assert not any(block.recipes for block in small.blocks)  # casts cost more than products of 32 x 32
     with torch.device("meta"):
@@ -112,3 +113,6 @@ def test_the_faster_one_is_taken() -> None:
         tokens = torch.zeros(2, 4096, dtype=torch.long)
     large = autopar.search(wide, cluster, example_inputs=(tokens, tokens), precision="bf16,fp8-row", remat="full")
     assert any(block.recipes for block in large.blocks)
+    cluster = make_cluster("h100-sxm", 1)
+    ours = autopar.search(wide, cluster, example_inputs=(tokens, tokens), precision="bf16,fp8-row", remat="full")
+    assert not any(block.recipes for block in ours.blocks), "casts by torch's own kernels cost more than they save"
