@@ -97,7 +97,7 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
         f"   {significant(prediction.tokens_per_s_per_gpu)} {counted(plan)}/s/GPU"
         f"   {significant(prediction.model_tflops_per_gpu)} TFLOP/s/GPU"
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}"
-        + ("" if prediction.fit_probability is None else f", fits with {percent(prediction.fit_probability)}"),
+        + ("" if prediction.fit_probability is None else f", which fits with probability {prediction.fit_probability:.2f}"),
     )
     parts: list[RenderableType] = [line]
     if prediction.lengths is not None:
