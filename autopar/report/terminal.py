@@ -91,13 +91,14 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
     prediction = plan.prediction
     if prediction is None:
         return Text("no prediction in this plan: it was written by hand", "dim")
+    fits = prediction.fit_probability
     line = Text.assemble(
         "predicted ",
         (f"{seconds(prediction.step_time_s)} a step", "bold green"),
         f"   {significant(prediction.tokens_per_s_per_gpu)} {counted(plan)}/s/GPU"
         f"   {significant(prediction.model_tflops_per_gpu)} TFLOP/s/GPU"
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}"
-        + ("" if prediction.fit_probability is None else f", which fits with probability {prediction.fit_probability:.2f}"),
+        + ("" if fits is None else f", which fits with probability {fits:.2f}"),
     )
     parts: list[RenderableType] = [line]
     if prediction.lengths is not None:
