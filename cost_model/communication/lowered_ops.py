@@ -58,7 +58,7 @@ def lowering_time(
         )
 
     name = lowering_of(rule, assignment)
-    if name not in INSIDE:
+    if name not in INSIDE or (name == "scales" and fabric.cluster.device.stack.local_scales):
         return OpTime()
     mesh = fabric.mesh
     sizes = LocalSizes(

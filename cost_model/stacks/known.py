@@ -67,6 +67,7 @@ MEGATRON_CORE = Stack(
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED_BY_CUBLAS,
     casts_once=True,
+    local_scales=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
@@ -85,6 +86,7 @@ TORCHTITAN = Stack(
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     grouped=_GROUPED,
+    local_scales=True,
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
     "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1)",
 )
@@ -117,6 +119,7 @@ LLM_FOUNDRY = Stack(
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED,
+    local_scales=True,
     why="torch 1.13.1 with FlashAttention in Triton (scripts/train/benchmarking); nothing is compiled",
 )
 MAXTEXT = Stack(
@@ -126,6 +129,7 @@ MAXTEXT = Stack(
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     grouped=_GROUPED,
+    local_scales=True,
     why="XLA makes kernels of pointwise ops and norms; attention is cuDNN's (recalled: attention=cudnn_flash_te)",
 )
 

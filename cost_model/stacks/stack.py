@@ -22,7 +22,8 @@ class Stack:
 
     attention: the fused kernel that it runs in 16 bits on devices of an architecture; of those that are not named, the
     catalogue has one rate. grouped: rate of the products of experts, of that of one product as large.
-    casts_once: whether operands of products in 8-bit floats are cast once for all of their products.
+    casts_once: whether operands of products in 8-bit floats are cast once for all of their products. local_scales:
+    whether their scales are a rank's own, or from steps before, so that no product waits for a collective.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
@@ -39,4 +40,5 @@ class Stack:
     extra_bytes: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     grouped: float = 1.0
     casts_once: bool = False
+    local_scales: bool = False
     overlaps: frozenset[Collective] = frozenset()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.communication.collectives import Fabric
+from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.fusion import fused_ops, merged_products
 from autopar.cost_model.stacks.known import AUTOPAR, COMPILED, MEGATRON_CORE, NORMS, find_stack
@@ -17,6 +19,8 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.graph import CapturedModel, op_nodes
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.composite import scaled_linear
+from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
 from autopar.search.outer.prices import Prices
 from autopar.search.problem.workload import Workload
@@ -109,3 +113,19 @@ def test_a_stack_that_overlaps_hides_a_part_of_its_collectives() -> None:
 def test_an_unknown_stack_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidCluster, match=r"unknown software stack 'megatron-cor'; did you mean .*megatron-core-20"):
         find_stack("megatron-cor")
+
+
+def test_scales_of_whole_tensors_are_waited_for_where_the_stack_takes_them() -> None:
+    graph = fx.Graph()
+    x, weight = (graph.placeholder(name) for name in ("x", "w"))
+    x.meta["val"], weight.meta["val"] = (torch.empty(shape, device="meta") for shape in ((4096, 1024), (512, 1024)))
+    node = graph.call_function(scaled_linear, (x, weight), {"recipe": "fp8-tensor"})
+    node.meta["val"] = torch.empty(4096, 512, device="meta")
+    rule, mesh = rule_for(node), Mesh.of(tp=8)
+    rows = rule.operands[0][0][0]
+    ours, theirs = (
+        lowering_time(node, rule, (rows,), Fabric(make_cluster("h100-sxm", 8, stack=stack), mesh), precision="bf16")
+        for stack in (AUTOPAR, MEGATRON_CORE)
+    )
+    assert ours.forward_s > 0 and ours.backward_s > 0
+    assert theirs.total_s == 0
