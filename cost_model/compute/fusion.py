@@ -116,7 +116,9 @@ def _one_kernel(ops: list[fx.Node], working: list[fx.Node]) -> dict[fx.Node, Fus
         node: Fused(
             read=frozenset(read[node]),
             written=frozenset(
-                () if is_view(node) else (n for n in range(len(tensor_results(node))) if _leaves(node, n, inside))
+                ()
+                if is_view(node)
+                else (n for n in range(len(tensor_results(node))) if _is_used_outside(node, n, inside))
             ),
             leads=node is working[-1],
         )
@@ -128,15 +130,16 @@ def _numel(operand: fx.Node) -> int:
     return int(operand.meta["val"].numel())
 
 
-def _leaves(node: fx.Node, number: int, inside: set[fx.Node]) -> bool:
+def _is_used_outside(node: fx.Node, number: int, inside: set[fx.Node]) -> bool:
     """Whether an op outside of a kernel uses result ``number`` of ``node``, perhaps through views of it."""
     for user in node.users:
         if is_getitem(user):
-            leaves = source(user)[1] == number and _leaves(user, 0, inside)
+            outside = source(user)[1] == number and _is_used_outside(user, 0, inside)
         elif user in inside:
-            leaves = is_view(user) and any(_leaves(user, n, inside) for n in range(len(tensor_results(user))))
+            numbers = range(len(tensor_results(user))) if is_view(user) else ()
+            outside = any(_is_used_outside(user, own, inside) for own in numbers)
         else:
-            leaves = True
-        if leaves:
+            outside = True
+        if outside:
             return True
     return False

@@ -24,7 +24,7 @@ RESERVED = Assumed(
 MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
 LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
 TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.8), Tile(64, 64, 0.65))
-SUSTAINED = Fit("sustained", "what a training step leaves of a kernel that runs alone, as of matrix products")
+SUSTAINED = Fit("sustained", "the share of the rate of a kernel alone that a training step reaches, as of products")
 EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
 
 

@@ -69,7 +69,9 @@ class RateEntry:
         if self.attention is None or isinstance(self.attention, Assumed):
             kernel = None
         elif kernel is None:
-            raise InvalidCluster(f"the software stack has no attention kernel for {precision} on this device")
+            raise InvalidCluster(
+                f"the software stack has no attention kernel for {precision} on this device\n  try: a later --stack"
+            )
         else:
             sustained = attention * (fitted.early_attention if kernel.early else 1.0)
             attention = sustained * kernel.typical
