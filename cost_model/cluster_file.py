@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster, Pods
-from autopar.cost_model.hardware.device import GB, Link, MatmulRate
+from autopar.cost_model.hardware.device import GB, MIB, Link, MatmulRate
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.errors import InvalidCluster
@@ -130,7 +130,8 @@ class ClusterDescription(_Model):
     """A cluster file. What it does not say is the catalogue's entry for ``gpu``, or for those of ``nodes``.
 
     rates: by precision. half_depth: depth of a matrix product at half of its rate. memory_bandwidth_gb_s: achieved by
-    large elementwise kernels. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
+    large elementwise kernels; bandwidth_by_mib: MiB that a kernel reads and writes -> GB/s that it achieves, where they
+    are not the same for all. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
     element. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused
     AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
     root of the time. host_gb_s: achieved between host and device.
@@ -148,6 +149,7 @@ class ClusterDescription(_Model):
     rates: dict[PrecisionName, RateDescription] = {}
     half_depth: PositiveFloat | None = None
     memory_bandwidth_gb_s: PositiveFloat | None = None
+    bandwidth_by_mib: dict[PositiveFloat, PositiveFloat] = {}
     launch_us: Annotated[float, Field(ge=0)] | None = None
     transcendental_ns: Annotated[float, Field(ge=0)] | None = None
     optimizer_gb_s: PositiveFloat | None = None
@@ -194,6 +196,9 @@ class ClusterDescription(_Model):
             device = replace(device, tiling=replace(device.tiling, half_depth=self.half_depth))
         if self.memory_bandwidth_gb_s is not None:
             device = replace(device, memory_bandwidth=self.memory_bandwidth_gb_s * GB, memory_efficiency=1.0)
+        if self.bandwidth_by_mib:
+            by_size = tuple((MIB * size, GB * rate) for size, rate in sorted(self.bandwidth_by_mib.items()))
+            device = replace(device, bandwidth_by_size=by_size)
         if self.launch_us is not None:
             device = replace(device, kernel_launch_s=self.launch_us * 1e-6)
         if self.transcendental_ns is not None:

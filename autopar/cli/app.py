@@ -204,17 +204,27 @@ def explain(
         run_explain(plan, op, model=model, seq=seq, cluster_file=cluster, json=json)
 
 
-@app.command(epilog=_example("autopar compare plan.yaml other_plan.yaml", "autopar compare a.yaml b.yaml --json"))
-def compare(first: opt.PlanFile, second: opt.PlanFile, json: opt.Json = False) -> None:
+@app.command(
+    epilog=_example(
+        "autopar compare plan.yaml other_plan.yaml",
+        "autopar compare a.yaml b.yaml --json",
+        "autopar compare mine.yaml experts.yaml --stack autopar --stack megatron-core-2025",
+    )
+)
+def compare(
+    first: opt.PlanFile,
+    second: opt.PlanFile,
+    stack: Annotated[
+        list[str] | None, typer.Option("--stack", help="predict both plans on this software too; may be repeated")
+    ] = None,
+    model: opt.ModelOfPlan = None,
+    cluster: opt.ClusterFile = None,
+    json: opt.Json = False,
+) -> None:
     """Lay two plans side by side: which is faster, what that comes from, and what they place differently."""
-    from autopar.report.comparison import comparison, in_words, print_comparison
+    from autopar.cli.compare import run_compare
 
-    names = str(first), str(second)
-    found = comparison(Plan.load(first), Plan.load(second))
-    if json:
-        print_json({"plans": names, "difference": in_words(found, names), **found})
-        return
-    print_comparison(found, names)
+    run_compare(first, second, stacks=tuple(stack or ()), model=model, cluster_file=cluster, json=json)
 
 
 @app.command(
@@ -296,15 +306,18 @@ def export(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write here, a file or a folder, instead of printing")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="MODEL of a job, if the plan does not say it")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="MODEL, if the plan does not say it")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="training steps of a job")] = 1000,
     image: Annotated[str | None, typer.Option("--image", help="container image of a job")] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict/--no-predict", help="what the step takes on the software that the target runs")
+    ] = True,
     json: opt.Json = False,
 ) -> None:
     """Write a plan as another system takes it, and say what of it is lost: a configuration, code, or a job."""
     from autopar.cli.export import run_export
 
-    run_export(plan, to, output=output, model=model, steps=steps, image=image, json=json)
+    run_export(plan, to, output=output, model=model, steps=steps, image=image, predict=predict, json=json)
 
 
 app.command(

@@ -114,11 +114,17 @@ def _print(checked: Checked, plan: Plan) -> None:
         console.print(f"[green]{words}[/]; the other {plan.num_ranks - len(checked.ranks):,} run the same programs")
 
 
-def cluster_of(plan: Plan, path: Path | None) -> Cluster:
-    """The cluster that a plan was made for, or the one of a file. Raises PlanMismatch, InvalidCluster."""
+def cluster_of(plan: Plan, path: Path | None, *, stack: str | None = None) -> Cluster:
+    """The cluster that a plan was made for, or the one of a file; with another software ``stack``, if one is given.
+
+    Raises PlanMismatch, InvalidCluster.
+    """
     if path is None:
-        return catalogued_cluster(plan.cluster)
-    cluster = cluster_from_dict(read_yaml(path), source=str(path))
+        return catalogued_cluster(plan.cluster.model_copy(update={"stack": stack or plan.cluster.stack}))
+    described = read_yaml(path)
+    if stack is not None and isinstance(described, dict):
+        described = {**described, "stack": stack}
+    cluster = cluster_from_dict(described, source=str(path))
     if cluster.num_gpus != plan.num_ranks:
         raise PlanMismatch(f"the plan is for {plan.num_ranks} ranks, {path} has {cluster.num_gpus} GPUs")
     return cluster

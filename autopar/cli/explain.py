@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autopar.cli.check import cluster_of
 from autopar.cli.json_output import print_json
-from autopar.cli.plan_model import capture_for
+from autopar.cli.plan_model import capture_for, model_of
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
@@ -23,7 +23,7 @@ def run_explain(
 ) -> None:
     """Print an explanation. Raises AutoparError."""
     plan = Plan.load(plan_file)
-    named = _model_of(plan, plan_file, model)
+    named = model_of(plan, plan_file, model)
     cluster, length = cluster_of(plan, cluster_file), seq or plan.model.seq
     from autopar.report.explanation import described, overview, print_explanation, print_overview
     from autopar.search.explanation import explain_op
@@ -61,7 +61,7 @@ def run_critical_path(
     if op is not None:
         raise InvalidInput(f"--critical-path is of the whole step, not of the op {op!r}\n  try: one of both")
     plan = Plan.load(plan_file)
-    named, cluster = _model_of(plan, plan_file, model), cluster_of(plan, cluster_file)
+    named, cluster = model_of(plan, plan_file, model), cluster_of(plan, cluster_file)
     from autopar.report.critical_path import critical_path_data, print_critical_path
 
     with progress_on_stderr(quiet=json) as progress:
@@ -71,13 +71,3 @@ def run_critical_path(
         print_json(found)
     else:
         print_critical_path(found)
-
-
-def _model_of(plan: Plan, plan_file: Path, model: str | None) -> str:
-    """Where a plan's model is: as given, or as the plan says."""
-    named = model or plan.model.source
-    if named is None:
-        raise InvalidInput(
-            f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
-        )
-    return named

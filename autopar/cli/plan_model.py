@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from autopar.ir.errors import PlanMismatch
+from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
+
+
+def model_of(plan: Plan, plan_file: Path, model: str | None) -> str:
+    """Where a plan's model is: as given, or as the plan says. Raises InvalidInput if neither says it."""
+    named = model or plan.model.source
+    if named is None:
+        raise InvalidInput(
+            f"{plan_file} does not say where its model is\n  try: --model file.py, or --model file.py:name"
+        )
+    return named
 
 
 def capture_for(

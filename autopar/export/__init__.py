@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 
+from autopar.cost_model.stacks.known import MEGATRON_CORE_2025, TORCHTITAN
 from autopar.export.exported import Exported, Options
 from autopar.export.strategy import Strategy
 from autopar.ir.errors import InvalidInput
@@ -25,15 +26,18 @@ __all__ = ["TARGETS", "Exported", "Options", "Target", "export"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """module: in ``autopar.export``. summary: what is written."""
+    """module: in ``autopar.export``. summary: what is written. stack: the software whose kernels it runs, where those
+    are not of the plan's own stack.
+    """
 
     module: str
     summary: str
+    stack: str | None = None
 
 
 TARGETS: dict[str, Target] = {
-    "megatron": Target("megatron", "Megatron-LM: flags of pretrain_gpt.py in a shell script"),
-    "torchtitan": Target("torchtitan", "torchtitan: a module of its configurations"),
+    "megatron": Target("megatron", "Megatron-LM: flags of pretrain_gpt.py in a shell script", MEGATRON_CORE_2025.name),
+    "torchtitan": Target("torchtitan", "torchtitan: a module of its configurations", TORCHTITAN.name),
     "deepspeed": Target("deepspeed", "DeepSpeed: ds_config.json"),
     "fsdp": Target("fsdp", "PyTorch FSDP2 or DDP: code that wraps the model"),
     "accelerate": Target("accelerate", "Hugging Face Accelerate: its configuration file"),

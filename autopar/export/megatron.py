@@ -44,6 +44,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         "The plan does not know sizes of the model: set HIDDEN_SIZE, NUM_ATTENTION_HEADS and what the script asks "
         "for; what else makes the model what it is (--swiglu, --group-query-attention ...) are arguments of the script."
     )
+    notes += [options.predicted] if options.predicted else []
     heading = f"{plan.model.name} with Megatron-LM: {strategy.in_words()}.\nWritten by autopar export --to megatron."
     crowded = strategy.tensor > 1 or strategy.context > 1
     text = render(

@@ -46,6 +46,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     notes += lost.op_placements(strategy, "torchtitan") + lost.rank_order(strategy)
     notes += lost.eight_bits(strategy, "torchtitan")
     notes += lost.prefetch(strategy) + lost.offload(strategy) + lost.expert_capacity(strategy)
+    notes += [options.predicted] if options.predicted else []
     heading = (
         f"{plan.model.name} with torchtitan 0.3: {strategy.in_words()}.\nWritten by autopar export --to torchtitan.\n"
         f"In the folder of this file, on {plan.num_ranks} ranks:\n"

@@ -52,7 +52,8 @@ def compare(samples: Samples, cluster: Cluster) -> list[Series]:
         predicted = run.flops / (rate.peak_flops * rate.attention_at(run.length))
         add(f"attention, {run.precision}", "FLOPs", run.flops, run.seconds, predicted)
     for traffic in samples.traffic:
-        add("memory", "bytes", traffic.num_bytes, traffic.seconds, device.memory_seconds(traffic.num_bytes))
+        predicted = traffic.num_kernels * (device.kernel_seconds(traffic.kernel_bytes) + device.kernel_launch_s)
+        add("memory", "bytes", traffic.kernel_bytes, traffic.seconds, predicted)
     for step in samples.optimizer:
         add("optimiser", "bytes", step.num_bytes, step.seconds, device.optimizer_seconds(step.num_bytes))
     for one in samples.communicated:
@@ -65,7 +66,7 @@ def _product_s(product: Product, device: Device) -> float:
     rate = device.matmul_rate(product.precision)
     reached = fraction_of_rate(device.tiling, product.rows, product.columns, product.depth)
     computing = product.flops / (rate.peak_flops * rate.efficiency * reached)
-    moving = device.memory_seconds(product.num_bytes)
+    moving = device.kernel_seconds(product.num_bytes)
     return (computing + moving if device.is_cpu else max(computing, moving)) + device.kernel_launch_s
 
 

@@ -38,6 +38,9 @@ _CPU_PRODUCTS = (
 # Of attention. A core takes most time for a score of few, and documents that are packed into rows may be short.
 _GPU_LENGTHS, _CPU_LENGTHS = (2048, 8192), (32, 64, 128, 256, 512, 1024)
 
+# Of tensors whose elements are multiplied or normalised. A core's caches hold the small ones.
+_GPU_MIB, _CPU_MIB = (64, 256, 1024), (0.25, 1, 4, 16)
+
 # Of the products there are many, and their rate is the median. Each of the other figures is of one measurement, which
 # takes so many times as long.
 _LONGER = 3
@@ -70,8 +73,8 @@ def measure_compute(
         for length in _GPU_LENGTHS if gpu else _CPU_LENGTHS:
             samples.attention.append(_attention(lone, precision, heads=16 if gpu else 4, length=length))
     progress("memory traffic")
-    for mib in (64, 256, 1024) if gpu else (4, 16):
-        x = torch.ones(mib * (1 << 18), device=clock.device)
+    for mib in _GPU_MIB if gpu else _CPU_MIB:
+        x = torch.ones(int(mib * (1 << 18)), device=clock.device)
         if gpu:
             out = torch.empty_like(x)
             samples.traffic.append(Traffic(2 * x.nbytes, lone.time(partial(torch.add, x, 1.0, out=out))))
@@ -130,7 +133,7 @@ def _multiplied(clock: Clock, x: Tensor, count: int = 8) -> Traffic:
             product = product * factor
         torch.autograd.grad(product, factors, grad)
 
-    return Traffic(9 * count * x.nbytes, clock.time(run))
+    return Traffic(9 * count * x.nbytes, clock.time(run), 3 * count)
 
 
 def _normalised(clock: Clock, x: Tensor) -> Traffic:
@@ -143,7 +146,7 @@ def _normalised(clock: Clock, x: Tensor) -> Traffic:
         out = functional.layer_norm(x, weight.shape, weight, bias)
         torch.autograd.grad(out, (x, weight, bias), grad)
 
-    return Traffic(5 * x.nbytes, clock.time(run))
+    return Traffic(5 * x.nbytes, clock.time(run), 2)
 
 
 def _optimised(clock: Clock) -> Traffic:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from math import sqrt
-from statistics import median
+from math import log2, sqrt
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,15 @@ import numpy.typing as npt
 from autopar.cost_model.communication.collectives import issued_as, latency_rounds, volume_bytes
 from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.cost_model.hardware.device import GB, JITTER_AFTER_S, Device
+from autopar.cost_model.hardware.device import GB, JITTER_AFTER_S, MIB, Device
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.redistribution import Collective
-from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples, Waited
+from autopar.profiling.samples import COLLECTIVES, KINDS, Communicated, Overlapped, Product, Samples, Traffic, Waited
 
 Floats = npt.NDArray[np.float64]
+
+# Bytes that a kernel moves from which on its rate is that of memory.
+_LARGE_KERNEL = 8 * MIB
 
 # Depths at half of the rate that are tried.
 _HALF_DEPTHS = tuple(float(8 * 2 ** (step / 2)) for step in range(15))
@@ -41,8 +44,15 @@ _HALF_DEPTHS = tuple(float(8 * 2 ** (step / 2)) for step in range(15))
 
 def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, Any]:
     """The cluster file, as a mapping. cluster: the catalogue's, which serves where nothing was measured."""
-    traffic = median(run.num_bytes / run.seconds for run in samples.traffic)
-    device = replace(cluster.device, kernel_launch_s=samples.launch_s, memory_bandwidth=traffic, memory_efficiency=1.0)
+    by_size = bandwidths_by_size(samples.traffic, samples.launch_s)
+    traffic = median(rate for size, rate in by_size if size >= _LARGE_KERNEL)
+    device = replace(
+        cluster.device,
+        kernel_launch_s=samples.launch_s,
+        memory_bandwidth=traffic,
+        memory_efficiency=1.0,
+        bandwidth_by_size=by_size if cluster.device.is_cpu else (),
+    )
     half_depth = best_half_depth(samples.products, device)
     tiling = replace(device.tiling, half_depth=half_depth)
     rates: dict[str, dict[str, Any]] = {}
@@ -69,6 +79,9 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
         "memory_bandwidth_gb_s": _rounded(traffic / GB),
         "launch_us": _rounded(samples.launch_s * 1e6),
     }
+    if device.bandwidth_by_size:
+        rates_by_size = {_rounded(size / MIB): _rounded(rate / GB) for size, rate in device.bandwidth_by_size}
+        found["bandwidth_by_mib"] = rates_by_size
     # Forward and backward of float32 read and write ten bytes an element on average.
     if samples.transcendental_s > 2 * 10 / traffic:
         found["transcendental_ns"] = _rounded(samples.transcendental_s * 1e9)
@@ -84,6 +97,17 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
             if beside:
                 found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
     return found
+
+
+def bandwidths_by_size(traffic: Sequence[Traffic], launch_s: float) -> tuple[tuple[float, float], ...]:
+    """(bytes that a kernel moves, bytes/s beside its launch), the fewest first; one for each doubling."""
+    alike: dict[int, list[Traffic]] = {}
+    for run in traffic:
+        alike.setdefault(int(log2(run.kernel_bytes)), []).append(run)
+    return tuple(
+        (mean(run.kernel_bytes for run in runs), mean(run.bytes_per_s(launch_s) for run in runs))
+        for _, runs in sorted(alike.items())
+    )
 
 
 def best_half_depth(products: list[Product], device: Device) -> float:
@@ -120,7 +144,7 @@ def _endless_rates(products: list[Product], device: Device) -> Floats:
 
 def beside_product_s(product: Product, device: Device) -> float:
     """Seconds of a product that no rate of its FLOPs explains."""
-    return device.kernel_launch_s + (device.memory_seconds(product.num_bytes) if device.is_cpu else 0.0)
+    return device.kernel_launch_s + (device.kernel_seconds(product.num_bytes) if device.is_cpu else 0.0)
 
 
 def link_figures(samples: list[Communicated], device: Device) -> dict[str, Any]:

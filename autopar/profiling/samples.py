@@ -55,10 +55,20 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """An addition, a layer norm or an optimiser step of large tensors: bytes read and written."""
+    """Products of elements, layer norms or an optimiser step: bytes read and written by all kernels together."""
 
     num_bytes: int
     seconds: float
+    num_kernels: int = 1
+
+    @property
+    def kernel_bytes(self) -> float:
+        """Bytes that one of the kernels reads and writes."""
+        return self.num_bytes / self.num_kernels
+
+    def bytes_per_s(self, launch_s: float) -> float:
+        """What the kernels achieve in the time that is not their launches, which is a tenth of all at least."""
+        return self.num_bytes / max(self.seconds - self.num_kernels * launch_s, self.seconds / 10)
 
 
 @dataclass(frozen=True, slots=True)

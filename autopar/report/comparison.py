@@ -6,7 +6,7 @@ Plans may name their mesh axes as they like, so placements are compared by what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.text import Text
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.table import plain_table
 from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
+from autopar.search.on_stack import OnStack
 from autopar.units import gib, percent, plural, seconds, significant
 
 # Parts of a step that are less of the difference between two steps are not named.
@@ -31,8 +32,10 @@ _FIGURES = (
 )
 
 
-def comparison(first: Plan, second: Plan) -> dict[str, Any]:
+def comparison(first: Plan, second: Plan, *, on_stacks: Sequence[tuple[OnStack, OnStack]] = ()) -> dict[str, Any]:
     """Both plans' settings and figures, and where ops and stages differ.
+
+    on_stacks: what both take on other software than they were predicted with.
 
     ``ops`` has those whose placement differs: factor -> what it is divided by, in each plan, None where the block is in
     the other alone. ``breakdown_s`` has seconds of a step by what they are spent on; it is empty, and figures are
@@ -45,7 +48,15 @@ def comparison(first: Plan, second: Plan) -> dict[str, Any]:
     settings = [_settings(plan) for plan in plans]
     return {
         "same_model": first.model.fingerprint == second.model.fingerprint,
-        "same_cluster": first.cluster == second.cluster,
+        "same_cluster": len({plan.cluster.model_copy(update={"stack": ""}) for plan in plans}) == 1,
+        "stacks": [plan.cluster.stack for plan in plans],
+        "on_stacks": {
+            pair[0].stack: {
+                "step_time_s": [own.step_time_s for own in pair],
+                "peak_memory_bytes": [own.peak_memory_bytes for own in pair],
+            }
+            for pair in on_stacks
+        },
         "counted": counted(first),
         "settings": {name: [own[name] for own in settings] for name in settings[0]},
         "figures": {key: [p and getattr(p, key) for p in predictions] for _, key, _ in _FIGURES},
@@ -81,6 +92,9 @@ def print_comparison(found: Mapping[str, Any], names: tuple[str, str], *, consol
     for key, what in (("same_model", "models"), ("same_cluster", "clusters")):
         if not found[key]:
             console.print(f"[yellow]These plans are for different {what}.[/]")
+    one, two = found["stacks"]
+    if one != two:
+        console.print(Text(f"The first was predicted on {one}, the second on {two}.", "yellow"))
     table = plain_table("", *names, "")
     for title, key, shown in _FIGURES:
         one, two = found["figures"][key]
@@ -91,6 +105,10 @@ def print_comparison(found: Mapping[str, Any], names: tuple[str, str], *, consol
                 shown(two),
                 f"{two / one - 1:+.1%}" if one and one != two else "",
             )
+    for stack, own in found["on_stacks"].items():
+        for what, key, shown in (("step", "step_time_s", seconds), ("peak", "peak_memory_bytes", gib)):
+            one, two = own[key]
+            table.add_row(f"{what} on {stack}", shown(one), shown(two), f"{two / one - 1:+.1%}" if one != two else "")
     for part, (one, two) in found["breakdown_s"].items():
         if one or two:
             change = "" if one == two else f"{'+' if two > one else '−'}{seconds(abs(two - one))}"

@@ -326,14 +326,14 @@ class OpCost:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
         if not self.free:
             moved = self._moved((*self.read, *self.written), degrees, num_microbatches, most)
-            forward = self._together(computing, self.device.memory_seconds(moved), functions) + launch + by_document
+            forward = self._together(computing, self.device.kernel_seconds(moved), functions) + launch + by_document
             forward += self._between(0, degrees, num_microbatches, most)
             forward += self.device.memory_seconds(self._moved(self.casts, degrees, num_microbatches, 1.0))
         if not self.free_backward:
             tensors = (*self.backward_read, *self.backward_written)
             moved = self._moved(tensors, degrees, num_microbatches, most)
             backward = (
-                self._together(computing_back, self.device.memory_seconds(moved), functions)
+                self._together(computing_back, self.device.kernel_seconds(moved), functions)
                 + launch_back
                 + by_document_back
                 + self._between(1, degrees, num_microbatches, most)
@@ -341,10 +341,11 @@ class OpCost:
             )
         for tensors, seconds in (
             (self.accumulated_in_place, self.device.optimizer_seconds),
-            (self.accumulated_out_of_place, self.device.memory_seconds),
+            (self.accumulated_out_of_place, self.device.kernel_seconds),
         ):
-            moved = PASSES_OF_ADDITION * sum(tensor.local(degrees, num_microbatches) for tensor in tensors)
-            backward += seconds(moved) + len(tensors) * self.device.kernel_launch_s
+            for tensor in tensors:
+                moved = PASSES_OF_ADDITION * tensor.local(degrees, num_microbatches)
+                backward += seconds(moved) + self.device.kernel_launch_s
         return OpTime(forward, backward)
 
     def _between(self, way: int, degrees: dict[str, int], num_microbatches: int, most: float) -> float:

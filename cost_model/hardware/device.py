@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
-from autopar.cost_model.stacks.attention_rate import AttentionKernel, at_length
+from autopar.cost_model.stacks.attention_rate import AttentionKernel, by_logarithm
 from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.redistribution import Collective
 
 GIB = 1 << 30
+MIB = 1 << 20
 GB = 1e9
 
 # Seconds of work after which a device's ``jitter_s`` is stated.
@@ -55,7 +56,7 @@ class MatmulRate:
 
     def attention_at(self, length: float) -> float:
         """The one figure of attention to ``length`` keys, between known lengths by their logarithm."""
-        return at_length(self.attention_by_length, length) if self.attention_by_length else self.attention_efficiency
+        return by_logarithm(self.attention_by_length, length) if self.attention_by_length else self.attention_efficiency
 
     def attention_rates(self, length: float, head: float, *, causal: bool) -> tuple[float, float]:
         """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size."""
@@ -93,7 +94,9 @@ class Device:
 
     memory_bytes: capacity. reserved_bytes: what the driver, communication buffers and library workspaces take
     of it. memory_bandwidth: bytes/s by the datasheet, of which kernels achieve ``memory_efficiency``.
-    kernel_launch_s: floor of the time of one kernel. tiling: what makes matmuls that are not endless slower.
+    bandwidth_by_size: (bytes that a kernel moves, bytes/s that it achieves), the fewest first, where that was
+    measured: the caches of a core hold what a kernel of few bytes reads. kernel_launch_s: floor of the time of one
+    kernel. tiling: what makes matmuls that are not endless slower.
     is_cpu: whether it is a core of the host. Nothing runs beside its compute; what a matrix product reads and writes
     adds to its time and does not hide behind it; experts are computed one after the other; and all-gathers and
     reduce-scatters of a model are all-to-alls, as in ``ir.primitives.group_communication``.
@@ -117,6 +120,7 @@ class Device:
     is_cpu: bool = False
     transcendental_s: float = 0.0
     optimizer_bandwidth: float | None = None
+    bandwidth_by_size: tuple[tuple[float, float], ...] = ()
     jitter_s: float = 0.0
     stack: Stack = AUTOPAR
     hidden: float = 0.0
@@ -152,6 +156,12 @@ class Device:
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds to move ``num_bytes`` to or from device memory."""
         return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def kernel_seconds(self, num_bytes: float) -> float:
+        """Seconds in which one kernel reads and writes ``num_bytes`` of device memory."""
+        if self.bandwidth_by_size:
+            return num_bytes / by_logarithm(self.bandwidth_by_size, num_bytes)
+        return self.memory_seconds(num_bytes)
 
     def optimizer_seconds(self, num_bytes: float) -> float:
         """Seconds in which a fused optimiser step reads and writes ``num_bytes`` of device memory."""

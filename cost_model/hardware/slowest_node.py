@@ -37,6 +37,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         reserved_bytes=room.reserved_bytes,
         memory_bandwidth=memory.memory_bandwidth,
         memory_efficiency=memory.memory_efficiency,
+        bandwidth_by_size=memory.bandwidth_by_size,
         kernel_launch_s=max(device.kernel_launch_s for device in devices),
         transcendental_s=max(device.transcendental_s for device in devices),
         jitter_s=max(device.jitter_s for device in devices),

@@ -61,13 +61,13 @@ class AttentionKernel:
         return share * forward, share * backward
 
 
-def at_length(known: Sequence[tuple[int, float]], length: float) -> float:
-    """Of (length, value), the shortest first: between known lengths by their logarithm, constant beyond them."""
-    return _between([log2(one) for one, _ in known], [value for _, value in known], log2(max(1.0, length)))
+def by_logarithm(known: Sequence[tuple[float, float]], size: float) -> float:
+    """Of (size, value), the smallest first: linear between the logarithms of known sizes, constant beyond them."""
+    return _between([log2(one) for one, _ in known], [value for _, value in known], log2(max(1.0, size)))
 
 
 def _at(values: Sequence[float], length: float) -> float:
-    return at_length(list(zip(LENGTHS, values, strict=True)), length)
+    return by_logarithm(list(zip(LENGTHS, values, strict=True)), length)
 
 
 def _between(known: Sequence[float], values: Sequence[float], wanted: float) -> float:

@@ -11,6 +11,7 @@ from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.communication.collectives import collective_time, point_to_point_time
 from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import MIB
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.mesh import Mesh
 from autopar.profiling.compare import compare
@@ -63,7 +64,7 @@ def samples_of(cluster: Cluster) -> Samples:
         flops = 2.0 * shape[0] * shape[1] * shape[2]
         found.products.append(Product("bf16", *shape, flops / reached + device.kernel_launch_s))
     found.attention.append(AttentionRun("bf16", 1e12, 1e12 / (rate.peak_flops * rate.attention_efficiency)))
-    found.traffic.append(Traffic(10**9, device.memory_seconds(1e9)))
+    found.traffic.append(Traffic(10**9, device.memory_seconds(1e9) + device.kernel_launch_s))
     found.optimizer.append(Traffic(10**9, device.optimizer_seconds(1e9)))
     for mesh, axis in axes_of(cluster):
         group = cluster.group(mesh, axis)
@@ -174,3 +175,19 @@ def test_bytes_that_never_cost_anything_still_have_a_rate() -> None:
     fitted = cluster_from_dict(described)
     assert fitted.intra_node.bandwidth > 0
     assert all(value > 0 for _, value in fitted.intra_node.relative_time)
+
+
+def test_kernels_of_few_bytes_have_a_rate_of_their_own_on_a_core() -> None:
+    core = replace(make_cluster("cpu", 2), device=replace(make_cluster("cpu", 2).device, kernel_launch_s=5e-6))
+    samples = Samples(launch_s=5e-6, products=samples_of(true_cluster()).products)
+    samples.attention.append(AttentionRun("bf16", 1e9, 0.1, 512))
+    rates = {MIB: 30e9, 16 * MIB: 15e9, 64 * MIB: 10e9}
+    for kernel, rate in rates.items():
+        samples.traffic.append(Traffic(4 * kernel, 4 * (kernel / rate + 5e-6), 4))
+    fitted = cluster_from_dict(description_of(samples, core, "cpu")).device
+    for kernel, rate in rates.items():
+        assert fitted.kernel_seconds(kernel) == pytest.approx(kernel / rate, rel=1e-3)
+    assert fitted.kernel_seconds(4 * MIB) == pytest.approx(4 * MIB / 22.5e9, rel=1e-3), "between them, by the logarithm"
+    assert fitted.memory_seconds(1e9) == pytest.approx(1e9 / 12.5e9, rel=1e-3), "of what no cache holds"
+    gpu = cluster_from_dict(description_of(samples, make_cluster("a100", 32), "a100-80gb")).device
+    assert gpu.bandwidth_by_size == ()
