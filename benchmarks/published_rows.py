@@ -62,7 +62,7 @@ STACKS = {
     "MaxText": "maxtext-2024",
     "PaxML": "maxtext-2024",
 }
-MEGATRON = {23: "megatron-lm-2021", 24: "megatron-core-2024", 99: "megatron-core-2025"}
+MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.

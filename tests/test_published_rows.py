@@ -81,7 +81,8 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
 @pytest.mark.parametrize(
     ("cells", "stack"),
     [
-        ({"source": "a report of 2023"}, "megatron-lm-2021"),
+        ({"source": "a report of 2021"}, "megatron-lm-2021"),
+        ({"source": "a report of 2023"}, "megatron-lm-2022"),
         ({"source": "tables of release 24.11"}, "megatron-core-2024"),
         ({"source": "a page"}, "megatron-core-2025"),
         ({"source": "pytorch/torchtitan", "notes": "torch.compile"}, "torchtitan-2024"),

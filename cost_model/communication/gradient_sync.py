@@ -153,8 +153,12 @@ def buffer_copies(
     return out, into + (out if reshard else 0.0)
 
 
-def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int) -> tuple[float, float]:
+def master_work(
+    numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int, adds_in_products: bool = False
+) -> tuple[float, float]:
     """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
+
+    adds_in_products: whether products add to unsharded float32 gradients, behind whose own work their bytes hide.
 
     Parameters are cast for compute once a step, under ZeRO-3 in every microbatch, the ``shards``-th part of them. Where
     gradients are kept unsharded, those of the first microbatch are cast back and later ones are added as they come;
@@ -165,6 +169,8 @@ def master_work(numel: float, shards: int, *, zero: int, itemsize: int, num_micr
     num_accumulated = num_microbatches - 1
     if zero >= 2:
         return forward, 3 * _MASTER * numel / shards * num_accumulated / num_microbatches
+    if adds_in_products and itemsize != _MASTER:
+        return forward, 0.0
     first = cast if num_accumulated or not zero else 0.0
     return forward, (first + (itemsize + 2 * _MASTER) * numel * num_accumulated) / num_microbatches
 

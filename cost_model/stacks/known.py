@@ -59,6 +59,13 @@ MEGATRON_LM = Stack(
     why="kernels for GELU with its bias, for dropout with bias and residual, and for scale and mask "
     "(Narayanan et al. 2021, section 4.2)",
 )
+MEGATRON_LM_2022 = replace(
+    MEGATRON_LM,
+    name="megatron-lm-2022",
+    adds_in_products=True,
+    why="the same, with a product that adds to float32 gradients (github.com/NVIDIA/Megatron-LM: "
+    "fused_kernels/fused_weight_gradient_dense, later apex; --no-gradient-accumulation-fusion is without)",
+)
 MEGATRON_CORE = Stack(
     name="megatron-core-2024",
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
@@ -68,6 +75,7 @@ MEGATRON_CORE = Stack(
     grouped=_GROUPED_BY_CUBLAS,
     casts_once=True,
     local_scales=True,
+    adds_in_products=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
@@ -136,8 +144,8 @@ MAXTEXT = Stack(
 STACKS = {
     stack.name: stack
     for stack in (
-        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_CORE, MEGATRON_CORE_2025, TORCHTITAN, TORCHTITAN_EAGER),
-        *(TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
+        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, MEGATRON_CORE, MEGATRON_CORE_2025),
+        *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )
 }
 

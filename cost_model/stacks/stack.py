@@ -28,7 +28,8 @@ class Stack:
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
     overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
-    after them. why: where all this is from.
+    after them. adds_in_products: whether the product that gives a weight's gradient adds it to the float32 gradient
+    of the microbatches before, which is a kernel of its own else. why: where all this is from.
     """
 
     name: str
@@ -41,4 +42,5 @@ class Stack:
     grouped: float = 1.0
     casts_once: bool = False
     local_scales: bool = False
+    adds_in_products: bool = False
     overlaps: frozenset[Collective] = frozenset()

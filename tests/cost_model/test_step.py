@@ -67,6 +67,8 @@ def test_device_memory_moved_for_buffers_and_masters() -> None:
     # One microbatch adds up nothing; bfloat16 is cast both ways.
     assert master_work(N, 1, zero=0, itemsize=4, num_microbatches=1) == (0, 0)
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=1) == (6 * N, 6 * N)
+    fused = master_work(N, 2, zero=1, itemsize=2, num_microbatches=4, adds_in_products=True)
+    assert fused == (6 * N / 2 / 4, 0), "the products write float32 gradients"
     assert master_work(N, 4, zero=2, itemsize=4, num_microbatches=2) == (0, 12 * N / 4 / 2)
     # Of four microbatches three add 16 bits to 32; parameters are cast once, but for stage 3.
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=4) == (6 * N / 4, (6 + 3 * 10) * N / 4)
