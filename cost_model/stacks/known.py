@@ -97,6 +97,13 @@ MEGATRON_CORE_2025 = replace(
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core)",
 )
+MEGATRON_CORE_DEEPEP = replace(
+    MEGATRON_CORE_2025,
+    name="megatron-core-2025-deepep",
+    sends_once=True,
+    why="the same, with tokens dispatched by DeepEP: between nodes each is sent once to a node, and from there over "
+    "NVLink (deepseek-ai/DeepEP README; moe_flex_dispatcher_backend of Megatron-Core)",
+)
 TORCHTITAN = Stack(
     name="torchtitan-2024",
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
@@ -157,8 +164,8 @@ MAXTEXT = Stack(
 STACKS = {
     stack.name: stack
     for stack in (
-        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_CORE, MEGATRON_CORE_2025, TORCHTITAN, TORCHTITAN_EAGER),
-        *(TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
+        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_CORE, MEGATRON_CORE_2025, MEGATRON_CORE_DEEPEP, TORCHTITAN),
+        *(TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )
 }
 

@@ -33,10 +33,10 @@ class Stack:
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
     overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
     after them. expert_biases: bytes that adding the biases of experts moves for an element of the results of the
-    product on the way in, forward and backward, and of that on the way out. eight_bit_experts:
-    whether products of experts are in 8-bit floats where those of linear layers are. expert_by_expert:
-    whether each expert has kernels of its own for its products and casts; launches_of_bias: those for its bias on the
-    way out, forward and backward.
+    product on the way in, forward and backward, and of that on the way out. sends_once: whether a token that goes to
+    several experts of a node travels there once and is copied inside it. eight_bit_experts: whether products of experts
+    are in 8-bit floats where those of linear layers are. expert_by_expert: whether each expert has kernels of its own
+    for its products and casts; launches_of_bias: those for its bias on the way out, forward and backward.
     why: where all this is from.
     """
 
@@ -52,6 +52,7 @@ class Stack:
     local_scales: bool = False
     overlaps: frozenset[Collective] = frozenset()
     expert_biases: tuple[tuple[float, float], tuple[float, float]] = (_ROW_BY_ROW, _ROW_BY_ROW)
+    sends_once: bool = False
     eight_bit_experts: bool = False
     expert_by_expert: bool = False
     launches_of_bias: tuple[int, int] = (0, 0)
