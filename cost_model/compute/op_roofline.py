@@ -237,7 +237,7 @@ class OpCost:
         rates = rate.attention_efficiency, rate.attention_efficiency
         if sight is not None:
             head = operands[0].meta["val"].shape[-1]
-            rates = rate.attention_rates(keys, head, causal=sight.is_causal)
+            rates = rate.attention_rates(keys, head, causal=sight.is_causal, window=sight.reach[0])
         if sight is None or not keeps_documents_apart(node):
             documents = None
         elif documents is not None:

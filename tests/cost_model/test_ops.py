@@ -178,6 +178,24 @@ def test_biases_of_experts_move_what_the_kernels_of_a_stack_do(name: str) -> Non
     assert without.total_s < biased.total_s < 2 * without.total_s
 
 
+@pytest.mark.parametrize("window", [128, 1024, 4096, 1 << 14])
+def test_a_window_has_the_rate_of_so_many_keys_and_half_a_tile_at_its_far_edge(window: int) -> None:
+    length = 1 << 14
+    found = FLASH2_AMPERE.fractions(128, length, causal=True, window=window)
+    whole = FLASH2_AMPERE.fractions(128, min(window, length), causal=True)
+    share = window / (window + 64) if window < length else 1.0
+    assert found == pytest.approx(tuple(share * own for own in whole))
+    shape, options = (1, 8, length, 128), {"kind": "sliding", "window": window, "scale": 0.1}
+    sliding, causal = (
+        seconds(call(composite.attention, shape, shape, shape, **own), precision="bf16").total_s
+        for own in (options, {"kind": "causal", "scale": 0.1})
+    )
+    seen = window * (length - window / 2) / (length * length / 2)
+    assert sliding >= 0.95 * seen * causal, "no faster for each key"
+    if window == 128:
+        assert sliding > 2 * seen * causal
+
+
 def test_experts_are_in_8_bits_where_a_stack_has_a_kernel_for_that() -> None:
     node = moe(1 << 15, 8)
     for name, lower, upper in (("autopar", 1.0, 1.0), ("megatron-core-2025", 0.55, 0.97)):
