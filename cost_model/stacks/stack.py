@@ -37,7 +37,8 @@ class Stack:
     several experts of a node travels there once and is copied inside it. eight_bit_experts: whether products of experts
     are in 8-bit floats where those of linear layers are. expert_by_expert: whether each expert has kernels of its own
     for its products and casts; launches_of_bias: those for its bias on the way out, forward and backward.
-    why: where all this is from.
+    adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier microbatches, in
+    float32. why: where all this is from.
     """
 
     name: str
@@ -56,3 +57,4 @@ class Stack:
     eight_bit_experts: bool = False
     expert_by_expert: bool = False
     launches_of_bias: tuple[int, int] = (0, 0)
+    adds_in_products: bool = False

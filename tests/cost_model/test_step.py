@@ -74,6 +74,16 @@ def test_device_memory_moved_for_buffers_and_masters() -> None:
     assert master_work(N, 2, zero=3, itemsize=2, num_microbatches=4) == (6 * N / 2, 12 * N / 2 * 3 / 4)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_products_that_add_to_float32_leave_zeros_to_be_written_once_a_step(zero: int) -> None:
+    plain, added = (
+        master_work(N, 2, zero=zero, itemsize=2, num_microbatches=4, in_products=own) for own in (False, True)
+    )
+    assert added == (plain if zero >= 2 else (plain[0], 4 * N / 4))
+    once = master_work(N, 2, zero=zero, itemsize=2, num_microbatches=1, in_products=True)
+    assert once == master_work(N, 2, zero=zero, itemsize=2, num_microbatches=1), "nothing is added"
+
+
 def test_no_axes_no_time() -> None:
     assert sync_time(FABRIC, N, ()) == SyncTime()
 

@@ -192,8 +192,15 @@ class Pricing:
         for need in uses[1:]:
             wanted = storage.wanted_gradient(need)
             micro += self.moves.move(layout, need.value, wanted, requires_grad).at(numel * compute)
-        masters = master_work(local, shards, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches)
         device = self.ops.cluster.device
+        masters = master_work(
+            local,
+            shards,
+            zero=zero,
+            itemsize=compute,
+            num_microbatches=self.num_microbatches,
+            in_products=device.stack.adds_in_products,
+        )
         cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
         if not requires_grad:
             cast = OpTime(cast.forward_s, 0.0)
