@@ -79,25 +79,25 @@ MEGATRON_CORE = Stack(
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED_BY_CUBLAS,
-    expert_biases=_MEGATRON_BIASES,
-    eight_bit_experts=True,
-    expert_by_expert=True,
-    launches_of_bias=_LAUNCHES_OF_BIAS,
     adds_in_products=True,
     casts_once=True,
     local_scales=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
-    "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; experts are "
-    "products of Transformer Engine too, in 8-bit floats as others (TEGroupedMLP of Megatron-Core); products add to "
-    "float32 gradients (gradient_accumulation_fusion)",
+    "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; "
+    "products add to float32 gradients (gradient_accumulation_fusion)",
 )
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
     name="megatron-core-2025",
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
-    why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core)",
+    expert_biases=_MEGATRON_BIASES,
+    eight_bit_experts=True,
+    expert_by_expert=True,
+    launches_of_bias=_LAUNCHES_OF_BIAS,
+    why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core), and "
+    "experts as its products, in 8-bit floats as others (TEGroupedMLP)",
 )
 MEGATRON_CORE_DEEPEP = replace(
     MEGATRON_CORE_2025,
