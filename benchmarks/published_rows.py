@@ -2,7 +2,7 @@
 
 A row that leaves open what a prediction needs raises ``Missing``. What of a plan can be searched for is not needed: how
 model parallelism is split into tensors and stages, virtual stages, the size of a microbatch (``Row.unprinted``).
-Nothing depends on the name of a row or of its model.
+Nothing depends on the name of a row; on that of its model sizes that are not printed, and how its recipes dispatch.
 """
 
 from __future__ import annotations
@@ -318,6 +318,13 @@ class Row:
             **self.zero(),
         )
 
+    def _dispatching(self, workload: Workload) -> Constraints:
+        """The plan, with tokens dispatched to experts that are whole."""
+        given = self.constraints()
+        if self.whole_experts and self.expert_ranks > 1:
+            given = replace(given, forbidden=tuple(undispatched(workload)))
+        return given
+
     @property
     def dtype(self) -> Precision:
         name = self.precision.split()[0] if self.precision else ""
@@ -376,10 +383,8 @@ class Row:
         if self.unprinted:
             raise Missing(", ".join(self.unprinted))
         workload = workload or self.workload(captured)
-        cluster, constraints = self.cluster(fitted), self.constraints()
-        if self.whole_experts and self.expert_ranks > 1:
-            constraints = replace(constraints, forbidden=tuple(undispatched(workload)))
-        found = estimate_captured(captured, cluster, constraints, workload=workload)
+        cluster = self.cluster(fitted)
+        found = estimate_captured(captured, cluster, self._dispatching(workload), workload=workload)
         if "every other layer" in self.recompute:
             plan = every_other_block_again(found.plan)
             found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=workload))
@@ -394,8 +399,8 @@ class Row:
             return self._best_plan(captured, self.cluster())
 
     def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
-        given = self.constraints()
         workload = self.workload(captured)
+        given = self._dispatching(workload)
         schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
         each = [replace(given, schedule=schedule) for schedule in schedules]
         found = [search_captured(captured, cluster, one, workload=workload) for one in each]
