@@ -2,12 +2,13 @@
 
 A row that leaves open what a prediction needs raises ``Missing``. What of a plan can be searched for is not needed: how
 model parallelism is split into tensors and stages, virtual stages, the size of a microbatch (``Row.unprinted``).
-Nothing depends on the name of a row or of its model.
+Nothing depends on the name of a row; on that of its model sizes that are not printed, and how its recipes dispatch.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,8 +20,10 @@ from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan, Precision, Recipe
+from autopar.ir.rules.moe import EXPERTS
 from autopar.search.api import estimate_captured, predict_plan, search_captured
 from autopar.search.problem.constraints import Constraints, Remat
+from autopar.search.problem.forbidden_placements import Forbidden, deciding_ops
 from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
 
@@ -63,6 +66,11 @@ STACKS = {
     "PaxML": "maxtext-2024",
 }
 MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
+# Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository).
+DISPATCHED_ONCE = ("deepseek-v3",)
+# Those recipes give an expert whole to one rank: expert ranks are tensor ranks too (expert_tensor_parallel_size=1), and
+# tokens travel to them by an all-to-all (moe_token_dispatcher_type).
+WHOLE_EXPERTS = ("Megatron-Bridge",)
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -224,6 +232,8 @@ class Row:
     def stack(self) -> Stack:
         said = f"{self.source} {self.notes}"
         megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
+        if self.whole_experts and self.model.startswith(DISPATCHED_ONCE):
+            megatron = "megatron-core-2025-deepep"
         return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
 
     def workload(self, captured: CapturedModel) -> Workload:
@@ -257,13 +267,28 @@ class Row:
             found.append("micro_batch")
         return tuple(found)
 
+    @property
+    def whole_experts(self) -> bool:
+        """Whether expert ranks are taken of tensor ranks as of data ranks, and tokens dispatched to them."""
+        return bool(self.experts) and any(name in self.source for name in WHOLE_EXPERTS)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Data ranks that share the experts, those of their tensor ranks aside."""
+        experts, tensors = self.number("ep", 1), self.number("tp", 1)
+        if not self.whole_experts or experts == 1:
+            return experts
+        if experts % tensors:
+            raise Missing(f"an expert degree that its tensor ranks divide (ep {experts}, tp {tensors})")
+        return experts // tensors
+
     def constraints(self) -> Constraints:
         """The plan; what is not printed is open."""
         if "split into micro-batches" in self.notes and self.number("pp", 1) > 1:
             raise Missing("how many microbatches its local batch is split into")
         open_ = self.unprinted
         tp, pp, virtual = (None if name in open_ else self.number(name, 1) for name in ("tp", "pp", "vpp"))
-        data, experts = self.number("dp"), self.number("ep", 1)
+        data, experts = self.number("dp"), self.expert_ranks
         if data % experts:
             raise Missing(f"an expert degree that divides its data ranks (ep {experts}, dp {data})")
         count = None
@@ -292,6 +317,13 @@ class Row:
             virtual_stages=virtual if schedule == "interleaved" else None,
             **self.zero(),
         )
+
+    def _dispatching(self, workload: Workload) -> Constraints:
+        """The plan, with tokens dispatched to experts that are whole."""
+        given = self.constraints()
+        if self.whole_experts and self.expert_ranks > 1:
+            given = replace(given, forbidden=tuple(undispatched(workload)))
+        return given
 
     @property
     def dtype(self) -> Precision:
@@ -352,7 +384,7 @@ class Row:
             raise Missing(", ".join(self.unprinted))
         workload = workload or self.workload(captured)
         cluster = self.cluster(fitted)
-        found = estimate_captured(captured, cluster, self.constraints(), workload=workload)
+        found = estimate_captured(captured, cluster, self._dispatching(workload), workload=workload)
         if "every other layer" in self.recompute:
             plan = every_other_block_again(found.plan)
             found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=workload))
@@ -367,12 +399,22 @@ class Row:
             return self._best_plan(captured, self.cluster())
 
     def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
-        given = self.constraints()
         workload = self.workload(captured)
+        given = self._dispatching(workload)
         schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
         each = [replace(given, schedule=schedule) for schedule in schedules]
         found = [search_captured(captured, cluster, one, workload=workload) for one in each]
         return min(found, key=lambda one: one.predicted.step_time_s)
+
+
+def undispatched(workload: Workload) -> Iterator[Forbidden]:
+    """Every placement of experts on their own axis but that to which tokens are dispatched."""
+    for block, op, node in deciding_ops(workload):
+        if EXPERTS in (rule := workload.rule(node)).sizes:
+            first = rule.joint[0]
+            for choice in workload.cluster_of(node).choices:
+                if choice != first:
+                    yield Forbidden(pattern=f"{block}/{op}", placement=(("ep", choice),))
 
 
 def every_other_block_again(plan: Plan) -> Plan:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.plan import Plan, StagePlan
+from autopar.passes.normalise import normalise
 from benchmarks.published_rows import Missing, Row, every_other_block_again
+
+transformers = pytest.importorskip("transformers")
 
 # A gated decoder with 8 billion parameters on one node.
 CELLS = {
@@ -94,6 +99,41 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
 def test_software_is_what_the_row_names_or_of_its_year(cells: dict[str, str], stack: str) -> None:
     assert row(**cells).stack.name == stack
     assert row(**cells, gpu="h100-sxm", n_gpus="8").devices().device.stack.name == stack
+
+
+BRIDGE = {"source": "Megatron-Bridge, NeMo 25.11", "experts": "8", "top_k": "2", "params_b": "", "vpp": "1"}
+
+
+def test_whole_experts_are_divided_over_tensor_ranks_as_over_data_ranks() -> None:
+    shared = {"n_gpus": "16", "tp": "2", "dp": "8", "ep": "8", "zero_stage_or_fsdp": "zero1"}
+    given = row(**{**BRIDGE, **shared})
+    assert (given.constraints().ep, given.constraints().dp, given.constraints().tp) == (4, 2, 2)
+    given = row(**{**BRIDGE, **shared, "source": "tables of release 24.11"})
+    assert (given.constraints().ep, given.constraints().dp) == (8, 1), "experts that are divided themselves"
+    with pytest.raises(Missing, match=r"an expert degree that its tensor ranks divide \(ep 8, tp 16\)"):
+        row(**{**BRIDGE, "n_gpus": "128", "tp": "16", "dp": "8", "ep": "8"}).constraints()
+
+
+def test_deepseek_v3_is_dispatched_by_the_library_made_for_it() -> None:
+    assert row(**BRIDGE, model="deepseek-v3").stack.name == "megatron-core-2025-deepep"
+    assert row(**BRIDGE, model="qwen3-30b-a3b").stack.name == "megatron-core-2025"
+
+
+def test_tokens_are_dispatched_to_whole_experts() -> None:
+    given = row(
+        **BRIDGE, layers="2", hidden="256", ffn_hidden="128", heads="4", kv_heads="4", vocab="512", seq_len="128",
+        dp="8", ep="8", zero_stage_or_fsdp="zero1", micro_batch="1", global_batch="8", gpu="h100-sxm",
+    )  # fmt: skip
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, num_local_experts=8, use_cache=False,
+        )  # fmt: skip
+        built, tokens = transformers.MixtralForCausalLM(config), torch.zeros((8, 128), dtype=torch.long)
+    captured = normalise(capture(built, {"input_ids": tokens, "labels": tokens.clone()}))
+    placed = [block.ops for block in given.under_its_plan(captured).plan.blocks]
+    experts = [op["ep"] for ops in placed for name, op in ops.items() if name.rpartition("/")[2].startswith("moe")]
+    assert experts == ["d0&experts"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Published runs of ZeRO-3 until 2021 are taken to gather each parameter by itself, in place."""
+"""Published runs of ZeRO-3 until 2021 are taken to gather each parameter by itself, in place, and nanotron's of ZeRO-1
+to reduce gradients after the backward, in pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.redistribution import Collective
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
-from benchmarks.published_software import gathers_in_place, in_place_s, step_time_s
+from benchmarks.published_software import (
+    gathers_in_place,
+    in_pieces_s,
+    in_place_s,
+    reduces_in_pieces,
+    step_time_s,
+)
 from tests.test_published_rows import row
 
 SC21 = {
@@ -75,3 +82,42 @@ def test_later_software_is_todays() -> None:
         captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
     found = estimate_captured(captured, given.cluster(), given.constraints())
     assert step_time_s(given, captured, found.plan, found.predicted) == found.predicted.step_time_s
+
+
+NANOTRON = {
+    "source": "huggingface/nanotron", "gpu": "h100-sxm", "n_gpus": "16", "dp": "16", "zero_stage_or_fsdp": "zero1",
+    "precision": "bf16", "layers": "4", "micro_batch": "2", "global_batch": "64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "in_pieces"),
+    [
+        ({}, True),
+        ({"zero_stage_or_fsdp": "ddp"}, False),
+        ({"source": "a page"}, False),
+        ({"tp": "2", "dp": "8"}, True),
+        ({"tp": "16", "dp": "1"}, False),
+    ],
+)
+def test_pieces_are_those_of_one_program_and_stage(cells: dict[str, str], in_pieces: bool) -> None:
+    assert reduces_in_pieces(row(**{**NANOTRON, **cells})) is in_pieces
+
+
+def test_nothing_runs_beside_what_pieces_wait_for() -> None:
+    given = row(**NANOTRON)
+    with torch.device("meta"):
+        captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
+    cluster = given.cluster()
+    found = estimate_captured(captured, cluster, given.constraints())
+    fabric = Fabric(cluster, found.plan.stage_mesh)
+    numel = 160_000 + 320_000 + 400
+    expected = fabric.time(Collective.REDUCE_SCATTER, 4 * numel, (0,)) + fabric.time(
+        Collective.ALL_GATHER, 2 * numel, (0,)
+    )
+    expected += cluster.device.memory_seconds(28 * numel) + 6 * 4 * 16 * 9.2e-6
+    assert in_pieces_s(given, captured, found.plan) == pytest.approx(expected)
+    today = found.predicted.breakdown_s["gradient_sync"]
+    assert step_time_s(given, captured, found.plan, found.predicted) == pytest.approx(
+        found.predicted.step_time_s - today + expected
+    )

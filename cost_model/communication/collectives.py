@@ -10,7 +10,8 @@ A collective on ``n`` ranks moves per rank, of a tensor of ``S`` bytes:
 Rings run at the speed of their slowest edge. Inside a node that is the device's link. Where a group crosses
 nodes, NCCL cuts the ring into one channel per NIC, so a group with ``r`` ranks on each node has ``r`` NICs and
 gets ``min(link, r * nic)``; the measured busbw of 4-node groups (192 of 200 GB/s on DGX A100, 382 of 400 on
-B200) agrees. In an all-to-all each rank has one NIC for what leaves its node. Between pods of nodes there may be less
+B200) agrees. In an all-to-all each rank has one NIC for what leaves its node; where several rows of a token go to one
+node, a stack may send it there once (``sent_once``). Between pods of nodes there may be less
 (``cluster.py``); of an all-to-all what leaves the pod of its rank shares what can leave a pod.
 """
 
@@ -43,10 +44,28 @@ def volume_bytes(collective: Collective, payload_bytes: float, size: int) -> flo
     return 2 * share if collective is Collective.ALL_REDUCE else share
 
 
+def sent_once(rows_per_token: float, num_nodes: int) -> float:
+    """Of the bytes of rows that leave a node, what is left if a token travels once to each node that it has rows for.
+
+    rows_per_token: that it sends, each to any of ``num_nodes`` nodes alike. Of ``n`` rows ``n (N - 1) / N`` leave the
+    node, for ``(N - 1) (1 - (1 - 1 / N) ** n)`` nodes on average.
+    """
+    if num_nodes == 1 or rows_per_token <= 1.0:
+        return 1.0
+    reached: float = 1.0 - (1.0 - 1.0 / num_nodes) ** rows_per_token
+    return min(1.0, reached * num_nodes / rows_per_token)
+
+
 def collective_time(
-    collective: Collective, payload_bytes: float, group: Group, cluster: Cluster, kind: str | None = None
+    collective: Collective,
+    payload_bytes: float,
+    group: Group,
+    cluster: Cluster,
+    kind: str | None = None,
+    leaving: float = 1.0,
 ) -> float:
     """Seconds of one collective. ``payload_bytes`` as in the table above. kind: its name in the link, if another.
+    leaving: share of the bytes of an all-to-all for other nodes that has to be sent between nodes.
 
     Ranks wait for each other as long as after a millisecond of work, which is little; ``search.predict`` knows better.
     """
@@ -59,11 +78,12 @@ def collective_time(
     if collective is Collective.ALL_TO_ALL and group.spans_nodes:
         outside = (group.size - group.ranks_per_node) / group.size * payload_bytes
         inside = (moved - outside) / intra.ring_bandwidth(group.ranks_per_node)
-        busy = max(inside, outside / inter.ring_bandwidth(2))
+        inside += (1.0 - leaving) * outside / intra.ring_bandwidth(group.ranks_per_node)
+        busy = max(inside, leaving * outside / inter.ring_bandwidth(2))
         if cluster.pods is not None and group.num_pods > 1:
             in_pod = group.ranks_per_node * group.nodes_per_pod
             away = (group.size - in_pod) / group.size * payload_bytes
-            busy = max(busy, away * cluster.pods.oversubscription / inter.ring_bandwidth(2))
+            busy = max(busy, leaving * away * cluster.pods.oversubscription / inter.ring_bandwidth(2))
     else:
         busy = moved / _ring_bandwidth(collective, group, cluster)
     return cluster.device.jitter_s + _latency(collective, group, intra, inter) + relative * busy
@@ -145,6 +165,12 @@ class Fabric:
     ) -> float:
         """Seconds of one collective over one axis, or over several jointly."""
         return collective_time(collective, payload_bytes, self.group(axes), self.cluster, kind)
+
+    def dispatch_time(self, payload_bytes: float, axis: int, rows_per_token: float) -> float:
+        """Seconds of an all-to-all of rows to experts or back, of which each token has so many."""
+        group, cluster = self.group(axis), self.cluster
+        leaving = sent_once(rows_per_token, group.num_nodes) if cluster.device.stack.sends_once else 1.0
+        return collective_time(Collective.ALL_TO_ALL, payload_bytes, group, cluster, leaving=leaving)
 
     def overlap(self, axes: int | Sequence[int], zero: int) -> float:
         """Share of the synchronisation of gradients that can run beside compute. FSDP needs streams for that."""

@@ -154,23 +154,22 @@ def buffer_copies(
 
 
 def master_work(
-    numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int, adds_in_products: bool = False
+    numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int, in_products: bool = False
 ) -> tuple[float, float]:
     """Bytes moved for float32 parameters and gradients: in forward and backward, a microbatch on average.
 
-    adds_in_products: whether products add to unsharded float32 gradients, behind whose own work their bytes hide.
-
     Parameters are cast for compute once a step, under ZeRO-3 in every microbatch, the ``shards``-th part of them. Where
     gradients are kept unsharded, those of the first microbatch are cast back and later ones are added as they come;
-    under ZeRO-2 and 3 they are added after their reduce-scatter.
+    under ZeRO-2 and 3 they are added after their reduce-scatter. in_products: products add what they make to unsharded
+    float32 gradients (``Stack.adds_in_products``), which are set to zero once a step.
     """
     cast = (_MASTER + itemsize) * numel if itemsize != _MASTER else 0.0
     forward = cast / shards if zero == 3 else cast / shards / num_microbatches
     num_accumulated = num_microbatches - 1
     if zero >= 2:
         return forward, 3 * _MASTER * numel / shards * num_accumulated / num_microbatches
-    if adds_in_products and itemsize != _MASTER:
-        return forward, 0.0
+    if in_products and num_accumulated:
+        return forward, _MASTER * numel / num_microbatches
     first = cast if num_accumulated or not zero else 0.0
     return forward, (first + (itemsize + 2 * _MASTER) * numel * num_accumulated) / num_microbatches
 

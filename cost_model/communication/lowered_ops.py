@@ -17,6 +17,7 @@ from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.ring_attention import in_blocks, ring_time
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
 from autopar.cost_model.compute.op_time import OpTime
+from autopar.ir.graph import tensor_operands
 from autopar.ir.lowered.inside import LocalSizes
 from autopar.ir.lowered.table import INSIDE, lowering_of
 from autopar.ir.mesh import Mesh
@@ -78,9 +79,21 @@ def lowering_time(
             # Ranks wait for the one that most tokens go to; what arrives is put in the order of the experts.
             payload *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing_ranks(assignment, mesh))
             reorder = fabric.cluster.device.kernel_launch_s + fabric.cluster.device.memory_seconds(2 * payload)
-        seconds = count * (fabric.time(collective, payload, mesh.index(one.axis)) + reorder)
+            sent_s = fabric.dispatch_time(payload, mesh.index(one.axis), _rows_per_token(node, rule, assignment, mesh))
+        else:
+            sent_s = fabric.time(collective, payload, mesh.index(one.axis))
+        seconds = count * (sent_s + reorder)
         total += OpTime(seconds) if one.phase == "forward" else OpTime(0.0, seconds)
     return total
+
+
+def _rows_per_token(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -> float:
+    """Rows of a token that a rank sends: those for experts that ranks with the same tokens have are theirs to send."""
+    pairs = list(zip(assignment, mesh.axes, strict=True))
+    copies = prod(
+        axis.size for choice, axis in pairs if EXPERTS in factors_of_choice(choice) and choice not in rule.joint
+    )
+    return float(tensor_operands(node)[1].meta["val"].shape[-1]) / copies
 
 
 def sharing_ranks(assignment: Assignment, mesh: Mesh) -> int:

@@ -53,7 +53,7 @@ class Documents:
         forward = backward = 0.0
         for length, count in self.lengths:
             pairs = count * pairs_seen(sight, length)
-            rates = rate.attention_rates(length, head, causal=sight.is_causal)
+            rates = rate.attention_rates(length, head, causal=sight.is_causal, window=sight.reach[0])
             forward, backward = forward + pairs / rates[0], backward + pairs / rates[1]
         return forward, backward
 

@@ -63,6 +63,7 @@ from autopar.cost_model.compute.traffic import (
     MovedTensor,
     between_products,
     extra_passes,
+    launches_of_expert,
     moved_tensor,
     transcendental_elements,
 )
@@ -87,9 +88,9 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # Launches of a composite op on a core, forward and backward, where there is no kernel for all of it.
 _LAUNCHES_ON_CPU = {"rms_norm": (6, 9)}
 
-# Kernels around the two products of experts, forward and backward; and those of a product of one expert where there is
-# no kernel for all of them (``ir.ops.expert_ffn`` has one in bf16 on GPUs): selecting rows and weight, transposing,
-# product, and backward both gradients.
+# Kernels around the two products of experts, forward and backward; and those of a product of one expert where our own
+# runtime has no kernel for all of them (``ir.ops.expert_ffn`` has one in bf16 on GPUs): selecting rows and weight,
+# transposing, product, and backward both gradients.
 _AROUND_EXPERTS = (12, 12)
 _OF_AN_EXPERT = (4, 8)
 
@@ -101,7 +102,7 @@ class OpCost:
     read, written: tensors that forward reads and writes; backward_read, backward_written: the same of backward.
     products: of matrices, () for an op that is none and no mixture of experts; gradients: for each of them the products
     that give those of its operands. joint: choices that send rows to their experts. launches: of kernels forward and
-    backward, beside num_loops products that are computed expert by expert.
+    backward, beside those of_an_expert that are its own.
     is_contraction: selective rematerialisation keeps the results of these (matmuls, convolutions, attention).
     accumulated_in_place, accumulated_out_of_place: operands with an earlier use, whose gradients autograd accumulates,
     in a gradient or in a new tensor.
@@ -135,7 +136,7 @@ class OpCost:
     batch_factor: str | None
     efficiency: float
     launches: tuple[int, int]
-    num_loops: int = 0
+    of_an_expert: tuple[int, int] = (0, 0)
     accumulated_in_place: tuple[MovedTensor, ...] = ()
     accumulated_out_of_place: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
@@ -162,6 +163,7 @@ class OpCost:
         loads: Loads = (),
         documents: Documents | None = None,
         fused: Fused | None = None,
+        eight_bits: bool = False,
     ) -> OpCost:
         """Measure ``node``.
 
@@ -169,7 +171,7 @@ class OpCost:
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
         documents: in the rows of an attention that keeps them apart; one whole row if not given. fused: in which
-        kernel the op is, if in one with others.
+        kernel the op is, if in one with others. eight_bits: whether linear layers of the model are in 8-bit floats.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -202,12 +204,12 @@ class OpCost:
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
-        eight_bits = op_name(node) == "scaled_linear"
-        rate = device.matmul_rate(EIGHT_BITS if eight_bits else precision)
+        experts = op_name(node) == "moe"
+        scaled, cast_rows = op_name(node) == "scaled_linear", experts and eight_bits and device.stack.eight_bit_experts
+        rate = device.matmul_rate(EIGHT_BITS if scaled or cast_rows else precision)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
             passes += _RECOMPUTED_SCORES
-        experts = op_name(node) == "moe"
         in_steps = recurrent.is_recurrent(node)
         if in_steps:
             products = products_of_recurrence(node, rule)
@@ -215,13 +217,17 @@ class OpCost:
             products = (
                 products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
             )
+        of_an_expert = (0, 0)
+        if experts:
+            of_an_expert = launches_of_expert(node, device.stack, eight_bits=cast_rows)
+            if device.is_cpu or precision != "bf16":
+                of_an_expert = _OF_AN_EXPERT[0] * len(products), _OF_AN_EXPERT[1] * len(products)
         launches = (1, max(1, len(gradients)) if contracted else 1)
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         casts: Casts = ((), ())
-        if eight_bits:
+        if scaled:
             casts = casts_of_product(read, written[0], differentiable, device, shared=0 not in moved.read)
-        if eight_bits:
             launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
@@ -231,7 +237,7 @@ class OpCost:
         rates = rate.attention_efficiency, rate.attention_efficiency
         if sight is not None:
             head = operands[0].meta["val"].shape[-1]
-            rates = rate.attention_rates(keys, head, causal=sight.is_causal)
+            rates = rate.attention_rates(keys, head, causal=sight.is_causal, window=sight.reach[0])
         if sight is None or not keeps_documents_apart(node):
             documents = None
         elif documents is not None:
@@ -277,7 +283,7 @@ class OpCost:
             batch_factor=batch_factor,
             efficiency=rates[0] if attention else rate.efficiency * (device.stack.grouped if experts else 1.0),
             launches=_AROUND_EXPERTS if experts else launches,
-            num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
+            of_an_expert=of_an_expert,
             accumulated_in_place=in_place,
             accumulated_out_of_place=out_of_place,
             elements=transcendental_elements(node, rule, batch_factor),
@@ -286,7 +292,9 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            between=between_products(node, precision, batch_factor, fused=device.stack.fuses) if experts else None,
+            between=between_products(node, precision, batch_factor, device.stack, eight_bits=cast_rows)
+            if experts
+            else None,
             casts=casts[0],
             casts_back=casts[1],
         )
@@ -303,10 +311,10 @@ class OpCost:
             if choice is not None and choice[0] != "+":
                 work *= axis.size
                 degrees[WORK] *= axis.size
-        one_by_one = self.num_loops * self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
+        own_experts = self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
         launch, launch_back = (
-            self.device.kernel_launch_s * (around + one_by_one * own)
-            for around, own in zip(self.launches, _OF_AN_EXPERT, strict=True)
+            self.device.kernel_launch_s * (around + own_experts * own)
+            for around, own in zip(self.launches, self.of_an_expert, strict=True)
         )
         most = self._largest_share(degrees)
         busy = most / work / (self.rate.peak_flops * self.efficiency)

@@ -58,11 +58,14 @@ class MatmulRate:
         """The one figure of attention to ``length`` keys, between known lengths by their logarithm."""
         return by_logarithm(self.attention_by_length, length) if self.attention_by_length else self.attention_efficiency
 
-    def attention_rates(self, length: float, head: float, *, causal: bool) -> tuple[float, float]:
-        """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size."""
+    def attention_rates(
+        self, length: float, head: float, *, causal: bool, window: float | None = None
+    ) -> tuple[float, float]:
+        """Fractions of the peak, forward and backward, of attention to ``length`` keys by heads of a size. window: the
+        last keys that a query sees, if not all."""
         if self.attention is None:
             return self.attention_at(length), self.attention_at(length)
-        forward, backward = self.attention.fractions(head, length, causal=causal)
+        forward, backward = self.attention.fractions(head, length, causal=causal, window=window)
         return self.sustained * forward, self.sustained * backward
 
 

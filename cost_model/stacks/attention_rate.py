@@ -14,6 +14,9 @@ from math import ceil, log2
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # Multiples of elements that heads are padded to: of 80, 96 and 128 the H200 took equally long for tiles of 32.
 PADDED_TO = 32
+# Keys of a tile (recalled: FlashAttention-2 and 3 and cuDNN, heads of 64 and 128). One that the edge of a mask runs
+# through is computed whole.
+TILE = 128
 # Products of the backward over those of the forward: four, and the scores again.
 BACKWARD = 2.5
 
@@ -48,11 +51,20 @@ class AttentionKernel:
         forward, backward = self.fractions(128, 8192, causal=True)
         return (1 + BACKWARD) / (1 / forward + BACKWARD / backward)
 
-    def fractions(self, head: float, length: float, *, causal: bool) -> tuple[float, float]:
-        """Fractions of the peak, forward and backward, of attention of heads of a size to ``length`` keys."""
+    def fractions(
+        self, head: float, length: float, *, causal: bool, window: float | None = None
+    ) -> tuple[float, float]:
+        """Fractions of the peak, forward and backward, of attention of heads of a size to ``length`` keys.
+
+        window: the last keys that a query sees, if not all of them. That takes as long for each key as a causal mask
+        over so many, which has the near edge, and half a tile more at the far edge.
+        """
         padded = PADDED_TO * ceil(head / PADDED_TO)
+        whole = 1.0
+        if window is not None and window < length:
+            length, whole = window, window / (window + TILE / 2)
         masked = _at(self.causal, length) if causal else 1.0
-        share = masked * head / padded
+        share = whole * masked * head / padded
         heads = [curve.head for curve in self.curves]
         forward, backward = (
             _between(heads, [_at(part, length) for part in parts], padded)

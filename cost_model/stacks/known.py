@@ -30,6 +30,18 @@ _EAGER_NORM = (1.8, 8.0)
 _GROUPED = 0.75
 # A guess, not measured: cuBLAS on several streams, one product after another.
 _GROUPED_BY_CUBLAS = 0.85
+# Biases of experts, bytes an element of what each product gives. Compiled, they are added in the kernel of the
+# activation and of the weights; their gradients read what comes in once.
+_COMPILED_BIASES = (0.0, 2.0), (0.0, 2.0)
+# Megatron-Core adds the first in its product. The second it adds expert by expert, weighted, in torch, and puts the
+# rows together again (``TEGroupedMLP._apply_bias``, megatron/core/transformer/moe/experts.py). Weights are float32, so
+# that makes float32 rows: forward a product written (4), a sum (2 + 4 + 4), the rows joined (4 + 4), and cast (4 + 2);
+# backward the cast (2 + 4), the gradient of the rows in 16 bits (4 + 2) and joined (2 + 2), those of bias and weight
+# multiplied (2 x (4 + 4)) and summed (2 x 4).
+_MEGATRON_BIASES = (0.0, 0.0), (28.0, 40.0)
+# Of these, those that an expert has for itself: the product and the sum; backward a cast, and of bias and weight a
+# product and a sum each.
+_LAUNCHES_OF_BIAS = (2, 5)
 # A loss over vocabulary-parallel logits in float32: maximum, exponentials and their sum, and the softmax in place.
 _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
@@ -47,6 +59,7 @@ COMPILED = replace(
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    expert_biases=_COMPILED_BIASES,
     why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms",
 )
 MEGATRON_LM = Stack(
@@ -73,19 +86,32 @@ MEGATRON_CORE = Stack(
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED_BY_CUBLAS,
+    adds_in_products=True,
     casts_once=True,
     local_scales=True,
-    adds_in_products=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
-    "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own",
+    "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; "
+    "products add to float32 gradients (gradient_accumulation_fusion)",
 )
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
     name="megatron-core-2025",
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
-    why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core)",
+    expert_biases=_MEGATRON_BIASES,
+    eight_bit_experts=True,
+    expert_by_expert=True,
+    launches_of_bias=_LAUNCHES_OF_BIAS,
+    why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core), and "
+    "experts as its products, in 8-bit floats as others (TEGroupedMLP)",
+)
+MEGATRON_CORE_DEEPEP = replace(
+    MEGATRON_CORE_2025,
+    name="megatron-core-2025-deepep",
+    sends_once=True,
+    why="the same, with tokens dispatched by DeepEP: between nodes each is sent once to a node, and from there over "
+    "NVLink (deepseek-ai/DeepEP README; moe_flex_dispatcher_backend of Megatron-Core)",
 )
 TORCHTITAN = Stack(
     name="torchtitan-2024",
@@ -93,6 +119,7 @@ TORCHTITAN = Stack(
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
     local_scales=True,
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
@@ -104,6 +131,7 @@ TORCHTITAN_EAGER = replace(
     fuses=False,
     reductions=frozenset(),
     extra_bytes=AUTOPAR.extra_bytes,
+    expert_biases=AUTOPAR.expert_biases,
     why="the same without torch.compile",
 )
 TORCHTITAN_ASYNC = replace(
@@ -136,6 +164,7 @@ MAXTEXT = Stack(
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
     local_scales=True,
     why="XLA makes kernels of pointwise ops and norms; attention is cuDNN's (recalled: attention=cudnn_flash_te)",
@@ -144,7 +173,7 @@ MAXTEXT = Stack(
 STACKS = {
     stack.name: stack
     for stack in (
-        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, MEGATRON_CORE, MEGATRON_CORE_2025),
+        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, MEGATRON_CORE, MEGATRON_CORE_2025, MEGATRON_CORE_DEEPEP),
         *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )
 }

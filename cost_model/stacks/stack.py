@@ -12,6 +12,10 @@ from typing import Literal
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
 from autopar.ir.redistribution import Collective
 
+# Bytes an element that biases of experts move in torch, row by row: of a row's bias, written (2), the sum (2 + 2 + 2);
+# backward what comes in, read to be sorted and summed by expert (counted, not measured).
+_ROW_BY_ROW = (8.0, 4.0)
+
 # Generations of devices that kernels are written for.
 Architecture = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "cpu"]
 
@@ -28,8 +32,13 @@ class Stack:
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
     overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
-    after them. adds_in_products: whether the product that gives a weight's gradient adds it to the float32 gradient
-    of the microbatches before, which is a kernel of its own else. why: where all this is from.
+    after them. expert_biases: bytes that adding the biases of experts moves for an element of the results of the
+    product on the way in, forward and backward, and of that on the way out. sends_once: whether a token that goes to
+    several experts of a node travels there once and is copied inside it. eight_bit_experts: whether products of experts
+    are in 8-bit floats where those of linear layers are. expert_by_expert: whether each expert has kernels of its own
+    for its products and casts; launches_of_bias: those for its bias on the way out, forward and backward.
+    adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier microbatches, in
+    float32. why: where all this is from.
     """
 
     name: str
@@ -42,5 +51,10 @@ class Stack:
     grouped: float = 1.0
     casts_once: bool = False
     local_scales: bool = False
-    adds_in_products: bool = False
     overlaps: frozenset[Collective] = frozenset()
+    expert_biases: tuple[tuple[float, float], tuple[float, float]] = (_ROW_BY_ROW, _ROW_BY_ROW)
+    sends_once: bool = False
+    eight_bit_experts: bool = False
+    expert_by_expert: bool = False
+    launches_of_bias: tuple[int, int] = (0, 0)
+    adds_in_products: bool = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +14,11 @@ from autopar.cost_model.communication.collectives import (
     Fabric,
     collective_time,
     point_to_point_time,
+    sent_once,
     volume_bytes,
 )
 from autopar.cost_model.communication.redistribution_table import redistribution_time
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
 from autopar.ir.redistribution import Collective, redistribute
@@ -88,6 +93,30 @@ def test_switch_reduces_only_all_reduce_of_five_and_more() -> None:
     assert bandwidth(four, Collective.ALL_REDUCE, 1) == pytest.approx(
         bandwidth(four, Collective.ALL_GATHER, 1), rel=0.01
     )
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 4), (2, 2), (3, 4), (4, 3), (8, 2)])
+def test_a_token_that_is_sent_once_to_a_node_saves_what_counting_says(rows: int, nodes: int) -> None:
+    sent = once = 0
+    for places in product(range(nodes), repeat=rows):
+        sent += sum(place != 0 for place in places)
+        once += len(set(places) - {0})
+    assert sent_once(rows, nodes) == pytest.approx(once / sent)
+    assert sent_once(rows, 1) == 1.0
+
+
+def test_rows_are_sent_once_to_a_node_by_stacks_that_can() -> None:
+    mesh, payload = Mesh.of(x=64), 1e9
+    plain, once = (
+        Fabric(make_cluster("h100-sxm", 64, stack=find_stack(name)), mesh)
+        for name in ("megatron-core-2025", "megatron-core-2025-deepep")
+    )
+    whole = plain.time(Collective.ALL_TO_ALL, payload, 0)
+    assert plain.dispatch_time(payload, 0, 8) == once.dispatch_time(payload, 0, 1) == whole
+    assert sent_once(8, 8) * whole < once.dispatch_time(payload, 0, 8) < 0.8 * whole
+    inside = Mesh.of(y=8, x=8)
+    plain, once = replace(plain, mesh=inside), replace(once, mesh=inside)
+    assert once.dispatch_time(payload, 1, 8) == plain.dispatch_time(payload, 1, 8), "within a node nothing is saved"
 
 
 def test_one_rank_costs_nothing() -> None:

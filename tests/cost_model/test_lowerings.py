@@ -11,6 +11,7 @@ from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.compute.op_roofline import op_time
 from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.redistribution import Collective
@@ -56,6 +57,17 @@ def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exch
     assert all_to_all((None, "experts"), mesh) == ZERO
     both, alone = (all_to_all(("d0&experts", other), mesh).total_s for other in ("experts", None))
     assert both < 0.6 * alone
+
+
+def test_a_rank_sends_the_rows_of_its_own_experts_once_to_a_node() -> None:
+    mesh = Mesh.of(ep=8, tp=2)
+    cluster = make_cluster("h100-sxm", 16, stack=find_stack("megatron-core-2025-deepep"))
+    fabric, rule = Fabric(cluster, mesh), rule_for(MOE)
+    found = lowering_time(MOE, rule, ("d0&experts", "experts"), fabric, precision="bf16", batch_factor="d0")
+    rows = BATCH * SEQ * TOP_K // 8 // 2
+    sent = fabric.dispatch_time(rows * HIDDEN * 2, 0, TOP_K / 2)
+    reordered = cluster.device.kernel_launch_s + cluster.device.memory_seconds(2 * rows * HIDDEN * 2)
+    assert found.backward_s == pytest.approx(2 * (sent + reordered))
 
 
 @pytest.mark.parametrize(

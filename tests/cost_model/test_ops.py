@@ -18,6 +18,7 @@ from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.stacks.attention_kernels import FLASH2_AMPERE
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import tensor_results
 from autopar.ir.mesh import Mesh
@@ -157,6 +158,68 @@ def test_experts_are_products_of_the_rows_that_each_of_them_gets() -> None:
     assert seconds(many, precision="bf16").backward_s > 1.1 * seconds(few, precision="bf16").backward_s, "128 rows each"
 
 
+@pytest.mark.parametrize("name", ["autopar", "autopar-compiled", "megatron-core-2025"])
+def test_biases_of_experts_move_what_the_kernels_of_a_stack_do(name: str) -> None:
+    tokens, hidden, inner = 1 << 15, 1024, 2048
+    shapes: list[Any] = [(tokens, hidden), (tokens, 2), (tokens, 2), (8, 2 * inner, hidden), (8, hidden, inner)]
+    options: dict[str, Any] = {"activation": "silu", "gated": True, "ints": (1,)}
+    device = make_cluster("h100-sxm", 8, stack=find_stack(name)).device
+    (up, up_back), (down, down_back) = device.stack.expert_biases
+    launches = [8 * device.kernel_launch_s * own for own in device.stack.launches_of_bias]
+    without, biased = (
+        op_time(node, rule_for(node), (None,), ONE, device, precision="bf16")
+        for node in (call(composite.moe, *shapes, *own, **options) for own in ([], [(8, 2 * inner), (8, hidden)]))
+    )
+    rows = 2 * tokens
+    added = biased.forward_s - without.forward_s, biased.backward_s - without.backward_s
+    moved = rows * (2 * inner * up + hidden * down), rows * (2 * inner * up_back + hidden * down_back)
+    expected = tuple(device.memory_seconds(own) + kernels for own, kernels in zip(moved, launches, strict=True))
+    assert added == pytest.approx(expected, rel=0.01, abs=1e-6)
+    assert without.total_s < biased.total_s < 2 * without.total_s
+
+
+@pytest.mark.parametrize("window", [128, 1024, 4096, 1 << 14])
+def test_a_window_has_the_rate_of_so_many_keys_and_half_a_tile_at_its_far_edge(window: int) -> None:
+    length = 1 << 14
+    found = FLASH2_AMPERE.fractions(128, length, causal=True, window=window)
+    whole = FLASH2_AMPERE.fractions(128, min(window, length), causal=True)
+    share = window / (window + 64) if window < length else 1.0
+    assert found == pytest.approx(tuple(share * own for own in whole))
+    shape, options = (1, 8, length, 128), {"kind": "sliding", "window": window, "scale": 0.1}
+    sliding, causal = (
+        seconds(call(composite.attention, shape, shape, shape, **own), precision="bf16").total_s
+        for own in (options, {"kind": "causal", "scale": 0.1})
+    )
+    seen = window * (length - window / 2) / (length * length / 2)
+    assert sliding >= 0.95 * seen * causal, "no faster for each key"
+    if window == 128:
+        assert sliding > 2 * seen * causal
+
+
+def test_experts_are_in_8_bits_where_a_stack_has_a_kernel_for_that() -> None:
+    node = moe(1 << 15, 8)
+    for name, lower, upper in (("autopar", 1.0, 1.0), ("megatron-core-2025", 0.55, 0.97)):
+        device = make_cluster("h100-sxm", 8, stack=find_stack(name)).device
+        wide, narrow = (
+            OpCost.of(node, rule_for(node), device, precision="bf16", eight_bits=own).time((None,), ONE).total_s
+            for own in (False, True)
+        )
+        assert lower * wide <= narrow <= upper * wide, "products at twice the rate, and casts"
+
+
+def test_experts_on_streams_have_kernels_of_their_own() -> None:
+    node = moe(1 << 15, 64)
+    device = make_cluster("h100-sxm", 8, stack=find_stack("megatron-core-2025")).device
+    wide, narrow = (
+        OpCost.of(node, rule_for(node), device, precision="bf16", eight_bits=own).of_an_expert for own in (False, True)
+    )
+    assert (wide, narrow) == ((2, 4), (10, 12)), "two products, and of each the rows and their gradients cast"
+    grouped = replace(device, stack=replace(device.stack, expert_by_expert=False))
+    own, joint = (OpCost.of(node, rule_for(node), d, precision="bf16").time((None,), ONE) for d in (device, grouped))
+    assert own.forward_s - joint.forward_s == pytest.approx(64 * 2 * device.kernel_launch_s)
+    assert own.backward_s - joint.backward_s == pytest.approx(64 * 4 * device.kernel_launch_s)
+
+
 def test_rows_that_travel_leave_experts_as_many() -> None:
     node, mesh = moe(1 << 12, 64), Mesh.of(ep=8)
     rule = rule_for(node)
@@ -169,7 +232,7 @@ def test_rows_that_travel_leave_experts_as_many() -> None:
 def test_experts_without_a_kernel_for_all_of_them_take_launches_each() -> None:
     node = moe(64, 64)
     single, grouped = (OpCost.of(node, rule_for(node), A100, precision=p) for p in ("fp32", "bf16"))
-    assert (single.num_loops, grouped.num_loops) == (2, 0)
+    assert (single.of_an_expert, grouped.of_an_expert) == ((8, 16), (0, 0))
     whole, shared = single.time((None,), ONE), single.time(("experts",), Mesh.of(ep=8))
     assert whole.forward_s - shared.forward_s > 2 * 4 * 56 * A100.kernel_launch_s
 

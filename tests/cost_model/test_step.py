@@ -67,13 +67,21 @@ def test_device_memory_moved_for_buffers_and_masters() -> None:
     # One microbatch adds up nothing; bfloat16 is cast both ways.
     assert master_work(N, 1, zero=0, itemsize=4, num_microbatches=1) == (0, 0)
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=1) == (6 * N, 6 * N)
-    fused = master_work(N, 2, zero=1, itemsize=2, num_microbatches=4, adds_in_products=True)
-    assert fused == (6 * N / 2 / 4, 0), "the products write float32 gradients"
     assert master_work(N, 4, zero=2, itemsize=4, num_microbatches=2) == (0, 12 * N / 4 / 2)
     # Of four microbatches three add 16 bits to 32; parameters are cast once, but for stage 3.
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=4) == (6 * N / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=1, itemsize=2, num_microbatches=4) == (6 * N / 2 / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=3, itemsize=2, num_microbatches=4) == (6 * N / 2, 12 * N / 2 * 3 / 4)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_products_that_add_to_float32_leave_zeros_to_be_written_once_a_step(zero: int) -> None:
+    plain, added = (
+        master_work(N, 2, zero=zero, itemsize=2, num_microbatches=4, in_products=own) for own in (False, True)
+    )
+    assert added == (plain if zero >= 2 else (plain[0], 4 * N / 4))
+    once = master_work(N, 2, zero=zero, itemsize=2, num_microbatches=1, in_products=True)
+    assert once == master_work(N, 2, zero=zero, itemsize=2, num_microbatches=1), "nothing is added"
 
 
 def test_no_axes_no_time() -> None:

@@ -258,10 +258,14 @@ def _by_axis(
                 spent[step.axis] += times * time.total_s
     for node, choices in layouts.assignments.items():
         block = workload.repetition.block_of.get(node)
-        lowered = workload.rule(node).lowered
-        for axis, choice in enumerate(choices):
-            if block is not None and choice in lowered and here(block):
-                spent[axis] += pricing.lowering(node, choices).total_s
+        if block is None or not here(block):
+            continue
+        rule = workload.rule(node)
+        inside = [axis for axis, choice in enumerate(choices) if choice in rule.lowered]
+        # Among ranks with the same tokens experts exchange nothing inside.
+        inside = [axis for axis in inside if choices[axis] in rule.joint] or inside
+        for axis in inside:
+            spent[axis] += pricing.lowering(node, choices).total_s / len(inside)
     whole = sum(spent)
     if not whole or not total_s:
         return {}

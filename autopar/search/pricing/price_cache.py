@@ -73,6 +73,7 @@ class OpPrices:
                 loads=self.loads,
                 documents=self.documents,
                 fused=self.fused.get(node),
+                eight_bits=bool(workload.analysis.recipes),
             )
         return found
 

@@ -199,7 +199,7 @@ class Pricing:
             zero=zero,
             itemsize=compute,
             num_microbatches=self.num_microbatches,
-            adds_in_products=device.stack.adds_in_products,
+            in_products=device.stack.adds_in_products,
         )
         cast = OpTime(*(device.memory_seconds(moved) for moved in masters))
         if not requires_grad:
