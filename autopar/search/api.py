@@ -10,9 +10,9 @@ from math import gcd, inf
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.cost_model.hardware.device import EIGHT_BITS
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.placed.assign import assignment_of
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment
@@ -139,14 +139,17 @@ def _fastest_recipe(
 
 
 def _check_precision(workload: Workload, cluster: Cluster) -> None:
-    """Raise InvalidCluster if products are to be in 8-bit floats on a device that has no units for them."""
-    recipes, device = sorted(set(workload.analysis.recipes.values())), cluster.device
-    if recipes and EIGHT_BITS not in device.precisions:
-        raise InvalidCluster(
-            f"{device.name} has no units for 8-bit floats, which {' and '.join(recipes)} multiplies in; it has rates "
-            f"for {', '.join(device.precisions)}.\n  try: --precision {workload.precision}, or a device with an "
-            "fp8 rate (in a cluster file: rates: {fp8: ...})"
-        )
+    """Raise InvalidCluster if products are to be by a recipe on a device that has no units for it."""
+    device = cluster.device
+    for recipe in sorted(set(workload.analysis.recipes.values())):
+        rate = SCALINGS[recipe].rate
+        if rate not in device.precisions:
+            able = [own for own, scaling in SCALINGS.items() if scaling.rate in device.precisions]
+            raise InvalidCluster(
+                f"{device.name} has no units for the products of {recipe}; it has rates for "
+                f"{', '.join(device.precisions)}.\n  try: --precision {' or '.join([workload.precision, *able])}, or a "
+                f"device with a rate for {rate} (in a cluster file: rates: {{{rate}: ...}})"
+            )
 
 
 def prices_of(workload: Workload, cluster: Cluster, constraints: Constraints) -> Prices:

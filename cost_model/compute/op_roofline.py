@@ -66,12 +66,13 @@ from autopar.cost_model.compute.traffic import (
     moved_tensor,
     transcendental_elements,
 )
-from autopar.cost_model.hardware.device import EIGHT_BITS, Device, MatmulRate
+from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.scalings import SCALINGS, Scaling
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
@@ -202,8 +203,8 @@ class OpCost:
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
-        eight_bits = op_name(node) == "scaled_linear"
-        rate = device.matmul_rate(EIGHT_BITS if eight_bits else precision)
+        scaling = _scaling_of(node)
+        rate = device.matmul_rate(precision if scaling is None else scaling.rate)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
             passes += _RECOMPUTED_SCORES
@@ -219,9 +220,9 @@ class OpCost:
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         casts: Casts = ((), ())
-        if eight_bits:
-            casts = casts_of_product(read, written[0], differentiable, device, shared=0 not in moved.read)
-        if eight_bits:
+        if scaling is not None:
+            shared = 0 not in moved.read
+            casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=shared)
             launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
@@ -400,6 +401,12 @@ class OpCost:
     def _fraction(self, shape: tuple[float, ...], order: tuple[int, ...], steps: int) -> float:
         rows, *others = (shape[number] for number in order)
         return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
+
+
+def _scaling_of(node: fx.Node) -> Scaling | None:
+    """What the recipe of an op says, None of one that has none."""
+    recipe = node.kwargs.get("recipe") if op_name(node) == "scaled_linear" else None
+    return None if recipe is None else SCALINGS[recipe]  # type: ignore[index]  # a recipe
 
 
 def op_time(

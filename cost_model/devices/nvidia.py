@@ -15,6 +15,7 @@ from autopar.cost_model.devices.parts import (
     MEMORY_EFFICIENCY,
     NETWORK,
     RESERVED,
+    by_tile,
     eight_bits,
     fp32,
     half,
@@ -41,7 +42,8 @@ _RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
 _A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
 _H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
-_H100_EIGHT = eight_bits(1979, ACCELERATORS)
+# Kernels for tiles of 128 are for Hopper: later parts have units for smaller tiles instead.
+_H100_EIGHT = {"fp8": eight_bits(1979, ACCELERATORS), "fp8-block": by_tile(eight_bits(1979, ACCELERATORS))}
 _H100_TILING = tiling(132, _H100)
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
@@ -168,7 +170,7 @@ A100_80GB_PCIE = GpuEntry(
 H100_SXM = GpuEntry(
     name="H100-SXM",
     architecture="hopper",
-    rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, "fp8": _H100_EIGHT},
+    rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, **_H100_EIGHT},
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(3350, ACCELERATORS),
@@ -186,7 +188,10 @@ H100_96GB = replace(
     rates={
         "fp32": fp32(67, _H100),
         "bf16": half(989, ACCELERATORS, 794.5, MAMF, Fit("sustained_500w", "as matrix products"), "sustained_500w"),
-        "fp8": replace(_H100_EIGHT, efficiency=Fit("sustained_500w", "as the part of 700 W", 1519 / 1979)),
+        **{
+            name: replace(rate, efficiency=Fit("sustained_500w", "as the part of 700 W", 1519 / 1979))
+            for name, rate in _H100_EIGHT.items()
+        },
     },
     memory_gb=Published(96, _TITAN),
     bandwidth_gb_s=Published(2400, _TITAN),
@@ -198,6 +203,7 @@ H100_PCIE = GpuEntry(
         "fp32": fp32(51, _H100),
         "bf16": half(756, ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100"),
         "fp8": eight_bits(1513, ACCELERATORS),
+        "fp8-block": by_tile(eight_bits(1513, ACCELERATORS)),
     },
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -213,7 +219,7 @@ H100_PCIE = GpuEntry(
 H200 = replace(
     H100_SXM,
     name="H200",
-    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, "fp8": _H100_EIGHT},
+    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, **_H100_EIGHT},
     memory_gb=Published(141, ACCELERATORS),
     bandwidth_gb_s=Published(4800, ACCELERATORS),
 )

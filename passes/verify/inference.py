@@ -168,7 +168,7 @@ class Inference:
         found = []
         reason = "no factor of its rule divides by the axes that its operands have on it"
         for assignment in product(*possible):
-            if not rule.allows(assignment, mesh):
+            if not rule.allows(assignment, mesh, TIME):
                 continue
             for inners in self._orders(op, tuple(order for _, order in given)):
                 try:

@@ -24,7 +24,7 @@ from autopar.ir.errors import InvalidPlan
 from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
 from autopar.ir.op_graph import op_graph
 from autopar.ir.ops.composite import columns_linear, moe, scaled_linear
-from autopar.ir.ops.scaled_products import MULTIPLE
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.plan import Plan, Recipe
 from autopar.ir.rules.call import op_name
 
@@ -54,8 +54,9 @@ def recipe_of(node: fx.Node) -> Recipe | None:
     return node.kwargs["recipe"] if node.target is scaled_linear else None  # type: ignore[return-value]
 
 
-def kept_wide(captured: CapturedModel, repetition: BlockRepetition) -> dict[fx.Node, str]:
+def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Recipe) -> dict[fx.Node, str]:
     """The linear layers that the rule leaves as they are, with the reason, in the order of the model."""
+    multiple = SCALINGS[recipe].multiple
     products = products_of(captured)
     inner = set(_inner(products, repetition, captured))
     routers = set(_routers(captured))
@@ -66,8 +67,8 @@ def kept_wide(captured: CapturedModel, repetition: BlockRepetition) -> dict[fx.N
             found[node] = "one of the first or last layers"
         elif node in routers:
             found[node] = "a router"
-        elif any(size % MULTIPLE for size in sizes):
-            found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {MULTIPLE}"
+        elif any(size % multiple for size in sizes):
+            found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {multiple}"
         elif not node.meta["val"].dtype.is_floating_point:
             found[node] = "not of real numbers"
     return found
@@ -75,7 +76,7 @@ def kept_wide(captured: CapturedModel, repetition: BlockRepetition) -> dict[fx.N
 
 def recipes_by_rule(captured: CapturedModel, recipe: Recipe) -> Recipes:
     """``recipe`` for every linear layer that the rule finds."""
-    left = kept_wide(captured, find_repetition(captured))
+    left = kept_wide(captured, find_repetition(captured), recipe)
     return {product: recipe for node, product in products_of(captured).items() if node not in left}
 
 
@@ -100,12 +101,12 @@ def recipes_of_plan(captured: CapturedModel, plan: Plan) -> Recipes:
                 if key in plan.blocks[block.kind].recipes:
                     found[products[node]] = plan.blocks[block.kind].recipes[key]
     for stated, own in zip(plan.blocks, known, strict=True):
-        for key in stated.recipes:
-            _check(stated.name, key, own)
+        for key, recipe in stated.recipes.items():
+            _check(stated.name, key, recipe, own)
     return found
 
 
-def _check(block: str, key: str, known: Mapping[str, fx.Node]) -> None:
+def _check(block: str, key: str, recipe: Recipe, known: Mapping[str, fx.Node]) -> None:
     if key not in known:
         close = difflib.get_close_matches(key, known, n=3)
         raise InvalidPlan(
@@ -113,11 +114,12 @@ def _check(block: str, key: str, known: Mapping[str, fx.Node]) -> None:
             f"  expected one of: {', '.join(close or known) or 'none, as it has no linear layers'}"
         )
     sizes = known[key].args[1].meta["val"].shape  # type: ignore[union-attr]
-    if any(size % MULTIPLE for size in sizes):
+    multiple = SCALINGS[recipe].multiple
+    if any(size % multiple for size in sizes):
         raise InvalidPlan(
-            f"plan: op {key!r} of block {block!r} cannot be in 8-bit floats: its weight is "
+            f"plan: op {key!r} of block {block!r} cannot be in {recipe}: its weight is "
             f"{' x '.join(map(str, sizes))}.\n  at {known[key].meta.get('source', 'an unknown line')}\n"
-            f"  expected sizes that are multiples of {MULTIPLE}\n  try: leave it out of recipes"
+            f"  expected sizes that are multiples of {multiple}\n  try: leave it out of recipes"
         )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
-from autopar.ir.ops.scaled_products import Recipe, scaled_product
+from autopar.ir.ops.scaled_products import scaled_product
+from autopar.ir.ops.scalings import Recipe
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
 from autopar.ir.primitives.group_communication import group_size
 from autopar.ir.torch_private import ATTENTION_OF_TWO_WIDTHS, FUSED_RMS_NORM, is_fake, never_compiled

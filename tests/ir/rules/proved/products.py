@@ -20,6 +20,7 @@ MATMUL = [
     case("d0 k n", composite.columns_linear, r(4, 6), r(6, 8), r(8)),
     case("d0! d1! k! n!", composite.scaled_linear, r(2, 4, 32), r(64, 32), recipe="fp8-tensor"),
     case("d0! k! n!", composite.scaled_linear, r(4, 32), r(32, 64), r(64), recipe="fp8-row", by_columns=True),
+    case("d0! d1! k! n!", composite.scaled_linear, r(2, 4, 32), r(64, 32), recipe="fp8-block"),
     case("m k n + +", aten.mm.default, r(4, 6), r(6, 8)),
     case("b0 m k n + +", aten.bmm.default, r(2, 4, 6), r(2, 6, 8)),
     case("b0 b1 m k n + +", aten.matmul.default, r(2, 1, 4, 6), r(4, 6, 8)),
