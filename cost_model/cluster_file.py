@@ -40,7 +40,7 @@ from autopar.ir.ops.scalings import RATES
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter"]
-PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp8-block"]
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class _Model(BaseModel):

@@ -189,9 +189,8 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="of compute: fp32, bf16, fp16, or 8-bit floats by fp8-tensor, fp8-row or fp8-block; bf16,fp8-row: the "
-        "faster; bf16 "
-        "on GPUs, fp32 on cpu if not given",
+        help="of compute: fp32, bf16, fp16, or narrower floats by fp8-tensor, fp8-row, fp8-block, mxfp8 or nvfp4; "
+        "bf16,fp8-row: the faster; bf16 on GPUs, fp32 on cpu if not given",
         metavar="NAME",
         rich_help_panel=_PIN,
     ),

@@ -35,6 +35,8 @@ CPU = GpuEntry(
             attention=None,
         ),
         "fp8-block": _IN_FP32,
+        "mxfp8": _IN_FP32,
+        "nvfp4": _IN_FP32,
     },
     memory_gb=Assumed(4, "a share of the 16-24 GB of a small continuous-integration machine"),
     reserved_gb=Assumed(0.5, "one Python process with torch imported"),

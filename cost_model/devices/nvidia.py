@@ -19,6 +19,7 @@ from autopar.cost_model.devices.parts import (
     eight_bits,
     fp32,
     half,
+    microscaled,
     network,
     tiling,
 )
@@ -38,6 +39,7 @@ _V100 = "recalled: NVIDIA V100 datasheet"
 _B200 = "recalled: NVIDIA HGX B200 datasheet"
 _B300 = "recalled: NVIDIA HGX B300 datasheet"
 _GB200 = "recalled: NVIDIA GB200 NVL72 datasheet"
+_GB300 = "recalled: NVIDIA GB300 NVL72 datasheet"
 _RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
 _A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
@@ -230,6 +232,7 @@ B200 = GpuEntry(
         "fp32": fp32(75, _B200),
         "bf16": half(2250, ACCELERATORS, 1745, MAMF),
         "fp8": eight_bits(4500, ACCELERATORS),
+        **microscaled(4500, 9000, ACCELERATORS, f"{_B200}: 72 PFLOP/s dense on eight"),
     },
     memory_gb=Published(180, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -245,7 +248,12 @@ B200 = GpuEntry(
 B300 = replace(
     B200,
     name="B300",
-    rates={"fp32": fp32(75, _B300), "bf16": half(2250, ACCELERATORS, 1769, MAMF), "fp8": eight_bits(4500, _B300)},
+    rates={
+        "fp32": fp32(75, _B300),
+        "bf16": half(2250, ACCELERATORS, 1769, MAMF),
+        "fp8": eight_bits(4500, _B300),
+        **microscaled(4500, 13500, _B300, f"{_B300}: 108 PFLOP/s dense on eight"),
+    },
     memory_gb=Published(270, f"DGX B300; {_RECIPES}"),
     tiling=tiling(148, _B300),
     inter_node=network("XDR InfiniBand or EFA v4", Published(100, f"DGX B300: 8 x 800 Gb/s, {NETWORK}")),
@@ -253,7 +261,12 @@ B300 = replace(
 GB200 = replace(
     B200,
     name="GB200",
-    rates={"fp32": fp32(80, _GB200), "bf16": half(2500, ACCELERATORS, 1822, MAMF), "fp8": eight_bits(5000, _GB200)},
+    rates={
+        "fp32": fp32(80, _GB200),
+        "bf16": half(2500, ACCELERATORS, 1822, MAMF),
+        "fp8": eight_bits(5000, _GB200),
+        **microscaled(5000, 10000, _GB200, f"{_GB200}: 720 PFLOP/s dense on 72"),
+    },
     memory_gb=Published(186, ACCELERATORS),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
     tiling=tiling(148, _GB200),
@@ -266,9 +279,10 @@ GB300 = replace(
     GB200,
     name="GB300",
     rates={
-        "fp32": fp32(80, "recalled: NVIDIA GB300 NVL72 datasheet"),
+        "fp32": fp32(80, _GB300),
         "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured"),
-        "fp8": eight_bits(5000, "recalled: NVIDIA GB300 NVL72 datasheet"),
+        "fp8": eight_bits(5000, _GB300),
+        **microscaled(5000, 15000, _GB300, f"{_GB300}: 1,080 PFLOP/s dense on 72"),
     },
     memory_gb=Published(279, _RECIPES),
     bandwidth_gb_s=Published(8000, _RECIPES),

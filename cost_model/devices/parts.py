@@ -82,6 +82,17 @@ def by_tile(rate: RateEntry) -> RateEntry:
     return replace(rate, efficiency=replace(rate.efficiency, reason=why))
 
 
+def microscaled(eight: float, four: float, source: str, four_source: str) -> dict[str, RateEntry]:
+    """Rates by tiles of 32 8-bit floats and of 16 4-bit ones, of so many TFLOP/s."""
+    why = "a guess, not measured on such a device: what an H200 reaches in 8-bit floats with one scale"
+    return {
+        name: RateEntry(
+            peak_tflops=Published(tflops, said), efficiency=Fit("sustained", why, 1519 / 1979), attention=None
+        )
+        for name, tflops, said in (("mxfp8", eight, source), ("nvfp4", four, four_source))
+    }
+
+
 def tiling(units: int, source: str) -> TilingEntry:
     """Tiles of a GPU with so many multiprocessors."""
     return TilingEntry(

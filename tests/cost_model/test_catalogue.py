@@ -70,6 +70,14 @@ def test_devices_with_units_for_eight_bits_multiply_twice_as_fast_in_them() -> N
         assert device.peak_flops("fp8") == pytest.approx(2 * device.peak_flops("bf16"), rel=1e-2)
 
 
+def test_only_blackwell_multiplies_small_tiles_and_only_hopper_tiles_of_128() -> None:
+    have = {rate: {n for n in NAMES if n != "cpu" and rate in make_cluster(n, 8).device.precisions} for rate in RATES}
+    assert have["mxfp8"] == have["nvfp4"] == {"b200", "b300", "gb200", "gb300"}
+    assert have["fp8-block"] == {"h100-sxm", "h100-pcie", "h100-96gb", "h200"}
+    gb300 = make_cluster("gb300", 8).device
+    assert gb300.peak_flops("nvfp4") == 3 * gb300.peak_flops("mxfp8") == 15e15
+
+
 def test_names() -> None:
     assert set(NAMES) == set(known_gpus())
     assert find_gpu("H100") is find_gpu("h100-SXM") is find_gpu("h100_sxm")

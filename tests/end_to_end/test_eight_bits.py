@@ -35,9 +35,10 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 # Recipes, and the plans that show what can go wrong with each. Tiles are wide, and so are the models that have several.
 WHOLE = ("fp8-tensor", "fp8-row")
-TILES = ("fp8-block",)
+TILES = ("fp8-block", "mxfp8", "nvfp4")
 RUNS = [(recipe, plan) for recipe in WHOLE for plan in PLANS]
-RUNS += [(recipe, plan) for recipe in TILES for plan in ("zero3", "tp2 sp remat", "tp2 dp2", "pp2 zb", "cp2")]
+RUNS += [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "tp2 dp2", "pp2 zb", "cp2")]
+RUNS += [("mxfp8", "tp2 dp2"), ("mxfp8", "cp2"), ("nvfp4", "tp2 dp2"), ("nvfp4", "pp2"), ("nvfp4", "cp2")]
 
 
 def model(recipe: str = "fp8-row") -> nn.Module:
@@ -107,6 +108,19 @@ def test_a_device_without_units_is_refused() -> None:
         InvalidCluster, match="A100-80GB has no units for the products of fp8-row; it has rates for fp32, bf16"
     ):
         autopar.search(model(), make_cluster("a100-80gb", 2), example_inputs=batch(0), precision="fp8-row")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe"), [("h100-sxm", "mxfp8"), ("h100-sxm", "nvfp4"), ("b200", "fp8-block"), ("mi355x", "nvfp4")]
+)
+def test_a_recipe_of_other_devices_is_refused_by_name(gpu: str, recipe: str) -> None:
+    from autopar.cost_model.catalogue import make_cluster
+
+    with pytest.raises(
+        InvalidCluster,
+        match=rf"no units for the products of {recipe};.*\n  try: .*a rate for {recipe} ",
+    ):
+        autopar.search(model(), make_cluster(gpu, 1), example_inputs=batch(0), precision=recipe)
 
 
 def test_the_faster_one_is_taken() -> None:

@@ -14,21 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.ops.scalings import Format, Scaling
+from autopar.ir.ops.scalings import E4M3, Format, Scaling
 
-# The least magnitude that a scale is computed of.
-_LEAST = 1e-12
 # The exponent of a float32.
 _EXPONENT = 0x7F800000
 
 
 class Quantised(NamedTuple):
-    """values: (r, d), of a narrow dtype, contiguous. inverse: float32, by which they are multiplied: () for the tensor,
-    (r, 1) by row, (tiles of rows, tiles of d) by tile. tile: rows and numbers of a row that share one, if by tile."""
+    """values: (r, d), of a narrow dtype, contiguous, of so many bits on a device that has them. inverse: float32, by
+    which they are multiplied: () for the tensor, (r, 1) by row, (tiles of rows, tiles of d) by tile. tile: rows and
+    numbers of a row that share one, if by tile. whole: (), by which all are multiplied too."""
 
     values: Tensor
     inverse: Tensor
     tile: tuple[int, int] | None = None
+    whole: Tensor | None = None
+    bits: int = 8
 
 
 def largest_of(matrix: Tensor, *, by_row: bool) -> Tensor:
@@ -41,9 +42,9 @@ def largest_of(matrix: Tensor, *, by_row: bool) -> Tensor:
 
 
 def quantised(matrix: Tensor, largest: Tensor | None, form: Format, scaling: Scaling, *, weight: bool) -> Quantised:
-    """A matrix (r, d) rounded to ``form``. largest: what ``largest_of`` found, over all ranks; None by tile."""
+    """A matrix (r, d) rounded to ``form``. largest: what ``largest_of`` found over all ranks, if scales need it."""
     if scaling.reach == "tile":
-        return _by_tile(matrix, form, scaling, scaling.tile if weight and scaling.square_weights else 1)
+        return _by_tile(matrix, largest, form, scaling, scaling.tile if weight and scaling.square_weights else 1)
     assert largest is not None, "scales by tensor and by row are taken over ranks"
     scale = _scale(largest, form, scaling)
     # The scale has two dimensions, so that the product is in float32; it is rounded as it is written. Nothing is beyond
@@ -58,7 +59,7 @@ def quantised(matrix: Tensor, largest: Tensor | None, form: Format, scaling: Sca
 def _scale(largest: Tensor, form: Format, scaling: Scaling) -> Tensor:
     """What numbers are multiplied by, float32. largest: float32 magnitudes."""
     # In float64, whose quotient is the same op by op and compiled once it is rounded to float32.
-    scale = (form.limit / largest.double().clamp(min=_LEAST)).float()
+    scale = (form.limit / largest.double().clamp(min=scaling.least)).float()
     return _power_of_two(scale) if scaling.power_of_two else scale
 
 
@@ -67,18 +68,36 @@ def _power_of_two(number: Tensor) -> Tensor:
     return number.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
 
 
-def _by_tile(matrix: Tensor, form: Format, scaling: Scaling, rows: int) -> Quantised:
-    """rows: of a tile."""
-    tiles = tiled(matrix, (rows, scaling.tile))
+def _by_tile(matrix: Tensor, of_tensor: Tensor | None, form: Format, scaling: Scaling, rows: int) -> Quantised:
+    """of_tensor: largest magnitude, where there are two levels. rows: of a tile."""
+    tiles = _tiled(matrix, (rows, scaling.tile))
     largest = tiles.abs().amax((1, 3)) if tiles.numel() else tiles.new_zeros(tiles.shape[0], tiles.shape[2])
-    scale = _scale(largest.float(), form, scaling)
-    values = (tiles * scale[:, None, :, None]).to(form.dtype)
+    if of_tensor is None:
+        whole, scale = None, _scale(largest.float(), form, scaling)
+        inverse = scale.reciprocal()
+    else:
+        whole = of_tensor.clamp(min=scaling.least) / (form.limit * E4M3.limit)
+        inverse = (largest.float() / form.limit / whole).clamp(torch.finfo(E4M3.dtype).tiny, E4M3.limit)
+        inverse = inverse.to(E4M3.dtype).float()
+        scale = whole.reciprocal() / inverse
+    values = _rounded(tiles * scale[:, None, :, None], form)
     r, d = matrix.shape
-    whole = values.reshape(tiles.shape[0] * rows, tiles.shape[2] * scaling.tile)[:r, :d]
-    return Quantised(whole.contiguous(), scale.reciprocal(), (rows, scaling.tile))
+    found = values.reshape(tiles.shape[0] * rows, tiles.shape[2] * scaling.tile)[:r, :d]
+    return Quantised(found.contiguous(), inverse, (rows, scaling.tile), whole, form.bits)
 
 
-def tiled(matrix: Tensor, tile: tuple[int, int]) -> Tensor:
+def _rounded(numbers: Tensor, form: Format) -> Tensor:
+    """The nearest numbers of a format, of two as near the one whose last bit is 0."""
+    if form.bits == 8:
+        return numbers.to(form.dtype)
+    numbers = numbers.clamp(-form.limit, form.limit)
+    magnitude = numbers.abs()
+    # E2M1 has two numbers between powers of two, and as many between 0 and 1.
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (torch.round(numbers / step) * step).to(form.dtype)
+
+
+def _tiled(matrix: Tensor, tile: tuple[int, int]) -> Tensor:
     """A matrix (r, d) as (tiles of rows, rows, tiles of d, numbers of a row), filled up with zeros."""
     rows, depth = tile
     below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % depth
@@ -95,4 +114,4 @@ def dequantised(operand: Quantised, dtype: torch.dtype) -> Tensor:
     rows, depth = operand.tile
     r, d = values.shape
     inverse = operand.inverse.repeat_interleave(rows, 0)[:r].repeat_interleave(depth, 1)[:, :d]
-    return values * inverse
+    return values * (inverse if operand.whole is None else inverse * operand.whole)

@@ -1,11 +1,15 @@
-"""Recipes of 8-bit floats: which numbers operands of a product become, and what each of their scales is for.
+"""Recipes of narrow floats: which numbers operands of a product become, and what each of their scales is for.
 
     fp8-tensor    one scale for a tensor
     fp8-row       one for each row along the dimension that a product sums
     fp8-block     one for 128 neighbours of a row along that dimension, of a weight for 128 x 128
+    mxfp8         one for 32 neighbours, a power of two
+    nvfp4         one for 16 neighbours, of a weight for 16 x 16, in 8 bits, and one for the tensor; numbers have 4 bits
 
 The first two are torchao's tensorwise and rowwise scaling; the third is that of DeepSeek-V3 (arXiv:2412.19437, section
-3.3.2), as torchao's blockwise training has it: backward rounds what forward read, not what it had rounded.
+3.3.2), as torchao's blockwise training has it: backward rounds what forward read, not what it had rounded. The fourth
+is the OCP microscaling format, its scales rounded so that nothing is beyond the largest number (arXiv:2506.08027), as
+Transformer Engine does; the fifth is NVIDIA's (arXiv:2509.25149) without its random rotations and rounding at random.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Recipe = Literal["fp8-tensor", "fp8-row", "fp8-block"]
+Recipe = Literal["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class Format(NamedTuple):
@@ -29,6 +33,8 @@ class Format(NamedTuple):
 
 E4M3 = Format(torch.float8_e4m3fn, 448.0, 8)
 E5M2 = Format(torch.float8_e5m2, 57344.0, 8)
+# 0, 0.5, 1, 1.5, 2, 3, 4 and 6, which 8 bits hold exactly.
+E2M1 = Format(torch.float8_e4m3fn, 6.0, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,8 @@ class Scaling:
     rate: name of the matrix rate that its products run at (``Device.matmul_rate``). value, gradient: what gradients
     become, and what other tensors do. reach: what a scale is for. tile: numbers along the dimension that is summed
     that share one, if it is for a tile; of the last tile there may be fewer. square_weights: a tile of a weight has as
-    many rows. power_of_two: scales are rounded down to one. scale_bits: of a scale in memory.
+    many rows. power_of_two: scales are rounded down to one. scale_bits: of a scale in memory. two_levels: a tensor has
+    one too, by which the inverse scales of its tiles become 8-bit floats. least: magnitude that a scale is computed of.
     """
 
     rate: str
@@ -49,11 +56,15 @@ class Scaling:
     square_weights: bool = False
     power_of_two: bool = False
     scale_bits: int = 32
+    two_levels: bool = False
+    least: float = 1e-12
 
     @property
     def shared(self) -> Literal["tensor", "row"] | None:
         """What a maximum is taken of over the ranks that hold pieces of it; None where no rank needs another's."""
-        return None if self.reach == "tile" else self.reach
+        if self.reach == "tile":
+            return "tensor" if self.two_levels else None
+        return self.reach
 
     @property
     def multiple(self) -> int:
@@ -80,6 +91,27 @@ SCALINGS: dict[Recipe, Scaling] = {
     "fp8-tensor": Scaling(rate="fp8", value=E4M3, gradient=E5M2, reach="tensor"),
     "fp8-row": Scaling(rate="fp8", value=E4M3, gradient=E4M3, reach="row", power_of_two=True),
     "fp8-block": Scaling(rate="fp8-block", value=E4M3, gradient=E4M3, reach="tile", tile=128, square_weights=True),
+    # A power of two in 8 bits without a sign is 2^-127 to 2^127 (e8m0).
+    "mxfp8": Scaling(
+        rate="mxfp8",
+        value=E4M3,
+        gradient=E4M3,
+        reach="tile",
+        tile=32,
+        power_of_two=True,
+        scale_bits=8,
+        least=E4M3.limit * 2.0**-127,
+    ),
+    "nvfp4": Scaling(
+        rate="nvfp4",
+        value=E2M1,
+        gradient=E2M1,
+        reach="tile",
+        tile=16,
+        square_weights=True,
+        scale_bits=8,
+        two_levels=True,
+    ),
 }
 
 # The matrix rates that recipes name.
