@@ -5,14 +5,14 @@
 By rule these are linear layers in the part of a model that repeats; without any repeats, those that have linear layers
 both before and after them. So the first and the last layers of a model are left as they are, the projection to a
 vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose sizes 8-bit
-units cannot read. Attention has no weights and is no such product.
+units cannot read. Attention has no weights and is no such product. A pin (``ir.recipe_pins``) goes before the rule.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import networkx as nx
@@ -20,12 +20,13 @@ import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import BlockRepetition, find_repetition
-from autopar.ir.errors import InvalidPlan
-from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
+from autopar.ir.errors import InvalidInput, InvalidPlan
+from autopar.ir.graph import CapturedModel, call_nodes, copy_captured, tensor_operands
 from autopar.ir.op_graph import op_graph
 from autopar.ir.ops.composite import columns_linear, moe, scaled_linear
 from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.plan import Plan, Recipe
+from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rules.call import op_name
 
 # What a product is called in every capture of a model: its module, its weight, and which of those that are alike.
@@ -74,10 +75,65 @@ def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Reci
     return found
 
 
-def recipes_by_rule(captured: CapturedModel, recipe: Recipe) -> Recipes:
-    """``recipe`` for every linear layer that the rule finds."""
-    left = kept_wide(captured, find_repetition(captured), recipe)
-    return {product: recipe for node, product in products_of(captured).items() if node not in left}
+def recipes_by_rule(captured: CapturedModel, recipe: Recipe | None, pins: Sequence[RecipePin] = ()) -> Recipes:
+    """``recipe`` for every linear layer that the rule finds, and what ``pins`` say of any.
+
+    Raises InvalidInput for a pin that names no linear layer, one whose sizes its recipe cannot have, or some of the
+    repeats of a layer alone.
+    """
+    repetition, products = find_repetition(captured), products_of(captured)
+    left = kept_wide(captured, repetition, recipe) if recipe is not None else products
+    found = {product: recipe for node, product in products.items() if node not in left and recipe is not None}
+    if not pins:
+        return found
+    names = {node: _weight_names(captured, node) for node in products}
+    for pin in pins:
+        for node in _pinned(pin, names):
+            found.pop(products[node], None)
+            if pin.recipe is not None:
+                found[products[node]] = pin.recipe
+    _check_repeats(repetition, products, found)
+    return found
+
+
+def _weight_names(captured: CapturedModel, node: fx.Node) -> tuple[str, ...]:
+    parameter = captured.parameters[tensor_operands(node)[1].name]
+    return (*parameter.names, *parameter.whole_names)
+
+
+def _pinned(pin: RecipePin, names: Mapping[fx.Node, tuple[str, ...]]) -> list[fx.Node]:
+    """The linear layers of a pin. names: of their weights."""
+    found = [node for node, own in names.items() if pin.matches(own)]
+    if not found:
+        every = [name for own in names.values() for name in own]
+        close = difflib.get_close_matches(pin.pattern, every, n=3, cutoff=0.3)
+        raise InvalidInput(
+            f"recipe of {pin.pattern!r}: no linear layer has a weight of such a name.\n"
+            f"  names like it: {', '.join(close) or 'none'}"
+        )
+    for node in found:
+        sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        multiple = 1 if pin.recipe is None else SCALINGS[pin.recipe].multiple
+        if any(size % multiple for size in sizes):
+            raise InvalidInput(
+                f"recipe of {pin.pattern!r}: {names[node][0]} is {' x '.join(map(str, sizes))}.\n"
+                f"  at {node.meta.get('source', 'an unknown line')}\n"
+                f"  expected for {pin.recipe}: multiples of {multiple}\n  try: a pattern without it"
+            )
+    return found
+
+
+def _check_repeats(repetition: BlockRepetition, products: Mapping[fx.Node, Product], found: Recipes) -> None:
+    """Raise InvalidInput if repeats of a layer, of which a plan says one thing, have several recipes."""
+    for node, product in products.items():
+        first = repetition.representative.get(node, node)
+        own, other = found.get(product), found.get(products[first])
+        if own != other:
+            raise InvalidInput(
+                f"recipes: {product[1]} is in {own or 'no narrow floats'} and {products[first][1]} in "
+                f"{other or 'none'}; they are one layer of a block that repeats, of which a plan says one thing.\n"
+                "  try: a pattern for all of its repeats, as in 'layers.*.up.weight'"
+            )
 
 
 def recipes_of_plan(captured: CapturedModel, plan: Plan) -> Recipes:
