@@ -16,9 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost_model.compute.traffic import MovedTensor
-from autopar.cost_model.hardware.device import Device
-from autopar.ir.ops.scalings import Scaling
+from torch import fx
+
+from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.compute.traffic import WORK, MovedTensor
+from autopar.cost_model.hardware.device import Device, MatmulRate
+from autopar.ir.graph import tensor_operands
+from autopar.ir.ops.scalings import SCALINGS, Scaling
 
 # Bytes of an element that torch's own kernels move beyond two reads, in bfloat16: on an H100 all six casts of layers of
 # 8,192 x 4,096 x 4,096 to 8,192 x 28,672 x 8,192 took 8.7 to 8.9 ps for each element by tensor, 9.7 to 11.9 by row
@@ -29,6 +33,12 @@ _EAGER = 24.0
 _KERNELS = 9
 
 Casts = tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]
+
+
+def scaling_of(node: fx.Node) -> Scaling | None:
+    """What the recipe of an op says, None of one that has none."""
+    recipe = node.kwargs.get("recipe") if op_name(node) in ("scaled_linear", "moe") else None
+    return None if recipe is None else SCALINGS[recipe]  # type: ignore[index]  # a recipe
 
 
 def casts_of_product(
@@ -61,6 +71,46 @@ def casts_of_product(
     if 1 in differentiable:
         backward += _moving(result, reads, transposed), _moving(rows, reads, transposed)
     return (_moving(rows, reads, plain), _moving(weight, reads, plain)), tuple(backward)
+
+
+def casts_of_experts(
+    node: fx.Node,
+    weights: Sequence[MovedTensor],
+    differentiable: Sequence[int],
+    device: Device,
+    scaling: Scaling,
+    itemsize: int,
+    *,
+    carries_batch: bool,
+) -> Casts:
+    """The same of the two products of experts. weights: of both. The rows of both, and their gradients, are cast too.
+
+    Where scales are of tiles there is no product of weights' gradients in them.
+    """
+    x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
+    widths = x.shape[-1], up.shape[1], down.shape[2], x.shape[-1]
+    hidden, wide, inner, out = (
+        MovedTensor(float(index.numel() * width * itemsize), frozenset({WORK}), carries_batch, itemsize)
+        for width in widths
+    )
+    of_inputs = [0, *([1] if scaling.reach != "tile" else [])] if differentiable else []
+    forward: list[MovedTensor] = []
+    backward: list[MovedTensor] = []
+    for rows, weight, result in ((hidden, weights[0], wide), (inner, weights[1], out)):
+        ahead, behind = casts_of_product((rows, weight), result, of_inputs, device, scaling, shared=False)
+        forward += ahead
+        backward += behind
+    return tuple(forward), tuple(backward)
+
+
+def slowdown_of_gradients(scaling: Scaling, narrow: MatmulRate, wide: MatmulRate) -> float:
+    """Time of the products that give gradients of experts, of what it would be if all of them were in narrow floats.
+
+    Where scales are of tiles, the half of them that is of weights is in the precision of the other ops.
+    """
+    if scaling.reach != "tile":
+        return 1.0
+    return 0.5 + 0.5 * (narrow.peak_flops * narrow.efficiency) / (wide.peak_flops * wide.efficiency)
 
 
 def _moving(tensor: MovedTensor, reads: float, beside: float) -> MovedTensor:

@@ -25,7 +25,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.compute.casts import Casts, casts_of_product, launches_of_product
+from autopar.cost_model.compute.casts import (
+    Casts,
+    casts_of_experts,
+    casts_of_product,
+    launches_of_product,
+    scaling_of,
+    slowdown_of_gradients,
+)
 from autopar.cost_model.compute.documents import (
     COPIES,
     KERNELS,
@@ -72,7 +79,7 @@ from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.scalings import SCALINGS, Scaling
+from autopar.ir.ops.scalings import Scaling
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS
@@ -93,6 +100,8 @@ _LAUNCHES_ON_CPU = {"rms_norm": (6, 9)}
 # product, and backward both gradients.
 _AROUND_EXPERTS = (12, 12)
 _OF_AN_EXPERT = (4, 8)
+# In narrow floats each operand is cast, too.
+_OF_A_SCALED = (22, 44)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +118,8 @@ class OpCost:
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
-    casts, casts_back: what turns operands of a product into 8-bit floats reads and writes, forward and backward, before
-    it.
+    casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
+    before it. scaled_experts: experts in narrow floats, whose gradients take ``slowdown`` times as long as all in them.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
     as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
     forward and backward, by kernels that run before and after them.
@@ -137,6 +146,8 @@ class OpCost:
     efficiency: float
     launches: tuple[int, int]
     num_loops: int = 0
+    scaled_experts: bool = False
+    slowdown: float = 1.0
     accumulated_in_place: tuple[MovedTensor, ...] = ()
     accumulated_out_of_place: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
@@ -203,7 +214,7 @@ class OpCost:
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
-        scaling = _scaling_of(node)
+        scaling = scaling_of(node)
         rate = device.matmul_rate(precision if scaling is None else scaling.rate)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
@@ -220,7 +231,14 @@ class OpCost:
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         casts: Casts = ((), ())
-        if scaling is not None:
+        slowdown = 1.0
+        if scaling is not None and experts:
+            itemsize, carries_batch = written[0].itemsize, batch_factor is not None
+            casts = casts_of_experts(
+                node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=carries_batch
+            )
+            slowdown = slowdown_of_gradients(scaling, rate, device.matmul_rate(precision))
+        elif scaling is not None:
             shared = 0 not in moved.read
             casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=shared)
             launches = launches_of_product(launches, casts)
@@ -278,7 +296,9 @@ class OpCost:
             batch_factor=batch_factor,
             efficiency=rates[0] if attention else rate.efficiency * (device.stack.grouped if experts else 1.0),
             launches=_AROUND_EXPERTS if experts else launches,
-            num_loops=len(products) if experts and (device.is_cpu or precision != "bf16") else 0,
+            num_loops=len(products) if experts and _one_by_one(device, precision, scaling) else 0,
+            scaled_experts=experts and scaling is not None,
+            slowdown=slowdown,
             accumulated_in_place=in_place,
             accumulated_out_of_place=out_of_place,
             elements=transcendental_elements(node, rule, batch_factor),
@@ -307,7 +327,7 @@ class OpCost:
         one_by_one = self.num_loops * self.sizes.get(EXPERTS, 0) / degrees.get(EXPERTS, 1)
         launch, launch_back = (
             self.device.kernel_launch_s * (around + one_by_one * own)
-            for around, own in zip(self.launches, _OF_AN_EXPERT, strict=True)
+            for around, own in zip(self.launches, _OF_A_SCALED if self.scaled_experts else _OF_AN_EXPERT, strict=True)
         )
         most = self._largest_share(degrees)
         busy = most / work / (self.rate.peak_flops * self.efficiency)
@@ -322,6 +342,7 @@ class OpCost:
                 computing_back += sum(
                     product.flops * busy / self._fraction(shape, order, steps) for order in self.gradients
                 )
+            computing_back *= self.slowdown
         forward = backward = functions = 0.0
         if self.elements is not None:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)
@@ -403,10 +424,9 @@ class OpCost:
         return fraction_of_rate(self.device.tiling, rows / steps if order[0] == 0 else rows, *others)
 
 
-def _scaling_of(node: fx.Node) -> Scaling | None:
-    """What the recipe of an op says, None of one that has none."""
-    recipe = node.kwargs.get("recipe") if op_name(node) == "scaled_linear" else None
-    return None if recipe is None else SCALINGS[recipe]  # type: ignore[index]  # a recipe
+def _one_by_one(device: Device, precision: str, scaling: Scaling | None) -> bool:
+    """Whether experts are computed one after the other: our kernel for all of them is in bf16, on GPUs."""
+    return device.is_cpu or precision != "bf16" or (scaling is not None and not device.stack.casts_once)
 
 
 def op_time(

@@ -190,7 +190,7 @@ class Inference:
         if self.mesh.sizes[TIME] == 1 or choice in rule.couples:
             return False
         return (
-            name in (None, "moe", "scales")
+            name in (None, "moe", "scaled_moe", "scales")
             or (name == "attention" and choice != QUERIES)
             or self._is_mean(rule, choice)
         )

@@ -142,7 +142,10 @@ def test_a_plan_says_which() -> None:
 @pytest.mark.parametrize(
     ("recipes", "message"),
     [
-        ({"dwn/linear": "fp8-row"}, r"'dwn/linear', which is no linear layer of it.\n  expected one of: down/linear"),
+        (
+            {"dwn/linear": "fp8-row"},
+            r"'dwn/linear', which is no linear layer of it, nor its experts.\n  expected one of: down/linear",
+        ),
         ({"up/relu": "fp8-row"}, "which is no linear layer"),
         ({"odd/linear": "fp8-row"}, r"its weight is 20 x 32.\n  at .*\n  expected sizes that are multiples of 16"),
     ],

@@ -1,11 +1,13 @@
 """The matrix products of a model that are computed in 8-bit floats, found by rule or named by a plan.
 
     linear(x, w)      scaled_linear(x, w, recipe='fp8-row')
+    moe(x, ..)        moe(x, .., recipe='fp8-row')
 
-By rule these are linear layers in the part of a model that repeats; without any repeats, those that have linear layers
-both before and after them. So the first and the last layers of a model are left as they are, the projection to a
-vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose sizes 8-bit
-units cannot read. Attention has no weights and is no such product. A pin (``ir.recipe_pins``) goes before the rule.
+By rule these are linear layers, and experts, in the part of a model that repeats; without any repeats, those that have
+such products both before and after them. So the first and the last layers of a model are left as they are, the
+projection to a vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose
+sizes 8-bit units cannot read. Attention has no weights and is no such product. A pin (``ir.recipe_pins``) goes before
+the rule.
 """
 
 from __future__ import annotations
@@ -38,21 +40,33 @@ _SELECTIONS = frozenset({"aten::topk", "aten::sort", "aten::argsort", "aten::arg
 
 
 def products_of(captured: CapturedModel) -> dict[fx.Node, Product]:
-    """The linear layers of a model that multiply with a parameter, in order."""
+    """The linear layers of a model that multiply with a parameter, and its experts, in order."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[fx.Node, Product] = {}
     for node in call_nodes(captured.graph):
         weight = node.args[1] if node.target in _LINEAR else None
-        if isinstance(weight, fx.Node) and weight.name in captured.parameters and weight.meta["val"].dim() == 2:
-            key = str(node.meta.get("path", "")), captured.parameters[weight.name].name
+        of_linear = isinstance(weight, fx.Node) and weight.name in captured.parameters and weight.meta["val"].dim() == 2
+        if of_linear or node.target is moe:
+            key = str(node.meta.get("path", "")), next(iter(_weight_names(captured, node)), "")
             seen[key] += 1
             found[node] = (*key, seen[key])
     return found
 
 
+def _weights(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The matrices of a product: one of a linear layer, two of experts."""
+    return tuple(tensor_operands(node)[3:5] if node.target is moe else tensor_operands(node)[1:2])
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    """Sizes of a product's matrices, each once."""
+    first, *others = (own.meta["val"].shape[-2:] for own in _weights(node))
+    return [int(size) for size in (*first, *(own[1] for own in others))]
+
+
 def recipe_of(node: fx.Node) -> Recipe | None:
     """The recipe of an op, None if it is not in 8-bit floats."""
-    return node.kwargs["recipe"] if node.target is scaled_linear else None  # type: ignore[return-value]
+    return node.kwargs.get("recipe") if node.target in (scaled_linear, moe) else None  # type: ignore[return-value]
 
 
 def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Recipe) -> dict[fx.Node, str]:
@@ -63,7 +77,7 @@ def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Reci
     routers = set(_routers(captured))
     found: dict[fx.Node, str] = {}
     for node in products:
-        sizes = [int(size) for size in node.args[1].meta["val"].shape]  # type: ignore[union-attr]
+        sizes = _sizes(node)
         if node not in inner:
             found[node] = "one of the first or last layers"
         elif node in routers:
@@ -97,8 +111,9 @@ def recipes_by_rule(captured: CapturedModel, recipe: Recipe | None, pins: Sequen
 
 
 def _weight_names(captured: CapturedModel, node: fx.Node) -> tuple[str, ...]:
-    parameter = captured.parameters[tensor_operands(node)[1].name]
-    return (*parameter.names, *parameter.whole_names)
+    """Of a weight that is computed from others there is none."""
+    found = [captured.parameters[own.name] for own in _weights(node) if own.name in captured.parameters]
+    return tuple(name for parameter in found for name in (*parameter.names, *parameter.whole_names))
 
 
 def _pinned(pin: RecipePin, names: Mapping[fx.Node, tuple[str, ...]]) -> list[fx.Node]:
@@ -112,7 +127,7 @@ def _pinned(pin: RecipePin, names: Mapping[fx.Node, tuple[str, ...]]) -> list[fx
             f"  names like it: {', '.join(close) or 'none'}"
         )
     for node in found:
-        sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
+        sizes = _sizes(node)
         multiple = 1 if pin.recipe is None else SCALINGS[pin.recipe].multiple
         if any(size % multiple for size in sizes):
             raise InvalidInput(
@@ -166,10 +181,10 @@ def _check(block: str, key: str, recipe: Recipe, known: Mapping[str, fx.Node]) -
     if key not in known:
         close = difflib.get_close_matches(key, known, n=3)
         raise InvalidPlan(
-            f"plan: recipes of block {block!r} name {key!r}, which is no linear layer of it.\n"
+            f"plan: recipes of block {block!r} name {key!r}, which is no linear layer of it, nor its experts.\n"
             f"  expected one of: {', '.join(close or known) or 'none, as it has no linear layers'}"
         )
-    sizes = known[key].args[1].meta["val"].shape  # type: ignore[union-attr]
+    sizes = _sizes(known[key])
     multiple = SCALINGS[recipe].multiple
     if any(size % multiple for size in sizes):
         raise InvalidPlan(
@@ -185,7 +200,9 @@ def in_eight_bits(captured: CapturedModel, recipes: Recipes) -> CapturedModel:
         return captured
     found = copy_captured(captured)
     for node, product in products_of(found).items():
-        if product in recipes:
+        if product in recipes and node.target is moe:
+            node.kwargs = {**node.kwargs, "recipe": recipes[product]}
+        elif product in recipes:
             by_columns = {"by_columns": True} if node.target is columns_linear else {}
             node.target, node.kwargs = scaled_linear, {**node.kwargs, "recipe": recipes[product], **by_columns}
     found.graph_module.recompile()

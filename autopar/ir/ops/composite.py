@@ -256,6 +256,7 @@ def moe(
     gated: bool,
     interleaved: bool = False,
     capacity_factor: float | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Mixture of experts: each token through its K experts, summed with their weights.
 
@@ -266,6 +267,7 @@ def moe(
         both (``gates.py``).
     capacity_factor: an expert takes at most this many times an even share of the rows, ``ceil(factor * T * K / E)``
         for T tokens: the first in order of tokens, and of a token's choices. The rest of its rows count as zero.
+    recipe: of narrow floats, in which the products are (``scaled_experts``).
 
     But for that, tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
     Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
@@ -289,6 +291,7 @@ def moe(
             activation=activation,
             gated=gated,
             interleaved=interleaved,
+            recipe=recipe,
         )
 
     return combine(x, expert_weight, order, experts)

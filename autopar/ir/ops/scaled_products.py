@@ -12,24 +12,21 @@ groups of ranks that hold pieces of m, k and n. Tiles are never in pieces: parts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.ir.errors import InvalidInput
-from autopar.ir.ops.quantise import largest_of, quantised
+from autopar.ir.ops.quantise import quantised
 from autopar.ir.ops.scaled_kernels import product
-from autopar.ir.ops.scalings import SCALINGS, Recipe, Scaling
+from autopar.ir.ops.scalings import SCALINGS, Recipe
+from autopar.ir.ops.shared_maxima import Groups, Side, shared_maxima
 from autopar.ir.primitives.collectives import apply, communicates_backward
-from autopar.ir.primitives.group_communication import group_all_reduce, group_size
-
-_Groups = tuple[str, ...]
+from autopar.ir.primitives.group_communication import group_size
 
 
-def scaled_product(
-    x: Tensor, weight: Tensor, recipe: Recipe, rows: _Groups, depth: _Groups, columns: _Groups
-) -> Tensor:
+def scaled_product(x: Tensor, weight: Tensor, recipe: Recipe, rows: Groups, depth: Groups, columns: Groups) -> Tensor:
     """``x @ weight.T`` by ``recipe``. x: (m, k). weight: (n, k). Result: (m, n), of x's dtype; partial over ``depth``.
 
     rows, depth, columns: groups of ranks that hold pieces of m, k and n. Raises InvalidInput for rows that share a tile
@@ -46,24 +43,14 @@ def scaled_product(
     return result
 
 
-class _Side(NamedTuple):
-    """One operand of a product. matrix: (r, d). rows, depth: groups that hold pieces of r and d. weight: whether it is
-    one."""
-
-    matrix: Tensor
-    rows: _Groups
-    depth: _Groups
-    weight: bool = False
-
-
 class _ScaledProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, rows: _Groups, depth: _Groups, columns: _Groups
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, rows: Groups, depth: Groups, columns: Groups
     ) -> Tensor:
         scaling = SCALINGS[recipe]
-        sides = _Side(x, rows, depth), _Side(weight, columns, depth, weight=True)
-        largest = _largest(sides, scaling)
+        sides = Side(x, rows, depth), Side(weight, columns, depth, weight=True)
+        largest = shared_maxima(sides, scaling)
         first, second = (
             quantised(side.matrix, own, scaling.value, scaling, weight=side.weight)
             for side, own in zip(sides, largest, strict=True)
@@ -79,17 +66,17 @@ class _ScaledProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, *known), scaling, (rows, depth, columns) = ctx.saved_tensors, ctx.scaling, ctx.groups
         of_x, of_weight = ctx.needs_input_grad[:2]
-        sides: list[_Side] = []
+        sides: list[Side] = []
         if of_x:
-            sides += _Side(grad, rows, columns), _Side(weight.t(), depth, columns, weight=True)
+            sides += Side(grad, rows, columns), Side(weight.t(), depth, columns, weight=True)
         if of_weight:
-            sides += _Side(grad.t(), columns, rows), _Side(x.t(), depth, rows)
+            sides += Side(grad.t(), columns, rows), Side(x.t(), depth, rows)
         largest: Sequence[Tensor | None]
         if known:
-            (of_grad,) = _largest([_Side(grad, rows, columns)], scaling)
+            (of_grad,) = shared_maxima([Side(grad, rows, columns)], scaling)
             largest = [of_grad, known[1]] * of_x + [of_grad, known[0]] * of_weight
         else:
-            largest = _largest(sides, scaling)
+            largest = shared_maxima(sides, scaling)
         forms = (scaling.gradient, scaling.value) * 2
         operands = [
             quantised(side.matrix, own, form, scaling, weight=side.weight)
@@ -102,19 +89,3 @@ class _ScaledProduct(torch.autograd.Function):
         grad_x = products[0] if of_x else None
         grad_weight = products[-1] if of_weight else None
         return grad_x, grad_weight, None, None, None, None
-
-
-def _largest(sides: Sequence[_Side], scaling: Scaling) -> list[Tensor] | list[None]:
-    """What ``largest_of`` finds of each operand, over all ranks that hold pieces of it; None of tiles."""
-    shared = scaling.shared
-    if shared is None:
-        return [None] * len(sides)
-    found = [largest_of(side.matrix, by_row=shared == "row") for side in sides]
-    groups = [side.depth if shared == "row" else (*side.rows, *side.depth) for side in sides]
-    for group in dict.fromkeys(group for own in groups for group in own):
-        numbers = [number for number, own in enumerate(groups) if group in own]
-        pieces = [found[number].reshape(-1) for number in numbers]
-        together = group_all_reduce(torch.cat(pieces), group, "max")
-        for number, piece in zip(numbers, together.split([piece.numel() for piece in pieces]), strict=True):
-            found[number] = piece.view_as(found[number])
-    return found

@@ -131,6 +131,7 @@ MOE = [
     moe_case("d0 d1 f experts!", (2, 4), 8, activation="gelu", gated=False),
     moe_case("d0 d1 experts!", (2, 4), 16, activation="silu", gated=True),
     moe_case("d0 d1 f experts!", (2, 4), 16, activation="silu", gated=True, interleaved=True),
+    moe_case("d0! d1! f! experts!", (2, 4), 8, activation="gelu", gated=False, recipe="fp8-row"),
     moe_case("d0! experts!", (2, 4), 16, activation="silu", gated=True, capacity_factor=1.0),
     moe_case("d0 f experts!", (4,), 8, r(3, 8), activation="relu", gated=False),
     moe_case("d0 f! experts!", (4,), 8, None, r(3, 6), activation="relu", gated=False),
