@@ -28,6 +28,7 @@ from autopar.ir.placed.placed_model import place
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.program import StageProgram
+from autopar.ir.recipe_pins import pins_of
 from autopar.local_cluster import local_cluster
 from autopar.modes import Modes
 from autopar.passes.normalise import normalise
@@ -180,7 +181,7 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             fields["precision"], recipes = parse_precision(value)
             fields |= {} if recipes == (None,) else {"recipes": recipes}
             continue
-        read = {"annotations": _annotations, "expert_load": _loads}.get(field)
+        read = {"annotations": _annotations, "expert_load": _loads, "recipe_pins": pins_of}.get(field)
         fields[field] = value if read is None else read(value)
     return Constraints(**fields)
 

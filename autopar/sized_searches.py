@@ -114,7 +114,7 @@ class SizedSearches:
         limits = self.constraints
         (recipe,) = limits.recipes
         captured = self.captures.at(batch, length)
-        workload = Workload.of(captured, limits.precision, limits.expert_capacity, recipe)
+        workload = Workload.of(captured, limits.precision, limits.expert_capacity, recipe, limits.recipe_pins)
         found = self._known[batch, length] = prices_of(workload, self.cluster, limits)
         return found
 

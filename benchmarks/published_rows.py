@@ -30,8 +30,16 @@ from autopar.search.result import SearchResult
 GIB = 2**30
 ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
-# Those of products in 8-bit floats compute all else in bfloat16.
-PRECISIONS |= {"fp8": "bf16", "fp8-cs": "bf16"}
+# Words of a precision in narrow floats -> recipe of its products, the first that fits; all else is in bfloat16. Tables
+# of Megatron-Bridge and NeMo say "cs" for current scaling, "mx" for microscaling, "sc" for subchannels: tiles.
+RECIPES: dict[str, Recipe] = {
+    "nvfp4": "nvfp4",
+    "mx": "mxfp8",
+    "block": "fp8-block",
+    "-sc": "fp8-block",
+    "row": "fp8-row",
+    "fp8": "fp8-tensor",
+}
 # The year of a source, as in "2022", "SC21", "_202412_", a release "24.11" or "arXiv 2205.05198"; of tables that print
 # none, that of the software they were made with.
 YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b|_20(\d\d)[-\d]|\bv?(\d\d)\.(?:0[1-9]|1[0-2])\b|arXiv (\d\d)\d\d\.")
@@ -327,19 +335,22 @@ class Row:
 
     @property
     def dtype(self) -> Precision:
+        if self.recipe is not None:
+            return "bf16"
         name = self.precision.split()[0] if self.precision else ""
         if not name and self.is_half:
             name = "16bit"
         if name not in PRECISIONS:
-            raise Missing(f"a precision of {', '.join(PRECISIONS)} ({name or 'none'})")
+            known = (*PRECISIONS, *dict.fromkeys(RECIPES.values()))
+            raise Missing(f"a precision of {', '.join(known)} ({name or 'none'})")
         return PRECISIONS[name]
 
     @property
     def recipe(self) -> Recipe | None:
-        """Of 8-bit floats: by tensor unless it says otherwise."""
-        if not self.precision.startswith("fp8"):
+        """Of narrow floats: of 8-bit ones by tensor unless it says otherwise."""
+        if "fp8" not in self.precision and "fp4" not in self.precision:
             return None
-        return "fp8-row" if "rowwise" in self.precision else "fp8-tensor"
+        return next((recipe for word, recipe in RECIPES.items() if word in self.precision), None)
 
     @property
     def is_half(self) -> bool:

@@ -36,10 +36,11 @@ from autopar.cost_model.hardware.device import GB, MIB, Link, MatmulRate
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.ops.scalings import RATES
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter"]
-PrecisionName = Literal["fp32", "bf16", "fp16"]
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class _Model(BaseModel):
@@ -86,12 +87,13 @@ class LinkDescription(_Model):
 class RateDescription(_Model):
     """Matrix rate in one precision: TFLOP/s, and the fractions of it that matmuls and fused attention achieve.
 
-    attention_by_length: number of keys -> fraction that attention to so many achieves, at 64 elements a head.
+    attention_efficiency: not of narrower floats, in which there is no attention. attention_by_length: number of keys ->
+    fraction that attention to so many achieves, at 64 elements a head.
     """
 
     peak_tflops: PositiveFloat
     efficiency: Fraction
-    attention_efficiency: Fraction
+    attention_efficiency: Fraction | None = None
     attention_by_length: dict[PositiveInt, Fraction] = {}
 
     def rate(self, precision: str) -> MatmulRate:
@@ -100,7 +102,7 @@ class RateDescription(_Model):
             precision=precision,
             peak_flops=self.peak_tflops * 1e12,
             efficiency=self.efficiency,
-            attention_efficiency=self.attention_efficiency,
+            attention_efficiency=self.attention_efficiency or 0.0,
             attention_by_length=tuple(sorted(self.attention_by_length.items())),
         )
 
@@ -164,6 +166,18 @@ class ClusterDescription(_Model):
             raise ValueError("nodes say which GPUs there are; leave gpu and num_gpus out")
         if not self.nodes and (self.gpu is None or self.num_gpus is None):
             raise ValueError("expected gpu and num_gpus, or nodes")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _attention_where_there_is_some(self) -> ClusterDescription:
+        for precision, rate in self.rates.items():
+            if (rate.attention_efficiency is None) != (precision in RATES):
+                said = (
+                    "no attention_efficiency, as attention is not in it"
+                    if precision in RATES
+                    else "attention_efficiency"
+                )
+                raise ValueError(f"rates.{precision}: expected {said}")
         return self
 
     def _catalogued(self) -> Cluster:

@@ -176,7 +176,10 @@ def test_in_a_pipeline_fsdp_gathers_once_a_step(
 
 @pytest.mark.parametrize(
     ("precision", "recipe"),
-    [("bf16", None), ("fp8", "fp8-tensor"), ("fp8-cs", "fp8-tensor"), ("fp8 rowwise", "fp8-row")],
+    [
+        *(("bf16", None), ("fp8", "fp8-tensor"), ("fp8-cs", "fp8-tensor"), ("fp8 rowwise", "fp8-row")),
+        *(("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("nvfp4", "nvfp4"), ("fp8 blockwise", "fp8-block")),
+    ],
 )
 def test_products_in_8_bits_are_of_the_recipe_that_is_named(precision: str, recipe: str | None) -> None:
     given = row(precision=precision).constraints()

@@ -86,6 +86,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         remat: opt.Remat = None,
         fit_probability: opt.FitProbability = None,
         constrain: opt.Constrain = None,
+        recipe: opt.RecipePin = None,
         like: opt.Like = None,
         forbid: opt.Forbid = None,
         output: opt.Output = None,
@@ -102,7 +103,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
             precision=precision, remat=remat, fit_probability=fit_probability,
-            constrain=tuple(constrain or ()), like=like, forbid=tuple(forbid or ()),
+            constrain=tuple(constrain or ()), recipe=tuple(recipe or ()), like=like, forbid=tuple(forbid or ()),
             output=output, report=report, vary=vary, trace=trace, json=json, pin_degrees=pin_degrees,
         )  # fmt: skip
         if request.has_several_sizes:

@@ -189,8 +189,8 @@ Precision = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="of compute: fp32, bf16, fp16, or 8-bit floats by fp8-tensor or fp8-row; bf16,fp8-row: the faster; bf16 "
-        "on GPUs, fp32 on cpu if not given",
+        help="of compute: fp32, bf16, fp16, or narrower floats by fp8-tensor, fp8-row, fp8-block, mxfp8 or nvfp4; "
+        "bf16,fp8-row: the faster for each product; bf16 on GPUs, fp32 on cpu if not given",
         metavar="NAME",
         rich_help_panel=_PIN,
     ),
@@ -210,6 +210,16 @@ Constrain = Annotated[
         "--constrain",
         metavar="'PATTERN: AXIS=DIM ...'",
         help="placement of parameters, as in '*.up.weight: tp=0'; * for replicated",
+        rich_help_panel=_PIN,
+    ),
+]
+
+RecipePin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        metavar="'PATTERN: RECIPE'",
+        help="of linear layers by their weights, before what is found by rule, as in '*.down.weight: bf16'",
         rich_help_panel=_PIN,
     ),
 ]

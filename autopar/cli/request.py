@@ -21,6 +21,7 @@ from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.lengths import LengthHistogram
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
+from autopar.ir.recipe_pins import parse_pin
 from autopar.load_model import load_model_file
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, with_axes_of
@@ -66,6 +67,7 @@ class Request:
     remat: RematName | None = None
     fit_probability: float | None = None
     constrain: tuple[str, ...] = ()
+    recipe: tuple[str, ...] = ()
     like: Path | None = None
     forbid: tuple[str, ...] = ()
     output: Path | None = None
@@ -143,6 +145,7 @@ class Request:
             recipes=recipes,
             fit_probability=self.fit_probability,
             remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
+            recipe_pins=tuple(map(parse_pin, self.recipe)),
             annotations=tuple(map(parse_annotation, self.constrain)),
             forbidden=tuple(map(parse_forbidden, self.forbid)),
         )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from autopar.ir import plan_page
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.ops.scaled_products import Recipe as Recipe
+from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward
 from autopar.ir.sequence import SequenceLayout
 

@@ -112,13 +112,17 @@ class FactorRule:
         """Every choice along one mesh axis, the replicated one first."""
         return (None, *self.shardable(), *self.joint, *(f"+{k}" for k in range(len(self.linear))))
 
-    def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether every factor divides by the axes put on it, into parts that are the multiples asked for."""
+    def allows(self, assignment: Assignment, mesh: Mesh, in_time: int | None = None) -> bool:
+        """Whether every factor divides by the axes put on it, into parts that are the multiples asked for.
+
+        in_time: number of an axis of microbatches, which one process has too: its parts need not be such multiples.
+        """
         left: dict[str, int] = {}
-        for choice, axis in zip(assignment, mesh.axes, strict=True):
+        for number, (choice, axis) in enumerate(zip(assignment, mesh.axes, strict=True)):
             for factor in factors_of_choice(choice):
                 size = left.get(factor, self.sizes[factor])
-                if size % (axis.size * self.multiples.get(factor, 1)):
+                multiple = 1 if number == in_time else self.multiples.get(factor, 1)
+                if size % (axis.size * multiple):
                     return False
                 left[factor] = size // axis.size
         return True

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import gcd, inf
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.cost_model.hardware.device import EIGHT_BITS
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.placed.assign import assignment_of
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Recipe
 from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
 from autopar.search.outer.configuration import Configuration, Inner
@@ -31,6 +32,7 @@ from autopar.search.problem.annotation_limits import check_annotations
 from autopar.search.problem.constraints import Constraints, NoOption
 from autopar.search.problem.forbidden_placements import check_forbidden
 from autopar.search.problem.workload import Workload
+from autopar.search.recipe_choice import fastest_for_each
 from autopar.search.result import Baseline, SearchResult
 from autopar.search.stages.stage import LEVELS, Stage
 
@@ -57,14 +59,17 @@ def search_captured(
     start = time.perf_counter()
     constraints = constraints or Constraints()
     if workload is None and prices is None and len(constraints.recipes) > 1:
-        return _fastest_recipe(captured, cluster, constraints, batch_size=batch_size, known=known, report=report)
+        return _fastest_recipes(captured, cluster, constraints, batch_size=batch_size, known=known, report=report)
     batches = captured.batch_size // (batch_size or captured.batch_size)
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
     if prices is not None:
         workload = prices.workload
-    elif workload is None or constraints.expert_capacity is not None:
+    elif workload is None:
         (recipe,) = constraints.recipes
-        workload = Workload.of(captured, constraints.precision, constraints.expert_capacity, recipe)
+        workload = _workload(captured, constraints, recipe)
+    elif constraints.expert_capacity is not None:
+        analysis = Analysis.of(captured, constraints.expert_capacity, workload.analysis.recipes)
+        workload = Workload(analysis=analysis, precision=constraints.precision)
     _check_precision(workload, cluster)
     _check_microbatches(workload, constraints)
     _check_experts(workload, constraints)
@@ -112,7 +117,14 @@ def search_captured(
     )
 
 
-def _fastest_recipe(
+def _workload(captured: CapturedModel, constraints: Constraints, recipe: Recipe | None) -> Workload:
+    """The model with one recipe for its products, but for those that are pinned."""
+    return Workload.of(
+        captured, constraints.precision, constraints.expert_capacity, recipe, pins=constraints.recipe_pins
+    )
+
+
+def _fastest_recipes(
     captured: CapturedModel,
     cluster: Cluster,
     constraints: Constraints,
@@ -121,7 +133,7 @@ def _fastest_recipe(
     known: Sequence[Known],
     report: Callable[[Progress], object],
 ) -> SearchResult:
-    """The fastest of the plans that the recipes give, the first one of those that are as fast."""
+    """The fastest of the plans that each recipe gives, and of one with the fastest for each product."""
     found: list[SearchResult] = []
     refusal: InfeasiblePlan | None = None
     start = time.perf_counter()
@@ -135,18 +147,36 @@ def _fastest_recipe(
         assert refusal is not None, "there is a recipe"
         raise refusal
     best = min(found, key=lambda own: own.predicted.step_time_s)
+    pricing, assignment, _ = priced_plan(captured, cluster, best.plan, workload=best.workload)
+    others = {
+        recipe: prices_of(_workload(captured, constraints, recipe), cluster, constraints)
+        for recipe in constraints.recipes
+    }
+    recipes = fastest_for_each(captured, pricing, assignment, others)
+    if recipes != best.workload.analysis.recipes:
+        analysis = Analysis.of(captured, constraints.expert_capacity, recipes)
+        mixed = Workload(analysis=analysis, precision=constraints.precision)
+        prices = prices_of(mixed, cluster, constraints)
+        with suppress(InfeasiblePlan):  # then it is one recipe for all
+            other = search_captured(
+                captured, cluster, constraints, prices=prices, batch_size=batch_size, known=known, report=report
+            )
+            best = min(best, other, key=lambda own: own.predicted.step_time_s)
     return replace(best, search_time_s=time.perf_counter() - start)
 
 
 def _check_precision(workload: Workload, cluster: Cluster) -> None:
-    """Raise InvalidCluster if products are to be in 8-bit floats on a device that has no units for them."""
-    recipes, device = sorted(set(workload.analysis.recipes.values())), cluster.device
-    if recipes and EIGHT_BITS not in device.precisions:
-        raise InvalidCluster(
-            f"{device.name} has no units for 8-bit floats, which {' and '.join(recipes)} multiplies in; it has rates "
-            f"for {', '.join(device.precisions)}.\n  try: --precision {workload.precision}, or a device with an "
-            "fp8 rate (in a cluster file: rates: {fp8: ...})"
-        )
+    """Raise InvalidCluster if products are to be by a recipe on a device that has no units for it."""
+    device = cluster.device
+    for recipe in sorted(set(workload.analysis.recipes.values())):
+        rate = SCALINGS[recipe].rate
+        if rate not in device.precisions:
+            able = [own for own, scaling in SCALINGS.items() if scaling.rate in device.precisions]
+            raise InvalidCluster(
+                f"{device.name} has no units for the products of {recipe}; it has rates for "
+                f"{', '.join(device.precisions)}.\n  try: --precision {' or '.join([workload.precision, *able])}, or a "
+                f"device with a rate for {rate} (in a cluster file: rates: {{{rate}: ...}})"
+            )
 
 
 def prices_of(workload: Workload, cluster: Cluster, constraints: Constraints) -> Prices:

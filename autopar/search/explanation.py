@@ -147,9 +147,10 @@ def explain_op(
 def _kept_wide(workload: Workload, node: fx.Node) -> str | None:
     """Why a linear layer is not in 8-bit floats in a plan that has some in them."""
     captured = workload.captured
-    if not workload.analysis.recipes or node not in products_of(captured):
+    recipes = sorted(set(workload.analysis.recipes.values()))
+    if not recipes or node not in products_of(captured):
         return None
-    return kept_wide(captured, workload.repetition).get(node, "the plan has no recipe for it")
+    return kept_wide(captured, workload.repetition, recipes[0]).get(node, "the plan has no recipe for it")
 
 
 def _find(workload: Workload, name: str) -> tuple[str, str, fx.Node]:

@@ -26,6 +26,9 @@ from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
 
+# Lowerings whose all-reduces are of maxima, for scales.
+_SCALED = frozenset({"scales", "moe", "scaled_moe"})
+
 
 def lowering_time(
     node: fx.Node,
@@ -59,7 +62,7 @@ def lowering_time(
         )
 
     name = lowering_of(rule, assignment)
-    if name not in INSIDE or (name == "scales" and fabric.cluster.device.stack.local_scales):
+    if name not in INSIDE:
         return OpTime()
     mesh = fabric.mesh
     sizes = LocalSizes(
@@ -69,10 +72,10 @@ def lowering_time(
         batch=batch_factor,
         num_microbatches=num_microbatches,
     )
-    total = OpTime()
+    total, local_scales = OpTime(), fabric.cluster.device.stack.local_scales
     # A chunked loss has the same ones for every chunk.
     for one, count in Counter(INSIDE[name](node, rule, sizes)).items():
-        if sizes.size(one.axis) == 1:
+        if sizes.size(one.axis) == 1 or (name in _SCALED and one.kind == "all_reduce" and local_scales):
             continue
         collective, payload, reorder = Collective(one.kind), one.payload_bytes, 0.0
         if collective is Collective.ALL_TO_ALL:

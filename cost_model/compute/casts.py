@@ -1,7 +1,7 @@
-"""What it takes to turn the operands of a matrix product into 8-bit floats.
+"""What it takes to turn the operands of a matrix product into floats of 8 bits or fewer.
 
-    the largest magnitude          reads the operand
-    times the scale, rounded       reads it, and writes a byte for each element
+    the largest magnitude          reads the operand; where scales are of tiles, a compiled kernel has it at hand
+    times the scale, rounded       reads it, and writes a number of the format and its share of the scale
     in the order of the product    copies that, where the operand is transposed
 
 Each operand of each of the three products of a linear layer is cast anew: backward needs other rows of what forward
@@ -16,12 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost_model.compute.traffic import MovedTensor
-from autopar.cost_model.hardware.device import Device
+from torch import fx
+
+from autopar.cost_model.compute.flops import op_name
+from autopar.cost_model.compute.traffic import WORK, MovedTensor
+from autopar.cost_model.hardware.device import Device, MatmulRate
+from autopar.ir.graph import tensor_operands
+from autopar.ir.ops.scalings import SCALINGS, Scaling
 
 # Bytes of an element that torch's own kernels move beyond two reads, in bfloat16: on an H100 all six casts of layers of
 # 8,192 x 4,096 x 4,096 to 8,192 x 28,672 x 8,192 took 8.7 to 8.9 ps for each element by tensor, 9.7 to 11.9 by row
-# (``benchmarks/eight_bits.py``), of which 26 and 30 bytes in all are made at its bandwidth.
+# (``benchmarks/eight_bits.py``), of which 26 and 30 bytes in all are made at its bandwidth. Of tiles nothing is
+# measured; they are taken to be as rows, since the same kernels read and write as much.
 _EAGER = 24.0
 # Kernels over an operand, and on its maximum and scale alone.
 _KERNELS = 9
@@ -29,8 +35,20 @@ _KERNELS = 9
 Casts = tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]
 
 
+def scaling_of(node: fx.Node) -> Scaling | None:
+    """What the recipe of an op says, None of one that has none."""
+    recipe = node.kwargs.get("recipe") if op_name(node) in ("scaled_linear", "moe") else None
+    return None if recipe is None else SCALINGS[recipe]  # type: ignore[index]  # a recipe
+
+
 def casts_of_product(
-    read: Sequence[MovedTensor], result: MovedTensor, differentiable: Sequence[int], device: Device, *, shared: bool
+    read: Sequence[MovedTensor],
+    result: MovedTensor,
+    differentiable: Sequence[int],
+    device: Device,
+    scaling: Scaling,
+    *,
+    shared: bool,
 ) -> Casts:
     """Bytes moved by the casts of a linear layer, forward and backward: of each operand of each product.
 
@@ -38,23 +56,66 @@ def casts_of_product(
     have a gradient. shared: the input is that of another product, which is one with it.
     """
     rows, weight = read[:2]
+    number = scaling.bytes_of_number
     if device.stack.casts_once:
         return (
-            () if shared else (replace(rows, num_bytes=rows.num_bytes * 2 / rows.itemsize),),
-            (replace(result, num_bytes=result.num_bytes * (1 + 2 / result.itemsize)),) if differentiable else (),
+            () if shared else (_moving(rows, 0, 2 * number),),
+            (_moving(result, 1, 2 * number),) if differentiable else (),
         )
-    plain, transposed = (1.0, 3.0) if device.stack.fuses or device.is_cpu else (_EAGER, _EAGER)
+    fused = device.stack.fuses or device.is_cpu
+    reads = 1 if fused and scaling.reach == "tile" else 2
+    plain, transposed = (number, 3 * number) if fused else (_EAGER, _EAGER)
     backward: list[MovedTensor] = []
     if 0 in differentiable:
-        backward += _cast(result, plain), _cast(weight, transposed)
+        backward += _moving(result, reads, plain), _moving(weight, reads, transposed)
     if 1 in differentiable:
-        backward += _cast(result, transposed), _cast(rows, transposed)
-    return (_cast(rows, plain), _cast(weight, plain)), tuple(backward)
+        backward += _moving(result, reads, transposed), _moving(rows, reads, transposed)
+    return (_moving(rows, reads, plain), _moving(weight, reads, plain)), tuple(backward)
 
 
-def _cast(tensor: MovedTensor, beside: float) -> MovedTensor:
-    """beside: bytes of an element beyond the two reads."""
-    return replace(tensor, num_bytes=tensor.num_bytes * (2 + beside / tensor.itemsize))
+def casts_of_experts(
+    node: fx.Node,
+    weights: Sequence[MovedTensor],
+    differentiable: Sequence[int],
+    device: Device,
+    scaling: Scaling,
+    itemsize: int,
+    *,
+    carries_batch: bool,
+) -> Casts:
+    """The same of the two products of experts. weights: of both. The rows of both, and their gradients, are cast too.
+
+    Where scales are of tiles there is no product of weights' gradients in them.
+    """
+    x, index, _, up, down = (operand.meta["val"] for operand in tensor_operands(node)[:5])
+    widths = x.shape[-1], up.shape[1], down.shape[2], x.shape[-1]
+    hidden, wide, inner, out = (
+        MovedTensor(float(index.numel() * width * itemsize), frozenset({WORK}), carries_batch, itemsize)
+        for width in widths
+    )
+    of_inputs = [0, *([1] if scaling.reach != "tile" else [])] if differentiable else []
+    forward: list[MovedTensor] = []
+    backward: list[MovedTensor] = []
+    for rows, weight, result in ((hidden, weights[0], wide), (inner, weights[1], out)):
+        ahead, behind = casts_of_product((rows, weight), result, of_inputs, device, scaling, shared=False)
+        forward += ahead
+        backward += behind
+    return tuple(forward), tuple(backward)
+
+
+def slowdown_of_gradients(scaling: Scaling, narrow: MatmulRate, wide: MatmulRate) -> float:
+    """Time of the products that give gradients of experts, of what it would be if all of them were in narrow floats.
+
+    Where scales are of tiles, the half of them that is of weights is in the precision of the other ops.
+    """
+    if scaling.reach != "tile":
+        return 1.0
+    return 0.5 + 0.5 * (narrow.peak_flops * narrow.efficiency) / (wide.peak_flops * wide.efficiency)
+
+
+def _moving(tensor: MovedTensor, reads: float, beside: float) -> MovedTensor:
+    """What a cast moves. reads: of the tensor as it is. beside: bytes of an element beyond them."""
+    return replace(tensor, num_bytes=tensor.num_bytes * (reads + beside / tensor.itemsize))
 
 
 def launches_of_product(launches: tuple[int, int], casts: Casts) -> tuple[int, int]:

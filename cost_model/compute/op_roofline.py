@@ -25,7 +25,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.compute.casts import Casts, casts_of_product, launches_of_product
+from autopar.cost_model.compute.casts import (
+    Casts,
+    casts_of_experts,
+    casts_of_product,
+    launches_of_product,
+    scaling_of,
+    slowdown_of_gradients,
+)
 from autopar.cost_model.compute.documents import (
     COPIES,
     KERNELS,
@@ -35,6 +42,7 @@ from autopar.cost_model.compute.documents import (
     scores_counted,
 )
 from autopar.cost_model.compute.expert_imbalance import Loads, share_of_busiest
+from autopar.cost_model.compute.expert_kernels import AROUND_EXPERTS, between_products, launches_of_expert
 from autopar.cost_model.compute.flops import (
     accumulated_gradients,
     contracted_operands,
@@ -61,13 +69,11 @@ from autopar.cost_model.compute.traffic import (
     PASSES_OF_ADDITION,
     WORK,
     MovedTensor,
-    between_products,
     extra_passes,
-    launches_of_expert,
     moved_tensor,
     transcendental_elements,
 )
-from autopar.cost_model.hardware.device import EIGHT_BITS, Device, MatmulRate
+from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
@@ -88,12 +94,6 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Ten
 # Launches of a composite op on a core, forward and backward, where there is no kernel for all of it.
 _LAUNCHES_ON_CPU = {"rms_norm": (6, 9)}
 
-# Kernels around the two products of experts, forward and backward; and those of a product of one expert where our own
-# runtime has no kernel for all of them (``ir.ops.expert_ffn`` has one in bf16 on GPUs): selecting rows and weight,
-# transposing, product, and backward both gradients.
-_AROUND_EXPERTS = (12, 12)
-_OF_AN_EXPERT = (4, 8)
-
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
@@ -109,8 +109,8 @@ class OpCost:
     elements: of the first operand, weighted, where a transcendental function of them is taken.
     sight, lengths: of an attention, who sees whom and how many queries and keys there are. balanced: whether its
     sequence is in zigzag layout so that all ranks see equally many keys. loads: tokens per expert, by layer.
-    casts, casts_back: what turns operands of a product into 8-bit floats reads and writes, forward and backward, before
-    it.
+    casts, casts_back: what turns operands of a product into narrow floats reads and writes, forward and backward,
+    before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
     as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
     forward and backward, by kernels that run before and after them.
@@ -137,6 +137,7 @@ class OpCost:
     efficiency: float
     launches: tuple[int, int]
     of_an_expert: tuple[int, int] = (0, 0)
+    slowdown: float = 1.0
     accumulated_in_place: tuple[MovedTensor, ...] = ()
     accumulated_out_of_place: tuple[MovedTensor, ...] = ()
     elements: MovedTensor | None = None
@@ -163,7 +164,6 @@ class OpCost:
         loads: Loads = (),
         documents: Documents | None = None,
         fused: Fused | None = None,
-        eight_bits: bool = False,
     ) -> OpCost:
         """Measure ``node``.
 
@@ -171,7 +171,7 @@ class OpCost:
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
         documents: in the rows of an attention that keeps them apart; one whole row if not given. fused: in which
-        kernel the op is, if in one with others. eight_bits: whether linear layers of the model are in 8-bit floats.
+        kernel the op is, if in one with others.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -204,9 +204,8 @@ class OpCost:
             read[0] = replace(written[0], num_bytes=rows * written[0].num_bytes)
         forward_extra, backward_extra = extra_passes(node, rule, device, precision, batch_factor)
         flops = forward_flops(rule, contracted)
-        experts = op_name(node) == "moe"
-        scaled, cast_rows = op_name(node) == "scaled_linear", experts and eight_bits and device.stack.eight_bit_experts
-        rate = device.matmul_rate(EIGHT_BITS if scaled or cast_rows else precision)
+        experts, scaling = op_name(node) == "moe", scaling_of(node)
+        rate = device.matmul_rate(precision if scaling is None else scaling.rate)
         passes = gradient_passes(node, contracted, differentiable)
         if attention and passes:
             passes += _RECOMPUTED_SCORES
@@ -217,17 +216,21 @@ class OpCost:
             products = (
                 products_of_experts(rule) if experts else () if attention else product_of(rule, contracted, flops)
             )
-        of_an_expert = (0, 0)
-        if experts:
-            of_an_expert = launches_of_expert(node, device.stack, eight_bits=cast_rows)
-            if device.is_cpu or precision != "bf16":
-                of_an_expert = _OF_AN_EXPERT[0] * len(products), _OF_AN_EXPERT[1] * len(products)
+        of_an_expert = launches_of_expert(node, device, precision, scaling) if experts else (0, 0)
         launches = (1, max(1, len(gradients)) if contracted else 1)
         if in_steps or is_scan(node):
             launches = launches_of_scan(node) if is_scan(node) else launches_of_recurrence(node)
         casts: Casts = ((), ())
-        if scaled:
-            casts = casts_of_product(read, written[0], differentiable, device, shared=0 not in moved.read)
+        slowdown = 1.0
+        if scaling is not None and experts:
+            itemsize, carries_batch = written[0].itemsize, batch_factor is not None
+            casts = casts_of_experts(
+                node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=carries_batch
+            )
+            slowdown = slowdown_of_gradients(scaling, rate, device.matmul_rate(precision))
+        elif scaling is not None:
+            shared = 0 not in moved.read
+            casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=shared)
             launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)
@@ -282,8 +285,9 @@ class OpCost:
             sizes=dict(rule.sizes),
             batch_factor=batch_factor,
             efficiency=rates[0] if attention else rate.efficiency * (device.stack.grouped if experts else 1.0),
-            launches=_AROUND_EXPERTS if experts else launches,
+            launches=AROUND_EXPERTS if experts else launches,
             of_an_expert=of_an_expert,
+            slowdown=slowdown,
             accumulated_in_place=in_place,
             accumulated_out_of_place=out_of_place,
             elements=transcendental_elements(node, rule, batch_factor),
@@ -292,7 +296,7 @@ class OpCost:
             balanced=balanced,
             loads=loads,
             documents=documents,
-            between=between_products(node, precision, batch_factor, device.stack, eight_bits=cast_rows)
+            between=between_products(node, precision, batch_factor, device.stack, scaled=scaling is not None)
             if experts
             else None,
             casts=casts[0],
@@ -329,6 +333,7 @@ class OpCost:
                 computing_back += sum(
                     product.flops * busy / self._fraction(shape, order, steps) for order in self.gradients
                 )
+            computing_back *= self.slowdown
         forward = backward = functions = 0.0
         if self.elements is not None:
             functions = self.device.transcendental_s * self.elements.local(degrees, num_microbatches)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from autopar.cost_model.hardware.catalogue_entry import Assumed, GpuEntry, HostEntry, LinkEntry, RateEntry, TilingEntry
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 
+# Products whose scales are of tiles are of what the numbers stand for, in fp32.
+_IN_FP32 = RateEntry(
+    peak_tflops=Assumed(0.16, "as fp32, in which they are computed"),
+    efficiency=Assumed(0.20, "a guess, not measured: the fp32 product, whose operands are widened first"),
+    attention=None,
+)
+
 CPU = GpuEntry(
     name="CPU",
     rates={
@@ -27,6 +34,9 @@ CPU = GpuEntry(
             ),
             attention=None,
         ),
+        "fp8-block": _IN_FP32,
+        "mxfp8": _IN_FP32,
+        "nvfp4": _IN_FP32,
     },
     memory_gb=Assumed(4, "a share of the 16-24 GB of a small continuous-integration machine"),
     reserved_gb=Assumed(0.5, "one Python process with torch imported"),

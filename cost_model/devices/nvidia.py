@@ -15,9 +15,11 @@ from autopar.cost_model.devices.parts import (
     MEMORY_EFFICIENCY,
     NETWORK,
     RESERVED,
+    by_tile,
     eight_bits,
     fp32,
     half,
+    microscaled,
     network,
     tiling,
 )
@@ -37,11 +39,13 @@ _V100 = "recalled: NVIDIA V100 datasheet"
 _B200 = "recalled: NVIDIA HGX B200 datasheet"
 _B300 = "recalled: NVIDIA HGX B300 datasheet"
 _GB200 = "recalled: NVIDIA GB200 NVL72 datasheet"
+_GB300 = "recalled: NVIDIA GB300 NVL72 datasheet"
 _RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
 _A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
 _H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
-_H100_EIGHT = eight_bits(1979, ACCELERATORS)
+# Kernels for tiles of 128 are for Hopper: later parts have units for smaller tiles instead.
+_H100_EIGHT = {"fp8": eight_bits(1979, ACCELERATORS), "fp8-block": by_tile(eight_bits(1979, ACCELERATORS))}
 _H100_TILING = tiling(132, _H100)
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
@@ -168,7 +172,7 @@ A100_80GB_PCIE = GpuEntry(
 H100_SXM = GpuEntry(
     name="H100-SXM",
     architecture="hopper",
-    rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, "fp8": _H100_EIGHT},
+    rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, **_H100_EIGHT},
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(3350, ACCELERATORS),
@@ -186,7 +190,10 @@ H100_96GB = replace(
     rates={
         "fp32": fp32(67, _H100),
         "bf16": half(989, ACCELERATORS, 794.5, MAMF, Fit("sustained_500w", "as matrix products"), "sustained_500w"),
-        "fp8": replace(_H100_EIGHT, efficiency=Fit("sustained_500w", "as the part of 700 W", 1519 / 1979)),
+        **{
+            name: replace(rate, efficiency=Fit("sustained_500w", "as the part of 700 W", 1519 / 1979))
+            for name, rate in _H100_EIGHT.items()
+        },
     },
     memory_gb=Published(96, _TITAN),
     bandwidth_gb_s=Published(2400, _TITAN),
@@ -198,6 +205,7 @@ H100_PCIE = GpuEntry(
         "fp32": fp32(51, _H100),
         "bf16": half(756, ACCELERATORS, 540, "a guess, not measured: SXM at a 350 W limit, as on A100"),
         "fp8": eight_bits(1513, ACCELERATORS),
+        "fp8-block": by_tile(eight_bits(1513, ACCELERATORS)),
     },
     memory_gb=Published(80, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -213,7 +221,7 @@ H100_PCIE = GpuEntry(
 H200 = replace(
     H100_SXM,
     name="H200",
-    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, "fp8": _H100_EIGHT},
+    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, **_H100_EIGHT},
     memory_gb=Published(141, ACCELERATORS),
     bandwidth_gb_s=Published(4800, ACCELERATORS),
 )
@@ -224,6 +232,7 @@ B200 = GpuEntry(
         "fp32": fp32(75, _B200),
         "bf16": half(2250, ACCELERATORS, 1745, MAMF),
         "fp8": eight_bits(4500, ACCELERATORS),
+        **microscaled(4500, 9000, ACCELERATORS, f"{_B200}: 72 PFLOP/s dense on eight"),
     },
     memory_gb=Published(180, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -239,7 +248,12 @@ B200 = GpuEntry(
 B300 = replace(
     B200,
     name="B300",
-    rates={"fp32": fp32(75, _B300), "bf16": half(2250, ACCELERATORS, 1769, MAMF), "fp8": eight_bits(4500, _B300)},
+    rates={
+        "fp32": fp32(75, _B300),
+        "bf16": half(2250, ACCELERATORS, 1769, MAMF),
+        "fp8": eight_bits(4500, _B300),
+        **microscaled(4500, 13500, _B300, f"{_B300}: 108 PFLOP/s dense on eight"),
+    },
     memory_gb=Published(270, f"DGX B300; {_RECIPES}"),
     tiling=tiling(148, _B300),
     inter_node=network("XDR InfiniBand or EFA v4", Published(100, f"DGX B300: 8 x 800 Gb/s, {NETWORK}")),
@@ -247,7 +261,12 @@ B300 = replace(
 GB200 = replace(
     B200,
     name="GB200",
-    rates={"fp32": fp32(80, _GB200), "bf16": half(2500, ACCELERATORS, 1822, MAMF), "fp8": eight_bits(5000, _GB200)},
+    rates={
+        "fp32": fp32(80, _GB200),
+        "bf16": half(2500, ACCELERATORS, 1822, MAMF),
+        "fp8": eight_bits(5000, _GB200),
+        **microscaled(5000, 10000, _GB200, f"{_GB200}: 720 PFLOP/s dense on 72"),
+    },
     memory_gb=Published(186, ACCELERATORS),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
     tiling=tiling(148, _GB200),
@@ -260,9 +279,10 @@ GB300 = replace(
     GB200,
     name="GB300",
     rates={
-        "fp32": fp32(80, "recalled: NVIDIA GB300 NVL72 datasheet"),
+        "fp32": fp32(80, _GB300),
         "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured"),
-        "fp8": eight_bits(5000, "recalled: NVIDIA GB300 NVL72 datasheet"),
+        "fp8": eight_bits(5000, _GB300),
+        **microscaled(5000, 15000, _GB300, f"{_GB300}: 1,080 PFLOP/s dense on 72"),
     },
     memory_gb=Published(279, _RECIPES),
     bandwidth_gb_s=Published(8000, _RECIPES),

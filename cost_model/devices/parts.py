@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.cost_model.hardware.catalogue_entry import (
     Assumed,
     Fit,
@@ -68,6 +70,27 @@ def eight_bits(tflops: float, source: str) -> RateEntry:
         ),
         attention=None,
     )
+
+
+def by_tile(rate: RateEntry) -> RateEntry:
+    """The rate of products of 8-bit floats by tiles of 128, on a device with this one of those with one scale."""
+    why = (
+        "as with one scale: DeepGEMM's kernels reach up to 1,550 of 1,979 TFLOP/s on an H800 (recalled: its README), "
+        "cuBLAS 1,519 with one"
+    )
+    assert isinstance(rate.efficiency, Fit), "the rate of 8-bit floats is what a training step leaves of a kernel's"
+    return replace(rate, efficiency=replace(rate.efficiency, reason=why))
+
+
+def microscaled(eight: float, four: float, source: str, four_source: str) -> dict[str, RateEntry]:
+    """Rates by tiles of 32 8-bit floats and of 16 4-bit ones, of so many TFLOP/s."""
+    why = "a guess, not measured on such a device: what an H200 reaches in 8-bit floats with one scale"
+    return {
+        name: RateEntry(
+            peak_tflops=Published(tflops, said), efficiency=Fit("sustained", why, 1519 / 1979), attention=None
+        )
+        for name, tflops, said in (("mxfp8", eight, source), ("nvfp4", four, four_source))
+    }
 
 
 def tiling(units: int, source: str) -> TilingEntry:

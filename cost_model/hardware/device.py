@@ -23,9 +23,6 @@ GB = 1e9
 # Seconds of work after which a device's ``jitter_s`` is stated.
 JITTER_AFTER_S = 1e-3
 
-# The rate of products in 8-bit floats.
-EIGHT_BITS = "fp8"
-
 # Bytes of one floating point number in compute.
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -100,11 +100,10 @@ MEGATRON_CORE_2025 = replace(
     name="megatron-core-2025",
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_MEGATRON_BIASES,
-    eight_bit_experts=True,
     expert_by_expert=True,
     launches_of_bias=_LAUNCHES_OF_BIAS,
     why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core), and "
-    "experts as its products, in 8-bit floats as others (TEGroupedMLP)",
+    "experts as its products (TEGroupedMLP)",
 )
 MEGATRON_CORE_DEEPEP = replace(
     MEGATRON_CORE_2025,

@@ -34,11 +34,10 @@ class Stack:
     overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
     after them. expert_biases: bytes that adding the biases of experts moves for an element of the results of the
     product on the way in, forward and backward, and of that on the way out. sends_once: whether a token that goes to
-    several experts of a node travels there once and is copied inside it. eight_bit_experts: whether products of experts
-    are in 8-bit floats where those of linear layers are. expert_by_expert: whether each expert has kernels of its own
-    for its products and casts; launches_of_bias: those for its bias on the way out, forward and backward.
-    adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier microbatches, in
-    float32. why: where all this is from.
+    several experts of a node travels there once and is copied inside it. expert_by_expert: whether each expert has
+    kernels of its own for its products and casts; launches_of_bias: those for its bias on the way out, forward and
+    backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
+    microbatches, in float32. why: where all this is from.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Stack:
     overlaps: frozenset[Collective] = frozenset()
     expert_biases: tuple[tuple[float, float], tuple[float, float]] = (_ROW_BY_ROW, _ROW_BY_ROW)
     sends_once: bool = False
-    eight_bit_experts: bool = False
     expert_by_expert: bool = False
     launches_of_bias: tuple[int, int] = (0, 0)
     adds_in_products: bool = False

@@ -168,7 +168,7 @@ class Inference:
         found = []
         reason = "no factor of its rule divides by the axes that its operands have on it"
         for assignment in product(*possible):
-            if not rule.allows(assignment, mesh):
+            if not rule.allows(assignment, mesh, TIME):
                 continue
             for inners in self._orders(op, tuple(order for _, order in given)):
                 try:
@@ -190,7 +190,7 @@ class Inference:
         if self.mesh.sizes[TIME] == 1 or choice in rule.couples:
             return False
         return (
-            name in (None, "moe", "scales")
+            name in (None, "moe", "scaled_moe", "scales")
             or (name == "attention" and choice != QUERIES)
             or self._is_mean(rule, choice)
         )

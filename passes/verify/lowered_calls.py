@@ -235,11 +235,16 @@ def _moe(sharded: Sharded) -> LocalCall | None:
     }
     limited = sharded.arguments["capacity_factor"] is not None
     tokens = sharded.axes(sharded.op.rule.results[0][0]) if limited else ()
+    rows: tuple[str, ...] = ()
+    if sharded.arguments["recipe"] is not None:
+        every = sharded.axes({factor for dim in sharded.op.rule.results[0][:-1] for factor in dim})
+        rows = tuple(name for name in every if name not in joint)
     own = {
         "expert_groups": experts,
         "dispatched": tuple(name in joint for name in experts),
         "inner_groups": sharded.axes({"f"}),
         "token_groups": tokens,
+        "row_groups": rows,
     }
     return LocalCall(moe.moe, {**sharded.arguments, **own})
 
@@ -268,5 +273,6 @@ _LOWERED: dict[tuple[str, str], Callable[[Sharded], LocalCall | None]] = {
     ("embedding", ""): _embedding,
     ("embedding_bag", ""): _embedding_bag,
     ("moe", ""): _moe,
+    ("scaled_moe", ""): _moe,
     ("scales", ""): _scales,
 }

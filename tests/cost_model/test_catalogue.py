@@ -9,9 +9,9 @@ import pytest
 from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.catalogue_entry import Assumed, Fit, Published
-from autopar.cost_model.hardware.device import EIGHT_BITS
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.ops.scalings import RATES
 
 NAMES = (
     *("v100", "a100-40gb", "a100-80gb", "a100-80gb-pcie", "h100-sxm", "h100-pcie", "h100-96gb", "h200"),
@@ -45,7 +45,7 @@ def test_every_constant_is_sourced_and_positive(name: str) -> None:
 def test_every_entry_makes_a_device(name: str) -> None:
     cluster = make_cluster(name, 16, 8)
     device = cluster.device
-    assert "fp32" in device.precisions and len(set(device.precisions) - {EIGHT_BITS}) == 2
+    assert "fp32" in device.precisions and len(set(device.precisions) - set(RATES)) == 2
     for precision in ("fp32", "bf16"):
         rate = device.matmul_rate(precision)
         assert 0 < rate.attention_efficiency <= rate.efficiency <= 1
@@ -63,11 +63,19 @@ def test_datasheet_figures() -> None:
 
 def test_devices_with_units_for_eight_bits_multiply_twice_as_fast_in_them() -> None:
     devices = [make_cluster(name, 8).device for name in NAMES if name != "cpu"]
-    able = [device for device in devices if EIGHT_BITS in device.precisions]
+    able = [device for device in devices if "fp8" in device.precisions]
     assert {"H100-SXM", "H200", "B200", "MI355X"} <= {device.name for device in able}
     assert not {"V100", "A100-80GB", "MI300X"} & {device.name for device in able}
     for device in able:
-        assert device.peak_flops(EIGHT_BITS) == pytest.approx(2 * device.peak_flops("bf16"), rel=1e-2)
+        assert device.peak_flops("fp8") == pytest.approx(2 * device.peak_flops("bf16"), rel=1e-2)
+
+
+def test_only_blackwell_multiplies_small_tiles_and_only_hopper_tiles_of_128() -> None:
+    have = {rate: {n for n in NAMES if n != "cpu" and rate in make_cluster(n, 8).device.precisions} for rate in RATES}
+    assert have["mxfp8"] == have["nvfp4"] == {"b200", "b300", "gb200", "gb300"}
+    assert have["fp8-block"] == {"h100-sxm", "h100-pcie", "h100-96gb", "h200"}
+    gb300 = make_cluster("gb300", 8).device
+    assert gb300.peak_flops("nvfp4") == 3 * gb300.peak_flops("mxfp8") == 15e15
 
 
 def test_names() -> None:

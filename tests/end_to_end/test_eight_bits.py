@@ -33,17 +33,26 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
     "pp2 zb": (2, {"pp": 2, "schedule": "zb-h1"}, 2),
     "cp2": (2, {"cp": 2}, 1),
 }
+# Recipes, and the plans that show what can go wrong with each. Tiles are wide, and so are the models that have several.
+WHOLE = ("fp8-tensor", "fp8-row")
+TILES = ("fp8-block", "mxfp8", "nvfp4")
+RUNS: list[Any] = [(recipe, plan) for recipe in WHOLE for plan in PLANS]
+RUNS += [(recipe, "tp2 dp2") for recipe in TILES] + [("fp8-block", "cp2"), ("nvfp4", "pp2")]
+MORE = [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "pp2 zb")] + [("mxfp8", "cp2"), ("nvfp4", "cp2")]
+RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in MORE]
 
 
-def model() -> nn.Module:
+def model(recipe: str = "fp8-row") -> nn.Module:
     torch.manual_seed(0)
-    config = Config(width=32, num_layers=2, num_heads=4, num_kv_heads=4, hidden=64, vocabulary=32)
+    width, hidden = (256, 256) if recipe in TILES else (32, 64)
+    config = Config(width=width, num_layers=2, num_heads=4, num_kv_heads=4, hidden=hidden, vocabulary=32)
     return GPT(config).double()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, recipe: str = "fp8-row") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens, targets = (torch.randint(0, 32, (4, 16), generator=generator) for _ in range(2))
+    shape = (2, 256) if recipe in TILES else (4, 16)
+    tokens, targets = (torch.randint(0, 32, shape, generator=generator) for _ in range(2))
     return tokens, targets
 
 
@@ -51,16 +60,16 @@ def train(plan: str, recipe: str, count: int) -> tuple[list[float], list[dict[st
     """Losses, gradients, what ranks send otherwise than recorded, and the number of products in 8-bit floats."""
     ranks, how, _ = PLANS.get(plan, (1, {}, 1))
     how = {**how, "num_microbatches": count, "precision": f"fp32+{recipe}"}
-    own = model()
+    own, example = model(recipe), batch(0, recipe)
     if plan == "cp2":
-        how = {"plan": with_attention(autopar.search(own, ranks, example_inputs=batch(0), **how), {"cp": "s&t"})}
-    parallel = autopar.parallelize(own, ranks, example_inputs=batch(0), **how)
+        how = {"plan": with_attention(autopar.search(own, ranks, example_inputs=example, **how), {"cp": "s&t"})}
+    parallel = autopar.parallelize(own, ranks, example_inputs=example, **how)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     losses, gradients, unrecorded = [], [], list[str]()
     for step in range(STEPS):
         optimizer.zero_grad()
         with compared(parallel, unrecorded) if step == 1 and ranks > 1 else nullcontext():
-            losses.append(float(parallel.step(*parallel.shard_batch(batch(step)))))
+            losses.append(float(parallel.step(*parallel.shard_batch(batch(step, recipe)))))
         gradients.append({name: grad.clone() for name, grad in parallel.full_gradients().items()})
         optimizer.step()
     products = sum(block.repeats * len(block.recipes) for block in parallel.plan.blocks)
@@ -73,8 +82,7 @@ def alone() -> dict[tuple[str, int], Any]:
     return {}
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("recipe", ["fp8-tensor", "fp8-row"])
+@pytest.mark.parametrize(("recipe", "plan"), RUNS)
 def test_ranks_scale_as_one_process(recipe: str, plan: str, alone: dict[tuple[str, int], Any]) -> None:
     ranks, _, count = PLANS[plan]
     if (recipe, count) not in alone:
@@ -88,6 +96,50 @@ def test_ranks_scale_as_one_process(recipe: str, plan: str, alone: dict[tuple[st
         assert relative(own, other) < 1e-9
 
 
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ep2 dp2": (4, {"ep": 2, "dp": 2, "zero": 0}),
+    "zero3": (2, {"dp": 2, "zero": 3}),
+    "tp2": (2, {"tp": 2}),
+}
+
+
+def train_experts(plan: str, recipe: str) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Gradients of a second step, what ranks send otherwise than recorded, and the products with a recipe."""
+    from benchmarks.models import CASES, build
+
+    case, (ranks, how) = CASES["mixtral"], EXPERTS[plan]
+    parallel = autopar.parallelize(
+        build(case).double(), ranks, example_inputs=case.batch(0), num_microbatches=1, precision=f"fp32+{recipe}", **how
+    )
+    unrecorded = list[str]()
+    for step in range(STEPS):
+        parallel.zero_grad()
+        with compared(parallel, unrecorded) if step == 1 and ranks > 1 else nullcontext():
+            parallel.step(**parallel.shard_batch(case.batch(step)))
+    keys = [key for block in parallel.plan.blocks for key in block.recipes]
+    return {name: grad.clone() for name, grad in parallel.full_gradients().items()}, unrecorded, keys
+
+
+EXPERT_RUNS: list[Any] = [("fp8-row", "ep2 dp2")]
+EXPERT_RUNS += [
+    pytest.param(recipe, plan, marks=pytest.mark.slow)
+    for recipe in ("fp8-tensor", "fp8-row", "mxfp8")
+    for plan in ("ep2 dp2", "zero3", "tp2")
+    if (recipe, plan) not in EXPERT_RUNS
+]
+
+
+@pytest.mark.parametrize(("recipe", "plan"), EXPERT_RUNS)
+def test_experts_scale_as_on_one_process(recipe: str, plan: str) -> None:
+    pytest.importorskip("transformers")
+    wanted, _, keys = run_ranks(train_experts, 1, "one", recipe)[0]
+    assert any(key.endswith("moe") for key in keys)
+    found, unrecorded, own = run_ranks(train_experts, EXPERTS[plan][0], plan, recipe)[0]
+    assert own == keys and not unrecorded
+    assert relative(found, wanted) < 1e-6  # the loss is in float32
+
+
 def test_eight_bits_are_not_what_they_stand_for() -> None:
     """The comparison above would see another scale: the recipes differ from each other and from float64."""
     first, second = (run_ranks(train, 1, "", recipe, 1)[0][1][0] for recipe in ("fp8-tensor", "fp8-row"))
@@ -97,8 +149,23 @@ def test_eight_bits_are_not_what_they_stand_for() -> None:
 def test_a_device_without_units_is_refused() -> None:
     from autopar.cost_model.catalogue import make_cluster
 
-    with pytest.raises(InvalidCluster, match="A100-80GB has no units for 8-bit floats, which fp8-row multiplies in"):
+    with pytest.raises(
+        InvalidCluster, match="A100-80GB has no units for the products of fp8-row; it has rates for fp32, bf16"
+    ):
         autopar.search(model(), make_cluster("a100-80gb", 2), example_inputs=batch(0), precision="fp8-row")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe"), [("h100-sxm", "mxfp8"), ("h100-sxm", "nvfp4"), ("b200", "fp8-block"), ("mi355x", "nvfp4")]
+)
+def test_a_recipe_of_other_devices_is_refused_by_name(gpu: str, recipe: str) -> None:
+    from autopar.cost_model.catalogue import make_cluster
+
+    with pytest.raises(
+        InvalidCluster,
+        match=rf"no units for the products of {recipe};.*\n  try: .*a rate for {recipe} ",
+    ):
+        autopar.search(model(), make_cluster(gpu, 1), example_inputs=batch(0), precision=recipe)
 
 
 def test_the_faster_one_is_taken() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar.ir.analysis.analysis import Analysis
@@ -14,8 +14,11 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidInput, InvalidPlan
 from autopar.ir.graph import CapturedModel, op_nodes
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.composite import scaled_linear
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
+from autopar.ir.rule import FactorRule
+from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
 
 
@@ -56,7 +59,9 @@ def test_by_rule() -> None:
     captured = captured_model()
     names = {product[0] for product in recipes_by_rule(captured, "fp8-row")}
     assert names == {f"layers.{number}.{name}" for number in range(3) for name in ("up", "down")}
-    reasons = {str(node.meta["path"]): text for node, text in kept_wide(captured, find_repetition(captured)).items()}
+    reasons = {
+        str(node.meta["path"]): text for node, text in kept_wide(captured, find_repetition(captured), "fp8-row").items()
+    }
     assert reasons["first"] == reasons["last"] == "one of the first or last layers"
     assert reasons["layers.1.router"] == "a router"
     assert reasons["layers.2.odd"] == "its sizes 20 x 32 are not multiples of 16"
@@ -89,6 +94,33 @@ def test_local_parts_are_multiples_of_sixteen() -> None:
     assert rule.allows(("d0",), Mesh.of(a=8))  # rows are filled up
 
 
+def rule_of_tiles(*lead: int) -> FactorRule:
+    """Of a linear layer of 512 to 640 in fp8-block on rows of this shape."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    x.meta["val"], weight.meta["val"] = torch.empty(*lead, 512), torch.empty(640, 512)
+    node = graph.call_function(scaled_linear, (x, weight), {"recipe": "fp8-block"})
+    node.meta["val"] = torch.empty(*lead, 640)
+    return rule_for(node)
+
+
+def test_parts_have_whole_tiles() -> None:
+    rule = rule_of_tiles(4, 512)
+    for factor, able, unable in (("k", 4, 8), ("n", 5, 10), ("d1", 4, 8)):
+        assert rule.allows((factor,), Mesh.of(a=able)) and not rule.allows((factor,), Mesh.of(a=unable))
+    assert rule.allows(("d0",), Mesh.of(a=4))  # 512 rows of a sample are whole tiles
+    assert not rule.allows(("d1", "d1"), Mesh.of(a=4, b=2))
+
+
+def test_samples_whose_rows_are_no_tiles_are_shared_where_several_are() -> None:
+    rule = rule_of_tiles(16, 32)
+    assert rule.allows(("d0",), Mesh.of(a=4)) and not rule.allows(("d0",), Mesh.of(a=8))
+    assert not rule.allows(("d1",), Mesh.of(a=2))
+    # One process has microbatches too, and so any part of the batch.
+    assert rule.allows(("d0", None), Mesh.of(time=8, a=2), in_time=0)
+    assert not rule.allows(("d0", "d0"), Mesh.of(time=2, a=4), in_time=0)
+
+
 def plan_with(recipes: dict[str, str], **others: object) -> Plan:
     found = autopar.search(
         Model(), 2, example_inputs=(torch.randn(8, 4, 16),), tp=2, precision="fp32+fp8-row", **others
@@ -110,7 +142,10 @@ def test_a_plan_says_which() -> None:
 @pytest.mark.parametrize(
     ("recipes", "message"),
     [
-        ({"dwn/linear": "fp8-row"}, r"'dwn/linear', which is no linear layer of it.\n  expected one of: down/linear"),
+        (
+            {"dwn/linear": "fp8-row"},
+            r"'dwn/linear', which is no linear layer of it, nor its experts.\n  expected one of: down/linear",
+        ),
         ({"up/relu": "fp8-row"}, "which is no linear layer"),
         ({"odd/linear": "fp8-row"}, r"its weight is 20 x 32.\n  at .*\n  expected sizes that are multiples of 16"),
     ],
@@ -121,7 +156,10 @@ def test_a_plan_that_cannot_be(recipes: dict[str, str], message: str) -> None:
 
 
 def test_an_unknown_recipe_is_named() -> None:
-    with pytest.raises(InvalidPlan, match=r"recipes.down/linear: Input should be 'fp8-tensor' or 'fp8-row'"):
+    with pytest.raises(
+        InvalidPlan,
+        match=r"recipes.down/linear: Input should be 'fp8-tensor', 'fp8-row', 'fp8-block', 'mxfp8' or 'nvfp4'",
+    ):
         Plan.from_yaml(plan_with({}).to_yaml().replace("  recipes: {}", "  recipes: {down/linear: fp4}", 3))
 
 

@@ -213,6 +213,13 @@ CASES = {
     "moe-capacity": _moe_case(*range(8), activation="silu", gated=True, capacity_factor=0.9),
     "moe-capacity-skewed": _moe_case(0, 5, 5, 5, biases=2, activation="gelu", gated=False, capacity_factor=1.5),
     "moe-one-expert": _moe_case(3, activation="relu", gated=False),
+    "moe-by-tensor": _moe_case(*range(8), up=64, biases=2, activation="gelu", gated=False, recipe="fp8-tensor"),
+    "moe-by-row": _moe_case(0, 5, 5, 5, up=64, activation="gelu", gated=False, recipe="fp8-row"),
+    "moe-by-row-capacity": _moe_case(
+        *range(8), up=64, activation="silu", gated=True, recipe="fp8-row", capacity_factor=0.9
+    ),
+    "moe-by-tile": _moe_case(*range(8), up=128, activation="gelu", gated=False, recipe="mxfp8"),
+    "moe-by-tile-and-tensor": _moe_case(*range(8), up=128, activation="silu", gated=True, recipe="nvfp4"),
     "mean": Case(aten.mean.default, lambda: [_randn(4, 8)], (T(0),)),
     "mean-dim": Case(aten.mean.dim, lambda: [_randn(4, 8, 4)], (T(0), [0, 2], True)),
     "mse-loss": Case(aten.mse_loss.default, lambda: [_randn(4, 8), _randn(4, 8)], (T(0), T(1))),

@@ -14,6 +14,7 @@ from typing_extensions import Unpack, get_type_hints
 
 import autopar
 from autopar.api import constraints_of
+from autopar.ir.recipe_pins import RecipePin
 from autopar.search.problem.constraint_options import SHORT, ConstraintOptions
 from autopar.search.problem.constraints import Constraints
 
@@ -25,6 +26,10 @@ READ: dict[str, list[tuple[Any, Any]]] = {
     "sequence_parallel": [("on", True), ("off", False), (None, None)],
     "annotations": [(WEIGHTS, (WEIGHTS,)), ([WEIGHTS], (WEIGHTS,))],
     "precision": [("bf16", "bf16"), ("fp8-row", "bf16"), ("fp32+fp8-tensor", "fp32"), ("bf16,fp8-row", "bf16")],
+    "recipe_pins": [
+        ({"*.up.weight": "fp8-row"}, (RecipePin(pattern="*.up.weight", recipe="fp8-row"),)),
+        ({"*": "bf16"}, (RecipePin(pattern="*", recipe=None, precision="bf16"),)),
+    ],
     "expert_load": [({"layer": torch.tensor([1, 2])}, ((1, 2),)), ([[1, 2]], ((1, 2),))],
 }
 

@@ -1,18 +1,20 @@
 """The matrix products of a model that are computed in 8-bit floats, found by rule or named by a plan.
 
     linear(x, w)      scaled_linear(x, w, recipe='fp8-row')
+    moe(x, ..)        moe(x, .., recipe='fp8-row')
 
-By rule these are linear layers in the part of a model that repeats; without any repeats, those that have linear layers
-both before and after them. So the first and the last layers of a model are left as they are, the projection to a
-vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose sizes 8-bit
-units cannot read. Attention has no weights and is no such product.
+By rule these are linear layers, and experts, in the part of a model that repeats; without any repeats, those that have
+such products both before and after them. So the first and the last layers of a model are left as they are, the
+projection to a vocabulary among them; and so are routers, whose results decide which are the largest, and layers whose
+sizes 8-bit units cannot read. Attention has no weights and is no such product. A pin (``ir.recipe_pins``) goes before
+the rule.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import networkx as nx
@@ -20,12 +22,13 @@ import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import BlockRepetition, find_repetition
-from autopar.ir.errors import InvalidPlan
-from autopar.ir.graph import CapturedModel, call_nodes, copy_captured
+from autopar.ir.errors import InvalidInput, InvalidPlan
+from autopar.ir.graph import CapturedModel, call_nodes, copy_captured, tensor_operands
 from autopar.ir.op_graph import op_graph
 from autopar.ir.ops.composite import columns_linear, moe, scaled_linear
-from autopar.ir.ops.scaled_products import MULTIPLE
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.plan import Plan, Recipe
+from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rules.call import op_name
 
 # What a product is called in every capture of a model: its module, its weight, and which of those that are alike.
@@ -37,46 +40,115 @@ _SELECTIONS = frozenset({"aten::topk", "aten::sort", "aten::argsort", "aten::arg
 
 
 def products_of(captured: CapturedModel) -> dict[fx.Node, Product]:
-    """The linear layers of a model that multiply with a parameter, in order."""
+    """The linear layers of a model that multiply with a parameter, and its experts, in order."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[fx.Node, Product] = {}
     for node in call_nodes(captured.graph):
         weight = node.args[1] if node.target in _LINEAR else None
-        if isinstance(weight, fx.Node) and weight.name in captured.parameters and weight.meta["val"].dim() == 2:
-            key = str(node.meta.get("path", "")), captured.parameters[weight.name].name
+        of_linear = isinstance(weight, fx.Node) and weight.name in captured.parameters and weight.meta["val"].dim() == 2
+        if of_linear or node.target is moe:
+            key = str(node.meta.get("path", "")), next(iter(_weight_names(captured, node)), "")
             seen[key] += 1
             found[node] = (*key, seen[key])
     return found
 
 
+def _weights(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The matrices of a product: one of a linear layer, two of experts."""
+    return tuple(tensor_operands(node)[3:5] if node.target is moe else tensor_operands(node)[1:2])
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    """Sizes of a product's matrices, each once."""
+    first, *others = (own.meta["val"].shape[-2:] for own in _weights(node))
+    return [int(size) for size in (*first, *(own[1] for own in others))]
+
+
 def recipe_of(node: fx.Node) -> Recipe | None:
     """The recipe of an op, None if it is not in 8-bit floats."""
-    return node.kwargs["recipe"] if node.target is scaled_linear else None  # type: ignore[return-value]
+    return node.kwargs.get("recipe") if node.target in (scaled_linear, moe) else None  # type: ignore[return-value]
 
 
-def kept_wide(captured: CapturedModel, repetition: BlockRepetition) -> dict[fx.Node, str]:
+def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Recipe) -> dict[fx.Node, str]:
     """The linear layers that the rule leaves as they are, with the reason, in the order of the model."""
+    multiple = SCALINGS[recipe].multiple
     products = products_of(captured)
     inner = set(_inner(products, repetition, captured))
     routers = set(_routers(captured))
     found: dict[fx.Node, str] = {}
     for node in products:
-        sizes = [int(size) for size in node.args[1].meta["val"].shape]  # type: ignore[union-attr]
+        sizes = _sizes(node)
         if node not in inner:
             found[node] = "one of the first or last layers"
         elif node in routers:
             found[node] = "a router"
-        elif any(size % MULTIPLE for size in sizes):
-            found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {MULTIPLE}"
+        elif any(size % multiple for size in sizes):
+            found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {multiple}"
         elif not node.meta["val"].dtype.is_floating_point:
             found[node] = "not of real numbers"
     return found
 
 
-def recipes_by_rule(captured: CapturedModel, recipe: Recipe) -> Recipes:
-    """``recipe`` for every linear layer that the rule finds."""
-    left = kept_wide(captured, find_repetition(captured))
-    return {product: recipe for node, product in products_of(captured).items() if node not in left}
+def recipes_by_rule(captured: CapturedModel, recipe: Recipe | None, pins: Sequence[RecipePin] = ()) -> Recipes:
+    """``recipe`` for every linear layer that the rule finds, and what ``pins`` say of any.
+
+    Raises InvalidInput for a pin that names no linear layer, one whose sizes its recipe cannot have, or some of the
+    repeats of a layer alone.
+    """
+    repetition, products = find_repetition(captured), products_of(captured)
+    left = kept_wide(captured, repetition, recipe) if recipe is not None else products
+    found = {product: recipe for node, product in products.items() if node not in left and recipe is not None}
+    if not pins:
+        return found
+    names = {node: _weight_names(captured, node) for node in products}
+    for pin in pins:
+        for node in _pinned(pin, names):
+            found.pop(products[node], None)
+            if pin.recipe is not None:
+                found[products[node]] = pin.recipe
+    _check_repeats(repetition, products, found)
+    return found
+
+
+def _weight_names(captured: CapturedModel, node: fx.Node) -> tuple[str, ...]:
+    """Of a weight that is computed from others there is none."""
+    found = [captured.parameters[own.name] for own in _weights(node) if own.name in captured.parameters]
+    return tuple(name for parameter in found for name in (*parameter.names, *parameter.whole_names))
+
+
+def _pinned(pin: RecipePin, names: Mapping[fx.Node, tuple[str, ...]]) -> list[fx.Node]:
+    """The linear layers of a pin. names: of their weights."""
+    found = [node for node, own in names.items() if pin.matches(own)]
+    if not found:
+        every = [name for own in names.values() for name in own]
+        close = difflib.get_close_matches(pin.pattern, every, n=3, cutoff=0.3)
+        raise InvalidInput(
+            f"recipe of {pin.pattern!r}: no linear layer has a weight of such a name.\n"
+            f"  names like it: {', '.join(close) or 'none'}"
+        )
+    for node in found:
+        sizes = _sizes(node)
+        multiple = 1 if pin.recipe is None else SCALINGS[pin.recipe].multiple
+        if any(size % multiple for size in sizes):
+            raise InvalidInput(
+                f"recipe of {pin.pattern!r}: {names[node][0]} is {' x '.join(map(str, sizes))}.\n"
+                f"  at {node.meta.get('source', 'an unknown line')}\n"
+                f"  expected for {pin.recipe}: multiples of {multiple}\n  try: a pattern without it"
+            )
+    return found
+
+
+def _check_repeats(repetition: BlockRepetition, products: Mapping[fx.Node, Product], found: Recipes) -> None:
+    """Raise InvalidInput if repeats of a layer, of which a plan says one thing, have several recipes."""
+    for node, product in products.items():
+        first = repetition.representative.get(node, node)
+        own, other = found.get(product), found.get(products[first])
+        if own != other:
+            raise InvalidInput(
+                f"recipes: {product[1]} is in {own or 'no narrow floats'} and {products[first][1]} in "
+                f"{other or 'none'}; they are one layer of a block that repeats, of which a plan says one thing.\n"
+                "  try: a pattern for all of its repeats, as in 'layers.*.up.weight'"
+            )
 
 
 def recipes_of_plan(captured: CapturedModel, plan: Plan) -> Recipes:
@@ -100,24 +172,25 @@ def recipes_of_plan(captured: CapturedModel, plan: Plan) -> Recipes:
                 if key in plan.blocks[block.kind].recipes:
                     found[products[node]] = plan.blocks[block.kind].recipes[key]
     for stated, own in zip(plan.blocks, known, strict=True):
-        for key in stated.recipes:
-            _check(stated.name, key, own)
+        for key, recipe in stated.recipes.items():
+            _check(stated.name, key, recipe, own)
     return found
 
 
-def _check(block: str, key: str, known: Mapping[str, fx.Node]) -> None:
+def _check(block: str, key: str, recipe: Recipe, known: Mapping[str, fx.Node]) -> None:
     if key not in known:
         close = difflib.get_close_matches(key, known, n=3)
         raise InvalidPlan(
-            f"plan: recipes of block {block!r} name {key!r}, which is no linear layer of it.\n"
+            f"plan: recipes of block {block!r} name {key!r}, which is no linear layer of it, nor its experts.\n"
             f"  expected one of: {', '.join(close or known) or 'none, as it has no linear layers'}"
         )
-    sizes = known[key].args[1].meta["val"].shape  # type: ignore[union-attr]
-    if any(size % MULTIPLE for size in sizes):
+    sizes = _sizes(known[key])
+    multiple = SCALINGS[recipe].multiple
+    if any(size % multiple for size in sizes):
         raise InvalidPlan(
-            f"plan: op {key!r} of block {block!r} cannot be in 8-bit floats: its weight is "
+            f"plan: op {key!r} of block {block!r} cannot be in {recipe}: its weight is "
             f"{' x '.join(map(str, sizes))}.\n  at {known[key].meta.get('source', 'an unknown line')}\n"
-            f"  expected sizes that are multiples of {MULTIPLE}\n  try: leave it out of recipes"
+            f"  expected sizes that are multiples of {multiple}\n  try: leave it out of recipes"
         )
 
 
@@ -127,7 +200,9 @@ def in_eight_bits(captured: CapturedModel, recipes: Recipes) -> CapturedModel:
         return captured
     found = copy_captured(captured)
     for node, product in products_of(found).items():
-        if product in recipes:
+        if product in recipes and node.target is moe:
+            node.kwargs = {**node.kwargs, "recipe": recipes[product]}
+        elif product in recipes:
             by_columns = {"by_columns": True} if node.target is columns_linear else {}
             node.target, node.kwargs = scaled_linear, {**node.kwargs, "recipe": recipes[product], **by_columns}
     found.graph_module.recompile()

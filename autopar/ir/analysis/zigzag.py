@@ -11,8 +11,8 @@ An op that depends on the order (a slice, a convolution along the sequence) gets
 rule shards such a dimension. A dimension that merges others is reordered within: (b s) keeps s apart for each b.
 
 Where all those attentions are within the same packed documents, each row of the batch is in an order of its own, that
-of its documents (``autopar.ir.packed_order``), if every tensor along the sequence has the rows too; otherwise all rows
-are in zigzag layout.
+of its documents (``autopar.ir.packed_order``), if every tensor along the sequence has the rows too, and no layer scales
+tiles of positions together (``autopar.ir.ops.scalings``); otherwise all rows are in zigzag layout.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from autopar.ir.building import shape_of
 from autopar.ir.graph import CapturedModel, source, tensor_operands
 from autopar.ir.lowered.attention import QUERIES, documents_of, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.composite import scaled_linear
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.rule import Assignment, Choice, DimFactors, FactorRule, factors_of_choice
 
 KEYS = "t"
@@ -58,8 +60,8 @@ class ZigzagSequence:
 
     into: operands, as (op, position), that come in natural order and are put in zigzag layout. back: operands that come
     in zigzag layout and are put back. attentions: causal and sliding attentions over the sequence. results: tensors in
-    zigzag layout. documents: (B, S) or (1, S), if each row is in the order of its packed documents. obstacle: why the
-    model cannot be run so; None if it can.
+    zigzag layout. documents: (B, S) or (1, S), if each row is in the order of its packed documents. tile: positions
+    that share scales of 8-bit floats, and stay side by side. obstacle: why the model cannot be run so; None if it can.
     """
 
     length: int
@@ -68,11 +70,12 @@ class ZigzagSequence:
     attentions: frozenset[fx.Node]
     results: Mapping[_Value, tuple[ZigzagDim, ...]]
     documents: fx.Node | None = None
+    tile: int = 1
     obstacle: str | None = None
 
     def divisor(self, num_ranks: int) -> int:
         """What the length has to be a multiple of for as many ranks: zigzag layout gives each two equal chunks."""
-        return num_ranks if self.documents is not None else 2 * num_ranks
+        return num_ranks if self.documents is not None else 2 * num_ranks * self.tile
 
     def divides(self, num_ranks: int) -> bool:
         """Whether the length divides for as many ranks."""
@@ -118,7 +121,10 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
     queries, keys = lengths.pop()
     if queries != keys:
         return _impossible(f"a causal attention has {queries} queries and {keys} keys")
-    sweep = _swept(captured, repetition, roles, queries, _documents(attentions, repetition))
+    tile = _tile_of_rows(captured)
+    # The order of documents would tear tiles of rows apart.
+    documents = _documents(attentions, repetition) if tile == 1 else None
+    sweep = _swept(captured, repetition, roles, queries, documents)
     if sweep.obstacles and sweep.documents is not None:
         sweep = _swept(captured, repetition, roles, queries, None)
     if sweep.obstacles:
@@ -130,7 +136,14 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
         attentions=frozenset(sweep.attentions),
         results=sweep.results,
         documents=sweep.documents,
+        tile=tile,
     )
+
+
+def _tile_of_rows(captured: CapturedModel) -> int:
+    """Rows next to each other that share a scale in backward, in any linear layer."""
+    recipes = {node.kwargs["recipe"] for node in captured.graph.nodes if node.target is scaled_linear}
+    return max((SCALINGS[recipe].tile for recipe in recipes), default=1)  # type: ignore[index]  # a recipe
 
 
 def _documents(attentions: Sequence[fx.Node], repetition: BlockRepetition) -> fx.Node | None:

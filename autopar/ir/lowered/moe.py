@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.graph import tensor_operands
-from autopar.ir.lowered.inside import Inside, LocalSizes
+from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
 from autopar.ir.lowered.shards import Groups, arguments, axes_with, shard_count, shard_index
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.expert_ffn import (
@@ -35,6 +35,7 @@ from autopar.ir.ops.expert_ffn import (
     rows_of_experts,
     run_experts,
 )
+from autopar.ir.ops.scalings import SCALINGS, Recipe
 from autopar.ir.primitives.collectives import apply, communicates_backward
 from autopar.ir.primitives.group_communication import (
     group_all_gather_stacked,
@@ -47,6 +48,7 @@ from autopar.ir.rules.moe import EXPERTS
 
 Counts = tuple[int, ...]
 _COUNT_BYTES = 8
+_MAXIMUM_BYTES = 4
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -78,6 +80,8 @@ def moe(
     dispatched: tuple[bool, ...] = (),
     inner_groups: Groups = (),
     token_groups: Groups = (),
+    recipe: Recipe | None = None,
+    row_groups: Groups = (),
 ) -> Tensor:
     """``composite.moe`` on this rank's tokens and experts; a summand over groups that it does not dispatch over.
 
@@ -85,6 +89,7 @@ def moe(
     other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. dispatched: for each
     of them, whether its ranks have different tokens. inner_groups: these cut the inner width, and divide a bias on
     the way out among them. token_groups: these cut the first token dimension; a capacity counts the tokens of all.
+    row_groups: these have other rows of this rank's experts, and by a recipe share their scales.
     """
     if b_down is not None and inner_groups:
         b_down = b_down / shard_count(inner_groups)
@@ -97,6 +102,9 @@ def moe(
         activation=activation,
         gated=gated,
         interleaved=interleaved,
+        recipe=recipe,
+        row_groups=row_groups,
+        inner_groups=inner_groups,
     )
     if not has_values(x):  # shapes only: as if every row stayed
         expert_groups, dispatched = (), ()
@@ -174,6 +182,8 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     kwargs["expert_groups"] = groups
     kwargs["dispatched"] = tuple(group in moving for group in groups)
     kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
+    if call["recipe"] is not None:
+        kwargs |= {"recipe": call["recipe"], "row_groups": _row_axes(rule, assignment, mesh)}
     if kwargs["capacity_factor"] is not None:
         kwargs["token_groups"] = _token_axes(rule, assignment, mesh)
     return moe, tuple(call[name] for name in names), kwargs
@@ -188,8 +198,18 @@ def _token_axes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> Groups:
     return axes_with(set(rule.results[0][0]), assignment, mesh)
 
 
+def _row_axes(rule: FactorRule, assignment: Assignment, mesh: Mesh) -> Groups:
+    """The axes whose ranks have other tokens, and the same experts."""
+    tokens = axes_with({factor for dim in rule.results[0][:-1] for factor in dim}, assignment, mesh)
+    _, moving = _expert_axes(rule, assignment, mesh)
+    return tuple(axis for axis in tokens if axis not in moving)
+
+
 def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
-    """Counts of rows (int64) and the rows themselves, to their experts and back; gradients take the same ways."""
+    """Counts of rows (int64) and the rows themselves, to their experts and back; gradients take the same ways.
+
+    By a recipe, the maxima of each of the two products too.
+    """
     call, mesh = arguments(node), sizes.mesh
     num_experts, factor = rule.sizes[EXPERTS], call["capacity_factor"]
     counts = _COUNT_BYTES * num_experts
@@ -207,3 +227,42 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
         addresses //= sizes.size(axis)
         for phase in ("forward", "forward", "backward", "backward"):
             yield Inside("all_to_all", phase, axis, payload, dispatch=True)
+    if call["recipe"] is not None:
+        yield from _maxima(call["recipe"], rule, sizes, rows)
+
+
+def _maxima(recipe: Recipe, rule: FactorRule, sizes: LocalSizes, rows: float) -> Iterator[Inside]:
+    """rows: of a rank, on average. One collective on each axis and way for each product, of all that it shards."""
+    scaling, mesh = SCALINGS[recipe], sizes.mesh
+    shared, scales_weights = scaling.shared, scaling.reach != "tile"
+    if shared is None:
+        return
+    inner = axes_with({"f"}, sizes.assignment, mesh)
+    others = _row_axes(rule, sizes.assignment, mesh)
+    axes, _ = _expert_axes(rule, sizes.assignment, mesh)
+    experts = rule.sizes[EXPERTS] // prod(sizes.size(axis) for axis in axes)
+    (_, out, into), (_, wide, _) = rule.operands[4], rule.operands[3]
+    h, i, u = (prod(rule.sizes[f] for f in dim) for dim in (out, into, wide))
+    pieces = prod(sizes.size(axis) for axis in inner)
+    of_x, of_up, of_down = sizes.flows(0), sizes.flows(3), sizes.flows(4)
+    # Of each product: number of columns, of what it sums, the axes of both, and whether there are its two gradients.
+    products = (
+        (u // pieces, h, inner, (), of_x, of_up),
+        (h, i // pieces, (), inner, of_x or of_up, of_down),
+    )
+    for n, k, columns, depth, of_input, of_weight in products:
+        of_weight = of_weight and scales_weights
+        found: list[tuple[Phase, str, float, bool]] = []
+        if shared == "tensor":
+            found += [("forward", axis, experts, False) for axis in (*others, *columns)]
+            found += [("forward", axis, 2 * experts, False) for axis in depth]
+            if of_input or of_weight:
+                found += [("backward", axis, experts, False) for axis in (*others, *columns)]
+        else:
+            found += [("forward", axis, rows + experts * n, True) for axis in depth]
+            if of_input:
+                found += [("backward", axis, rows + experts * k, True) for axis in columns]
+            if of_weight:
+                found += [("backward", axis, experts * (n + k), False) for axis in others]
+        for phase, axis, count, of_rows in found:
+            yield Inside("all_reduce", phase, axis, _MAXIMUM_BYTES * count, dispatch=of_rows)

@@ -4,7 +4,7 @@ scaled_linear(x, w, recipe='fp8-tensor')        x: rows on dp; w: columns on tp
 scaled_linear(x, w, recipe='fp8-tensor', row_groups=('dp',), column_groups=('tp',))
 
 A scale for a tensor is taken over all ranks that hold pieces of it; a scale for each row over those that hold pieces of
-the dimension that a product sums, which is another one for each of the three products.
+the dimension that a product sums, which is another one for each of the three products. Of a tile no rank holds a piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from autopar.ir.lowered.inside import Inside, LocalSizes
 from autopar.ir.lowered.shards import Groups, axes_with, factors_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.scaled_products import SCALINGS
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.rule import Assignment, FactorRule
 
 # A maximum is a float32.
@@ -34,10 +34,13 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
 
 def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
     """The maxima: on each axis one collective forward and one backward, of all that it shards."""
+    shared = SCALINGS[node.kwargs["recipe"]].shared  # type: ignore[index]  # a recipe
+    if shared is None:
+        return
     rows, depth, columns = _groups(rule, sizes.assignment, sizes.mesh)
     of_input, of_weight = sizes.flows(0), sizes.flows(1)
     found: dict[tuple[str, str], float] = {}
-    if not SCALINGS[node.kwargs["recipe"]].by_row:  # type: ignore[index]  # a recipe
+    if shared == "tensor":
         forward, backward = dict.fromkeys((*rows, *columns), 1.0) | dict.fromkeys(depth, 2.0), (*rows, *columns)
         found = {(axis, "forward"): count for axis, count in forward.items()}
         if of_input or of_weight:

@@ -43,6 +43,7 @@ LOWERINGS: dict[str, Builder] = {
     "mean": reductions.build_mean,
     "random": random.build,
     "ring": ring.build,
+    "scaled_moe": moe.build,
     "scales": scales.build,
 }
 
@@ -52,6 +53,7 @@ INSIDE: dict[str, Callable[[fx.Node, FactorRule, LocalSizes], Iterator[Inside]]]
     "cross_entropy": cross_entropy.inside,
     "moe": moe.inside,
     "ring": ring.inside,
+    "scaled_moe": moe.inside,
     "scales": scales.inside,
 }
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
 from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
-from autopar.ir.ops.scaled_products import Recipe, scaled_product
+from autopar.ir.ops.scaled_products import scaled_product
+from autopar.ir.ops.scalings import Recipe
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
 from autopar.ir.primitives.group_communication import group_size
 from autopar.ir.torch_private import ATTENTION_OF_TWO_WIDTHS, FUSED_RMS_NORM, is_fake, never_compiled
@@ -255,6 +256,7 @@ def moe(
     gated: bool,
     interleaved: bool = False,
     capacity_factor: float | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
     """Mixture of experts: each token through its K experts, summed with their weights.
 
@@ -265,6 +267,7 @@ def moe(
         both (``gates.py``).
     capacity_factor: an expert takes at most this many times an even share of the rows, ``ceil(factor * T * K / E)``
         for T tokens: the first in order of tokens, and of a token's choices. The rest of its rows count as zero.
+    recipe: of narrow floats, in which the products are (``scaled_experts``).
 
     But for that, tokens are independent of each other; the result is linear in ``expert_weight`` and ``w_down``.
     Work: ``2 * tokens * K * h * (u + i)`` operations, whatever the routing.
@@ -288,6 +291,7 @@ def moe(
             activation=activation,
             gated=gated,
             interleaved=interleaved,
+            recipe=recipe,
         )
 
     return combine(x, expert_weight, order, experts)

@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.gates import GATE, VALUE, gate_function
+from autopar.ir.ops.scaled_experts import scaled_grouped_linear
+from autopar.ir.ops.scalings import Recipe
+from autopar.ir.ops.shared_maxima import Groups
 from autopar.ir.torch_private import is_fake, will_run
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -117,16 +120,22 @@ def run_experts(
     activation: str,
     gated: bool,
     interleaved: bool = False,
+    recipe: Recipe | None = None,
+    row_groups: Groups = (),
+    inner_groups: Groups = (),
 ) -> Tensor:
     """Each row through its expert: (rows, h) -> (rows, h).
 
-    x: (rows, h), sorted by expert. expert: (rows,). The parameters are those of ``composite.moe``.
+    x: (rows, h), sorted by expert. expert: (rows,). The parameters are those of ``composite.moe``. recipe: of narrow
+    floats, whose scales are taken over ``row_groups``, which hold other rows of the experts, and ``inner_groups``,
+    which hold pieces of the inner width.
     """
     ends = rows_of_experts(expert, w_up.shape[0]).cumsum(0).to(torch.int32)
-    up = _grouped_linear(x, w_up, ends)
+    up = _grouped_linear(x, w_up, ends, recipe, row_groups, (), inner_groups)
     if b_up is not None:
         up = up + b_up[expert]
-    down = _grouped_linear(_between(up, activation, gated, interleaved), w_down, ends)
+    inner = _between(up, activation, gated, interleaved)
+    down = _grouped_linear(inner, w_down, ends, recipe, row_groups, inner_groups, ())
     return down if b_down is None else down + b_down[expert]
 
 
@@ -188,10 +197,20 @@ def _spans(ends: Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(limits[e], limits[e + 1])) for e in range(len(limits) - 1) if limits[e + 1] > limits[e]]
 
 
-def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    recipe: Recipe | None = None,
+    rows: Groups = (),
+    depth: Groups = (),
+    columns: Groups = (),
+) -> Tensor:
     """Rows of x, sorted by expert, each through its expert's weight: (rows, h), (E, n, h) -> (rows, n)."""
     if not has_values(x):
         return x.new_empty(x.shape[0], weight.shape[1]) + 0 * (x.sum() + weight.sum())
+    if recipe is not None:
+        return scaled_grouped_linear(x, weight, ends, recipe, rows, depth, columns)
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0]:
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     # Views, as of a leaf autograd does not say whether its gradient is wanted.

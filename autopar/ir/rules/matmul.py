@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.ops.scaled_products import MULTIPLE
+from autopar.ir.ops.scalings import multiples_of
 from autopar.ir.rule import FactorRule, TensorFactors
 from autopar.ir.rules.call import Call, Operand
 from autopar.ir.rules.factors import Factors, Rule, aligned, numbered, numel, sums
@@ -41,15 +41,19 @@ def linear(call: Call) -> FactorRule | None:
 
 
 def scaled_linear(call: Call) -> FactorRule | None:
-    """A linear layer in 8-bit floats: rounded summands do not add up to a rounded sum, value or gradient."""
+    """A linear layer in 8-bit floats: rounded summands do not add up to a rounded sum, value or gradient.
+
+    Parts on ranks are as wide as its recipe needs them. Rows count in the order of a matrix, of all leading dimensions.
+    """
     rule = linear(call)
     assert rule is not None, "every linear layer has a rule"
+    rows = [factor for dim in rule.operands[0][:-1] for factor in dim]
     return replace(
         rule,
         lowered=dict.fromkeys(rule.sizes, "scales"),
         linear=(),
         nonlinear=True,
-        multiples={"k": MULTIPLE, "n": MULTIPLE},
+        multiples=multiples_of(call.bound()["recipe"], tuple((name, rule.sizes[name]) for name in rows)),
     )
 
 

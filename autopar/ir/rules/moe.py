@@ -10,15 +10,19 @@ be cut alike, which contiguous pieces are not.
 
 A capacity makes tokens depend on those before them: only the outermost token dimension is a factor then, and it is
 lowered, to count over its pieces.
+
+In narrow floats every token dimension and the inner width are lowered, as ranks share scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.ir.graph import tensor_operands
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.rule import FactorRule, TensorFactors
 from autopar.ir.rules.call import Call
 from autopar.ir.rules.factors import Factors, Rule, numbered, numel, operand_factors
@@ -54,18 +58,20 @@ def moe(call: Call) -> FactorRule | None:
         known[b_up.position] = (e, u)
     if b_down is not None:
         known[b_down.position] = (e, h)
-    limited = bound["capacity_factor"] is not None
+    limited, recipe = bound["capacity_factor"] is not None, bound["recipe"]
     if limited:
         # Which rows an expert takes depends on their order, which only the outermost dimension keeps.
         factors.blocked |= {name for dim in lead[1:] for name in dim}
     dispatches = [f"{name}&{EXPERTS}" for dim in lead[: 1 if limited else None] for name in dim] if e else []
-    lowered = dict.fromkeys((EXPERTS, *dispatches), "moe")
-    if b_down is not None:
-        lowered["f"] = "moe"
-    if limited:
-        lowered |= dict.fromkeys((name for dim in lead[:1] for name in dim), "moe")
+    # Where a capacity counts tokens their order matters.
+    name = "moe" if limited or recipe is None else "scaled_moe"
+    lowered = dict.fromkeys((EXPERTS, *dispatches), name)
+    if b_down is not None or recipe is not None:
+        lowered["f"] = name
+    if limited or recipe is not None:
+        lowered |= dict.fromkeys((token for dim in lead[: 1 if limited else None] for token in dim), name)
     rows = numel(index.shape) * min(1.0, bound["capacity_factor"] or 1.0)
-    return factors.rule(
+    rule = factors.rule(
         operand_factors(call, known, factors),
         [(*lead, h)],
         summed=("f", EXPERTS),
@@ -73,6 +79,9 @@ def moe(call: Call) -> FactorRule | None:
         joint=dispatches,
         flops=2 * rows * x.shape[-1] * (up.shape[1] + inner),
     )
+    if recipe is None:
+        return rule
+    return replace(rule, nonlinear=True, multiples={"f": SCALINGS[recipe].multiple_of_parts})
 
 
 def expert_factors(node: fx.Node, rule: FactorRule, parameters: Container[str]) -> frozenset[str]:

@@ -24,7 +24,7 @@ from autopar.search.problem.workload import Tensor, Workload
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """``size`` elements that the mesh axes on which a cluster takes one of the picks marked in ``picks`` have to
-    divide.
+    divide, into parts that are multiples of ``multiple``.
 
     by_batch: the elements are of the global batch; a microbatch has its part.
     """
@@ -32,6 +32,7 @@ class Limit:
     picks: tuple[bool, ...]
     size: int
     by_batch: bool
+    multiple: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,7 +137,8 @@ class Codes:
         kept = np.ones(len(picks), dtype=bool)
         for limit in self.limits(group):
             degree = np.where(np.array(limit.picks)[picks], sizes, 1).prod(axis=1)
-            kept &= (limit.size // (num_microbatches if limit.by_batch else 1)) % degree == 0
+            size = limit.size // (num_microbatches if limit.by_batch else 1)
+            kept &= (degree == 1) | (size % (degree * limit.multiple) == 0)
         return kept
 
     def limits(self, group: OpCluster) -> tuple[Limit, ...]:
@@ -152,7 +154,10 @@ class Codes:
                         picks.setdefault(factor, set()).add(pick)
                 for factor, own in picks.items():
                     marked = tuple(pick in own for pick in range(len(group.choices)))
-                    made[Limit(picks=marked, size=rule.sizes[factor], by_batch=factor == batch)] = None
+                    multiple = rule.multiples.get(factor, 1)
+                    made[Limit(picks=marked, size=rule.sizes[factor], by_batch=factor == batch, multiple=multiple)] = (
+                        None
+                    )
             if group.leader is None:
                 marked = tuple(choice == BATCH for choice in group.choices)
                 made[Limit(picks=marked, size=self.workload.captured.batch_size, by_batch=True)] = None

@@ -73,7 +73,6 @@ class OpPrices:
                 loads=self.loads,
                 documents=self.documents,
                 fused=self.fused.get(node),
-                eight_bits=bool(workload.analysis.recipes),
             )
         return found
 

@@ -29,7 +29,8 @@ SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
 class ConstraintOptions(TypedDict, total=False):
     """See ``Constraints`` for the meaning of each. None, or leaving one out, leaves the question to the search.
 
-    precision: fp32, bf16, fp16, or a recipe of 8-bit floats (``ir.precision``).
+    precision: fp32, bf16, fp16, or a recipe of narrow floats (``ir.precision``). recipe_pins: patterns of names of
+    weights -> that of their products (``ir.recipe_pins``).
     sp, microbatch: sequence_parallel and microbatch_size. annotations: results of
     ``autopar.constrain``, one or several. expert_load: the result of ``ParallelModule.expert_load``, or for each layer
     the tokens of its experts.
@@ -55,6 +56,7 @@ class ConstraintOptions(TypedDict, total=False):
     microbatch: int | None
     precision: str
     recipes: tuple[Recipe | None, ...]
+    recipe_pins: Mapping[str, str]
     remat: Remat | None
     fit_probability: float | None
     expert_capacity: float | None

@@ -28,6 +28,7 @@ from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision, Recipe, split_obstacle
+from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.forbidden_placements import Forbidden
@@ -80,6 +81,7 @@ class Constraints:
     microbatch_size: int | None = None
     precision: Precision = "fp32"
     recipes: tuple[Recipe | None, ...] = (None,)
+    recipe_pins: tuple[RecipePin, ...] = ()
     remat: Remat | None = None
     fit_probability: float | None = None
     expert_capacity: float | None = None
@@ -121,6 +123,12 @@ class Constraints:
 
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
+        for pin in self.recipe_pins:
+            if pin.precision not in (None, self.precision):
+                raise InfeasiblePlan(
+                    f"recipe of {pin.pattern!r} is {pin.precision}, and the other ops are in {self.precision}.\n"
+                    f"  try: '{pin.pattern}: {self.precision}', or a recipe"
+                )
         for name in ("pp", *ROLES, "shard", "prefetch", "num_microbatches", "microbatch_size", "virtual_stages"):
             size = getattr(self, name)
             if size is not None and size < 1:

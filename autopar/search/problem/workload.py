@@ -8,7 +8,7 @@ and out of the last are all included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,6 +29,7 @@ from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instanc
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.ir.precision import itemsize_of
+from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS
 
@@ -122,9 +123,13 @@ class Workload:
         precision: Precision,
         expert_capacity: float | None = None,
         recipe: Recipe | None = None,
+        pins: Sequence[RecipePin] = (),
     ) -> Workload:
-        """Analyse ``captured``; see ``Analysis.of``. recipe: of the products that the rule finds for it."""
-        recipes = {} if recipe is None else recipes_by_rule(captured, recipe)
+        """Analyse ``captured``; see ``Analysis.of``. recipe: of the products that the rule finds. pins: of some.
+
+        Raises InvalidInput for pins that the model cannot have.
+        """
+        recipes = recipes_by_rule(captured, recipe, pins)
         return cls(analysis=Analysis.of(captured, expert_capacity, recipes), precision=precision)
 
     @classmethod

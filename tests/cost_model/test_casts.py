@@ -1,0 +1,75 @@
+"""What casts to narrow floats move, and what products in them gain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.compute.op_roofline import OpCost, op_time
+from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.hardware.device import Device
+from autopar.cost_model.stacks.known import COMPILED, MEGATRON_CORE_2025
+from autopar.ir.mesh import Mesh
+from autopar.ir.ops import composite
+from autopar.ir.rules import rule_for
+from tests.cost_model.test_ops import call
+
+ROWS, COLUMNS, DEPTH = 8192, 16384, 8192
+
+
+def layer(recipe: str) -> fx.Node:
+    return call(composite.scaled_linear, (ROWS, DEPTH), (COLUMNS, DEPTH), recipe=recipe)
+
+
+def cost(recipe: str, device: Device) -> OpCost:
+    node = layer(recipe)
+    return OpCost.of(node, rule_for(node), device, precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reads", "number"), [("fp8-row", 2, 1.0), ("mxfp8", 1, 1 + 1 / 32), ("nvfp4", 1, 0.5 + 1 / 16)]
+)
+def test_a_compiled_cast_by_tile_reads_once_and_writes_numbers_and_scales(
+    recipe: str, reads: int, number: float
+) -> None:
+    found = cost(recipe, make_cluster("b200", 8, stack=COMPILED).device)
+    rows, weight, grad = ROWS * DEPTH, COLUMNS * DEPTH, ROWS * COLUMNS
+    assert [own.num_bytes for own in found.casts] == [n * (2 * reads + number) for n in (rows, weight)]
+    plain, transposed = 2 * reads + number, 2 * reads + 3 * number
+    back = [grad * plain, weight * transposed, grad * transposed, rows * transposed]
+    assert [own.num_bytes for own in found.casts_back] == back
+
+
+def test_four_bits_are_faster_than_eight_and_these_than_sixteen() -> None:
+    device = make_cluster("b200", 8, stack=MEGATRON_CORE_2025).device
+    four, eight = (cost(recipe, device).time((), Mesh(())).total_s for recipe in ("nvfp4", "mxfp8"))
+    plain = call(torch.ops.aten.linear.default, (ROWS, DEPTH), (COLUMNS, DEPTH))
+    sixteen = op_time(plain, rule_for(plain), (), Mesh(()), device, precision="bf16").total_s
+    assert 1.5 < eight / four < 2 and 1.6 < sixteen / eight < 2.1
+
+
+def experts(recipe: str | None) -> OpTime:
+    node = call(
+        composite.moe,
+        (16, 2048, 4096),
+        (16, 2048, 2),
+        (16, 2048, 2),
+        (8, 28672, 4096),
+        (8, 4096, 14336),
+        ints=(1,),
+        activation="silu",
+        gated=True,
+        recipe=recipe,
+    )
+    device = make_cluster("h100-sxm", 8, stack=MEGATRON_CORE_2025).device
+    return op_time(node, rule_for(node), (), Mesh(()), device, precision="bf16", batch_factor="d0")
+
+
+def test_experts_by_tile_have_the_gradients_of_their_weights_in_sixteen_bits() -> None:
+    sixteen, row, tile = map(experts, (None, "fp8-row", "fp8-block"))
+    assert 1.4 < sixteen.forward_s / row.forward_s < 2 and tile.forward_s == pytest.approx(row.forward_s, rel=0.05)
+    assert row.backward_s < tile.backward_s < sixteen.backward_s
+    # One of the two products of each is in them.
+    assert tile.backward_s == pytest.approx((row.backward_s + sixteen.backward_s) / 2, rel=0.1)
