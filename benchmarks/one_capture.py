@@ -146,7 +146,7 @@ def _costs(captured: CapturedModel, plan: Plan | None) -> dict[str, Any]:
         "FLOPs": [(str(node.target), workload.rule(node).flops) for node in workload.repeats],
         "FLOPs of a step": (workload.forward_flops, workload.model_flops),
         "bytes": [(t.tensor.numel * t.tensor.itemsize, t.tensor.rows, len(t.blocks)) for t in workload.transfers],
-        "kept bytes": [[(s.num_bytes, s.carries_batch) for s in own] for own in workload.kept.values()],
+        "kept bytes": [[(s.num_bytes, s.carries_batch) for s in own] for own in workload.kept(AUTOPAR.memory).values()],
     }
     costs["payloads"] = None if plan is None else _payloads(captured, plan)
     return costs

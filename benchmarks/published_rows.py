@@ -57,6 +57,7 @@ STACKS = {
     "async TP": "torchtitan-2024-async-tp",
     "eager": "torchtitan-2024-eager",
     "torchtitan": "torchtitan-2024",
+    "Zero Bubble": "zero-bubble-2023",
     "nanotron": "nanotron",
     "llm-foundry": "llm-foundry-2023",
     "MaxText": "maxtext-2024",

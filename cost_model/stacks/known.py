@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from difflib import get_close_matches
 
+from autopar.cost_model.stacks import known_memory
 from autopar.cost_model.stacks.attention_kernels import (
     CUDNN_BLACKWELL,
     CUDNN_HOPPER,
@@ -35,6 +36,7 @@ _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
 AUTOPAR = Stack(
     name="autopar",
+    memory=known_memory.AUTOPAR,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
@@ -51,6 +53,7 @@ COMPILED = replace(
 )
 MEGATRON_LM = Stack(
     name="megatron-lm-2021",
+    memory=known_memory.MEGATRON_LM,
     attention={"volta": FLASH1_AMPERE, "ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER},
     fuses=True,
     merges=True,
@@ -59,8 +62,15 @@ MEGATRON_LM = Stack(
     why="kernels for GELU with its bias, for dropout with bias and residual, and for scale and mask "
     "(Narayanan et al. 2021, section 4.2)",
 )
+ZERO_BUBBLE = replace(
+    MEGATRON_LM,
+    name="zero-bubble-2023",
+    memory=known_memory.ZERO_BUBBLE,
+    why="a copy of Megatron-LM of 2023 (github.com/sail-sg/zero-bubble-pipeline-parallelism)",
+)
 MEGATRON_CORE = Stack(
     name="megatron-core-2024",
+    memory=known_memory.MEGATRON_CORE,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     merges=True,
@@ -76,11 +86,13 @@ MEGATRON_CORE = Stack(
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
     name="megatron-core-2025",
+    memory=known_memory.MEGATRON_CORE_2025,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core)",
 )
 TORCHTITAN = Stack(
     name="torchtitan-2024",
+    memory=known_memory.TORCHTITAN,
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     reductions=NORMS,
@@ -93,6 +105,7 @@ TORCHTITAN = Stack(
 TORCHTITAN_EAGER = replace(
     TORCHTITAN,
     name="torchtitan-2024-eager",
+    memory=known_memory.TORCHTITAN_EAGER,
     fuses=False,
     reductions=frozenset(),
     extra_bytes=AUTOPAR.extra_bytes,
@@ -106,6 +119,7 @@ TORCHTITAN_ASYNC = replace(
 )
 NANOTRON = Stack(
     name="nanotron",
+    memory=known_memory.NANOTRON,
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
     merges=True,
     extra_bytes={**AUTOPAR.extra_bytes, "rms_norm": (0.0, 2.0)},
@@ -115,6 +129,7 @@ NANOTRON = Stack(
 )
 LLM_FOUNDRY = Stack(
     name="llm-foundry-2023",
+    memory=known_memory.LLM_FOUNDRY,
     attention={"ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER, "blackwell": CUDNN_BLACKWELL},
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
@@ -124,6 +139,7 @@ LLM_FOUNDRY = Stack(
 )
 MAXTEXT = Stack(
     name="maxtext-2024",
+    memory=known_memory.MAXTEXT,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     reductions=NORMS,
@@ -136,8 +152,8 @@ MAXTEXT = Stack(
 STACKS = {
     stack.name: stack
     for stack in (
-        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_CORE, MEGATRON_CORE_2025, TORCHTITAN, TORCHTITAN_EAGER),
-        *(TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
+        *(AUTOPAR, COMPILED, MEGATRON_LM, ZERO_BUBBLE, MEGATRON_CORE, MEGATRON_CORE_2025),
+        *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )
 }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.redistribution import Collective
 
 # Generations of devices that kernels are written for.
@@ -33,6 +34,7 @@ class Stack:
 
     name: str
     attention: Mapping[Architecture, AttentionKernel] = field(hash=False)
+    memory: StackMemory
     why: str
     fuses: bool = False
     merges: bool = False

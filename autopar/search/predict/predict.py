@@ -134,7 +134,14 @@ def predict(
         inputs_s=tuple(inputs) if shape.splits_backward else (),
         weights_s=tuple(weights) if shape.splits_backward else (),
         memory=tuple(
-            peak_memory(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
+            peak_memory(
+                priced,
+                stages,
+                order,
+                _whole_copies(pricing, priced, own),
+                prefetch=pricing.prefetch,
+                fragmentation=pricing.memory.fragmentation,
+            )
             for own, order in zip(held, shape.orders(), strict=True)
         ),
         memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
@@ -194,7 +201,10 @@ def _memory_profile(
     pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
 ) -> list[tuple[Action, MemoryParts]]:
     copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
-    return list(memory_profile(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
+    order, fragmentation = shape.orders()[rank], pricing.memory.fragmentation
+    return list(
+        memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, fragmentation=fragmentation)
+    )
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

@@ -15,12 +15,14 @@ from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.device import Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
-from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
+from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.analysis.matrix_products import is_product
 from autopar.ir.placed.assign import spread
 from autopar.ir.placed.layouts import Layouts, Need
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
-from autopar.ir.redistribution import reduces_or_all_to_alls
+from autopar.ir.placement import Layout
+from autopar.ir.redistribution import gathers_only, reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
 from autopar.search.problem.workload import Tensor, Transfer, Workload
@@ -36,7 +38,8 @@ class BlockPrice:
     compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each
     of LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
     cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
-    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then. states: bytes held
+    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then; released_bytes: of
+    saved activations, those that it has released by then. states: bytes held
     inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes
     held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each
     level. unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles.
@@ -52,6 +55,7 @@ class BlockPrice:
     weights_s: float
     twice_s: float
     later_bytes: float
+    released_bytes: float
     sync: SyncTime
     waited: SyncTime
     optimiser_s: float
@@ -146,7 +150,7 @@ class Priced:
         """Costs for ``stage_cuts.cut``: those of once a step are spread over the microbatches."""
         cluster = pricing.ops.cluster
         link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
-        count = pricing.num_microbatches
+        count, reserved = pricing.num_microbatches, 1 + pricing.memory.fragmentation
         known: dict[int, BlockCost] = {}
         costs = []
         for number, block in enumerate(self.blocks):
@@ -162,7 +166,7 @@ class Priced:
             plain = block.forward_s + sum(exposed_sync([block])) + once / count
             made = BlockCost(
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
-                saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
+                saved_bytes=tuple(num_bytes * reserved for num_bytes in block.saved_bytes),
                 static_bytes=block.states.total,
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
                 tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
@@ -202,7 +206,7 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
         arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            reaches = workload.activations[block.kind]
+            reaches = workload.activations(pricing.memory)[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             crossing = _crossing_bytes(pricing, arrivals.crossing, layouts)
@@ -290,6 +294,7 @@ class _Ops:
     weights_s: float
     twice_s: float
     later_bytes: float
+    released_bytes: float
     saved: tuple[float, ...]
     unmade_bytes: float
     tiled_s: float
@@ -302,7 +307,9 @@ class _Ops:
         first = next(block for block in workload.repetition.blocks if block.kind == kind)
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
-        activations = workload.activations[kind]
+        memory = pricing.memory
+        activations = workload.activations(memory)[kind]
+        delayed: set[fx.Node] = set()
         chunks = activations.chunks(assignments, pricing.mesh, pricing.parts)
         unrepeated = activations.unreached.union(*chunks)
         for chunked in chunks.values():
@@ -322,7 +329,9 @@ class _Ops:
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
             share = workload.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
-            if 0.0 < share < 1.0:
+            if share and contracts:
+                delayed.add(node)
+            if 0.0 < share < 1.0 and (contracts or not memory.releases_early):
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.parts)
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
@@ -345,6 +354,7 @@ class _Ops:
             weights_s=weights,
             twice_s=twice,
             later_bytes=later,
+            released_bytes=none - activations.read_by(delayed, assignments, *batches) if memory.releases_early else 0.0,
             saved=(none, min(none, selective), min(none, alternate), min(none, full)),
             unmade_bytes=unmade,
             tiled_s=tiled,
@@ -382,6 +392,7 @@ class _Ops:
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
+            released_bytes=self.released_bytes,
             sync=sync,
             waited=waited,
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
@@ -414,7 +425,22 @@ def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     source = layouts.made(transfer.tensor.node, transfer.tensor.result)
     made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
-    return Moves(sum(made.values(), ZERO), redone)
+    every = sum(made.values(), ZERO)
+    if pricing.memory.gathers_again:
+        for need, nodes in needs_of(layouts, transfer).items():
+            every += OpTime(0.0, _gathered_again_s(pricing, layouts, made[need].forward_s, source, need, nodes))
+    return Moves(every, redone)
+
+
+def _gathered_again_s(
+    pricing: Pricing, layouts: Layouts, gather_s: float, source: Layout, need: Need, nodes: Sequence[fx.Node]
+) -> float:
+    """Seconds of gathering once more, for gradients of weights, what products read, as far as the products that compute
+    gradients of what they read do not hide them."""
+    products = [n for n in nodes if n in pricing.workload.reads_weights and is_product(n.target)]
+    if not products or not gathers_only(source, *need):
+        return 0.0
+    return max(0.0, gather_s - sum(pricing.op(n, layouts.assignments[n]).backward_s / 2 for n in products))
 
 
 def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> tuple[float | None, float]:
