@@ -12,6 +12,10 @@ _EAGER = 0.15
 # Assumed, no measurement: kernels that are fused allocate fewer sizes, and buffers of the state none.
 _FUSED = 0.05
 
+# Fitted to the 26 published peaks of nanotron: tensors that asynchronous collectives read on a stream of their own are
+# not given out again before the device has caught up with the host.
+_STREAMS = 0.25
+
 AUTOPAR = StackMemory(
     divides=True,
     fragmentation=_EAGER,
@@ -33,8 +37,10 @@ MEGATRON_LM = StackMemory(
 )
 MEGATRON_CORE = replace(
     MEGATRON_LM,
+    narrow_gradients=frozenset({"fp16", "bf16"}),
     recomputes=frozenset({"silu"}),
-    why=MEGATRON_LM.why + "; SwiGLU as one kernel keeps its input alone (core/fusions/fused_bias_swiglu.py)",
+    why=MEGATRON_LM.why + "; SwiGLU as one kernel keeps its input alone (core/fusions/fused_bias_swiglu.py); NeMo's and "
+    "Megatron-Bridge's recipes for performance have grad_reduce_in_fp32 off, so gradients have 16 bits",
 )
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
@@ -47,33 +53,30 @@ ZERO_BUBBLE = replace(
     why=MEGATRON_LM.why + "; a backward stores, for each product, what it read and the gradient that came (WeightGradStore "
     "of github.com/sail-sg/zero-bubble-pipeline-parallelism), and autograd releases the rest",
 )
-# The compiled loss keeps logits in float32, its gradient is one more and is then cast: assumed from the cast that
-# precedes it.
+# The loss of torch over whole logits: log probabilities, their gradient, and that of the logits, all in float32. The
+# memory of the logits in 16 bits stays reserved beside them, since nothing else that is allocated has its size (assumed).
+_WHOLE = LossMemory(kept=4.0, working=10.0)
 TORCHTITAN = StackMemory(
     recomputes=frozenset({"silu"}),
-    loss=LossMemory(kept=4.0, working=6.0),
+    loss=_WHOLE,
     fragmentation=_EAGER,
     why="FSDP2 shards float32 parameters and reduces gradients in float32 (its defaults in torchtitan); torch.compile "
-    "makes pointwise results again in backward; the loss is of whole logits (chunks came with pull request 996 of 2025)",
+    "makes pointwise results of a block again in backward, the loss is not compiled with the blocks and is of whole "
+    "logits (chunks came with its pull request 996 of 2025)",
 )
-TORCHTITAN_EAGER = replace(
-    TORCHTITAN,
-    recomputes=frozenset(),
-    loss=LossMemory(kept=4.0, working=8.0),
-    why="the same without torch.compile: log probabilities in float32, their gradient, and that of the logits",
-)
+TORCHTITAN_EAGER = replace(TORCHTITAN, recomputes=frozenset(), why=TORCHTITAN.why + "; without torch.compile")
 NANOTRON = StackMemory(
     lasting_gradients=True,
     buckets=True,
+    gathers_again=True,
     loss=_IN_PLACE,
-    fragmentation=_FUSED,
+    fragmentation=_STREAMS,
     why="optim/gradient_accumulator.py: one float32 buffer of the gradients of all parameters, with ZeRO-1 too, beside the "
-    "buckets of DistributedDataParallel; parallel/tensor_parallel/functional.py: softmax in place. It can gather "
-    "again in backward (tp_recompute_allgather), but its collectives run on a stream of their own, and what they read "
-    "stays reserved until the device has caught up with the host: as much as if it were kept (assumed)",
+    "buckets of DistributedDataParallel; parallel/tensor_parallel/functional.py: softmax in place, and a gathered "
+    "sequence is gathered again in backward (tp_recompute_allgather, on unless it is turned off)",
 )
 LLM_FOUNDRY = StackMemory(
-    loss=LossMemory(kept=4.0, working=8.0),
+    loss=_WHOLE,
     fragmentation=_EAGER,
     why="FSDP of torch with float32 parameters; the loss of torch over whole logits (assumed)",
 )
