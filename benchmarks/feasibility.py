@@ -6,8 +6,8 @@ Rows of ``runs.csv`` that print a peak say how far predictions are off, as logar
 by what a peak is of (allocated, reserved, nvidia-smi, or not stated): their mean and spread are what
 ``cost_model/memory/fit_probability.py`` states. Every row that prints its plan ran, so its plan fits: those whose
 probability to fit is below a margin are what a search with that margin refuses wrongly. A row that does not print what
-it recomputed may have recomputed anything: it is refused where it would not fit with full rematerialisation either. Rows
-of runs that were out of memory, if there are any (metric ``oom``), are those to be refused.
+it recomputed may have recomputed anything: it is refused where it would not fit with full rematerialisation either.
+Rows of runs that were out of memory, if there are any (metric ``oom``), are those to be refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from published_models import captured_of
 from published_rows import GIB, Missing, Row, read_rows
 
-from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, STATED_MARGIN, fit_probability
+from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, fit_probability
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 
 ROOT = Path(__file__).parent.parent
-MARGINS = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, DEFAULT_MARGIN, STATED_MARGIN})
+MARGINS = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, DEFAULT_MARGIN})
 # Of rows whose plan as printed fits with less than this, what full rematerialisation needs is looked at.
 CLOSE = 0.9
 
@@ -64,13 +64,17 @@ def main() -> int:
         absolute = median(abs(1 / (1 + error) - 1) for error in found)
         logs = [log(1 + error) for error in found]
         print(
-            f"\npeaks, {definition}, {len(found)} rows: median of absolute error {100 * absolute:.1f} %; log of printed "
-            f"over predicted: mean {fmean(logs):+.3f}, standard deviation {pstdev(logs):.3f}"
+            f"\npeaks, {definition}, {len(found)} rows: median of absolute error {100 * absolute:.1f} %; log of "
+            f"printed over predicted: mean {fmean(logs):+.3f}, standard deviation {pstdev(logs):.3f}"
         )
     every = [log(1 + error) for found in errors.values() for error in found]
     if every:
         print(f"all {len(every)}: mean {fmean(every):+.3f}, standard deviation {pstdev(every):.3f}")
-    print(f"\n{sum(unread.values())} rows that cannot be read:", *(f"  {n} {why}" for why, n in unread.most_common(12)), sep="\n")
+    print(
+        f"\n{sum(unread.values())} rows that cannot be read:",
+        *(f"  {n} {why}" for why, n in unread.most_common(12)),
+        sep="\n",
+    )
     print(f"\n| margin | {' | '.join(f'{kind}: refused of {len(fits[kind])}' for kind in kinds)} |\n|---|---|---|---|")
     for margin in MARGINS:
         print(f"| {margin} | {' | '.join(str(sum(p < margin for p in fits[kind])) for kind in kinds)} |")

@@ -84,8 +84,8 @@ NAMED = ("deepseek-v3", "gpt-oss", "qwen3")
 SAME_RUN = re.compile(r"same run as ([\w.-]+)")
 # What a printed peak may be of.
 DEFINITIONS = ("allocated", "reserved", "nvidia-smi")
-# Sources that recompute nothing where they do not say so: recompute_layer is off in nanotron's configurations (recalled),
-# and Zero Bubble's peaks are those of whole activations.
+# Sources that recompute nothing where they do not say so: recompute_layer is off in nanotron's configurations, and Zero
+# Bubble's peaks are those of whole activations.
 KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Those of Zero Bubble's schedules that a plan can have.
 SPLIT = {"ZB-1p": "zb-h1", "ZB-V": "zb-v"}
@@ -416,7 +416,12 @@ def read_rows(path: Path) -> list[Row]:
     every = list(csv.DictReader(path.open()))
     notes = {cells["id"]: cells["notes"] for cells in every}
     return [
-        Row({**cells, "notes": "; ".join([cells["notes"], *(notes.get(n, "") for n in SAME_RUN.findall(cells["notes"]))])})
+        Row(
+            {
+                **cells,
+                "notes": "; ".join([cells["notes"], *(notes.get(n, "") for n in SAME_RUN.findall(cells["notes"]))]),
+            }
+        )
         for cells in every
     ]
 

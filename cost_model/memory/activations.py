@@ -29,7 +29,7 @@ from autopar.cost_model.memory.chunked_losses import ChunkableLoss, Chunked, chu
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, names_of, storage_of
 from autopar.cost_model.memory.tiled_rows import Tile, TileableRegion, tileable_regions, tiles
 from autopar.cost_model.stacks.known_memory import AUTOPAR
-from autopar.cost_model.stacks.memory import LOSS_ITEMSIZE, StackMemory
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
@@ -155,9 +155,7 @@ class BlockActivations:
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
             if memory.loss is not None and "cross_entropy" in op_name(node):
-                logits = tensor_operands(node)[0].meta["val"]
-                own = itemsize_of(logits.dtype, precision)
-                extra_bytes = logits.numel() * own * memory.loss.kept / LOSS_ITEMSIZE
+                extra_bytes = tensor_operands(node)[0].meta["val"].numel() * memory.loss.kept
             if extra_bytes:
                 # A loss has no dimensions left; what it keeps is cut as its first operand is.
                 shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]

@@ -17,7 +17,7 @@ from autopar.cost_model.compute.flops import is_view, op_name
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes
 from autopar.cost_model.memory.tiled_rows import Tile
-from autopar.cost_model.stacks.memory import LOSS_ITEMSIZE, LossMemory
+from autopar.cost_model.stacks.memory import LossMemory
 from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
@@ -134,9 +134,7 @@ class BlockBackward:
     apart: Mapping[Saved, Saved] = field(default_factory=dict)
     loss: LossMemory | None = None
 
-    def as_kept(
-        self, saved: Iterable[Saved], assignments: Mapping[fx.Node, Assignment], mesh: Mesh
-    ) -> list[Saved]:
+    def as_kept(self, saved: Iterable[Saved], assignments: Mapping[fx.Node, Assignment], mesh: Mesh) -> list[Saved]:
         """The tensors, those that are gathered again in backward as the parts that are kept of them."""
         found = []
         for tensor in saved:
@@ -318,7 +316,7 @@ class BlockBackward:
         assignment = assignments[op.node]
         elements = logits.local_bytes(assignment, mesh, num_microbatches) / logits.itemsize
         if self.loss is not None:
-            return elements * logits.itemsize * max(0.0, self.loss.working / LOSS_ITEMSIZE - 1)
+            return elements * max(0.0, self.loss.working - logits.itemsize)
         split = any(not classes.isdisjoint(factors_of_choice(choice)) for choice in assignment)
         needed = (_WIDE if logits.itemsize == _WIDE else _WIDE + logits.itemsize) if split else 2 * _WIDE
         return elements * (needed - logits.itemsize)

@@ -104,9 +104,7 @@ def state_memory(
     )
 
 
-def _buffered(
-    shard: float, numel: float, precision: str, stack: StackMemory, reduced: bool
-) -> MemoryParts:
+def _buffered(shard: float, numel: float, precision: str, stack: StackMemory, reduced: bool) -> MemoryParts:
     """Of a stack that keeps the gradients of all parameters in a buffer, and shards the optimiser alone.
 
     With 16 bits a parameter is there as computed with, and the optimiser has a float32 one of its shard, and a float32

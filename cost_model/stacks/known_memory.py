@@ -30,16 +30,17 @@ MEGATRON_LM = StackMemory(
     gathers_again=True,
     loss=_IN_PLACE,
     fragmentation=_FUSED,
-    why="documentation of Megatron-Core's distributed optimiser: bf16 parameters with float32 gradients take 18 bytes a "
-    "parameter, 6 + 12/d with it, fp16 parameters with fp16 gradients 20 and 4 + 16/d, in contiguous buffers; its "
-    "column-parallel layer keeps a rank's part of a sequence and gathers it again in backward (Korthikanti et al. 2022, "
-    "section 4.2.2); softmax of vocabulary-parallel logits in place, as in core/tensor_parallel/cross_entropy.py",
+    why="documentation of Megatron-Core's distributed optimiser: bf16 parameters with float32 gradients take 18 bytes "
+    "each, 6 + 12/d with it, fp16 parameters with fp16 gradients 20 and 4 + 16/d, in contiguous buffers; its "
+    "column-parallel layer keeps a rank's part of a sequence and gathers it again in backward (Korthikanti et al. "
+    "2022, section 4.2.2); softmax of vocabulary-parallel logits in place, as in core/tensor_parallel/cross_entropy.py",
 )
 MEGATRON_CORE = replace(
     MEGATRON_LM,
     narrow_gradients=frozenset({"fp16", "bf16"}),
     recomputes=frozenset({"silu"}),
-    why=MEGATRON_LM.why + "; SwiGLU as one kernel keeps its input alone (core/fusions/fused_bias_swiglu.py); NeMo's and "
+    why=MEGATRON_LM.why
+    + "; SwiGLU as one kernel keeps its input alone (core/fusions/fused_bias_swiglu.py); NeMo's and "
     "Megatron-Bridge's recipes for performance have grad_reduce_in_fp32 off, so gradients have 16 bits",
 )
 MEGATRON_CORE_2025 = replace(
@@ -50,11 +51,12 @@ MEGATRON_CORE_2025 = replace(
 ZERO_BUBBLE = replace(
     MEGATRON_LM,
     releases_early=True,
-    why=MEGATRON_LM.why + "; a backward stores, for each product, what it read and the gradient that came (WeightGradStore "
+    why=MEGATRON_LM.why
+    + "; a backward stores, for each product, what it read and the gradient that came (WeightGradStore "
     "of github.com/sail-sg/zero-bubble-pipeline-parallelism), and autograd releases the rest",
 )
 # The loss of torch over whole logits: log probabilities, their gradient, and that of the logits, all in float32. The
-# memory of the logits in 16 bits stays reserved beside them, since nothing else that is allocated has its size (assumed).
+# memory of the logits in 16 bits stays reserved beside them, as nothing else that is allocated has its size (assumed).
 _WHOLE = LossMemory(kept=4.0, working=10.0)
 TORCHTITAN = StackMemory(
     recomputes=frozenset({"silu"}),
@@ -71,8 +73,8 @@ NANOTRON = StackMemory(
     gathers_again=True,
     loss=_IN_PLACE,
     fragmentation=_STREAMS,
-    why="optim/gradient_accumulator.py: one float32 buffer of the gradients of all parameters, with ZeRO-1 too, beside the "
-    "buckets of DistributedDataParallel; parallel/tensor_parallel/functional.py: softmax in place, and a gathered "
+    why="optim/gradient_accumulator.py: one float32 buffer of the gradients of all parameters, with ZeRO-1 too, beside "
+    "the buckets of DistributedDataParallel; parallel/tensor_parallel/functional.py: softmax in place, and a gathered "
     "sequence is gathered again in backward (tp_recompute_allgather, on unless it is turned off)",
 )
 LLM_FOUNDRY = StackMemory(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Bytes of a logit for which ``LossMemory`` is stated; of wider ones it is as many times as much.
-LOSS_ITEMSIZE = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMemory:

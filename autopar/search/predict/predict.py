@@ -19,7 +19,8 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
+from autopar.search.pricing.block_moves import needs_of
+from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -202,9 +203,7 @@ def _memory_profile(
 ) -> list[tuple[Action, MemoryParts]]:
     copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
     order, fragmentation = shape.orders()[rank], pricing.memory.fragmentation
-    return list(
-        memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, fragmentation=fragmentation)
-    )
+    return list(memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, fragmentation=fragmentation))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

@@ -17,15 +17,13 @@ from autopar.cost_model.hardware.device import Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.analysis.matrix_products import is_product
 from autopar.ir.placed.assign import spread
-from autopar.ir.placed.layouts import Layouts, Need
+from autopar.ir.placed.layouts import Layouts
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
-from autopar.ir.placement import Layout
-from autopar.ir.redistribution import gathers_only, reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
+from autopar.search.pricing.block_moves import Moves, crossing_bytes, moved_by
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
-from autopar.search.problem.workload import Tensor, Transfer, Workload
+from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import LEVELS, BlockCost, Stage
 
 T = TypeVar("T")
@@ -195,7 +193,7 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
         return _Ops.of(pricing, assignments, kind)
 
     def move(number: int) -> Moves:
-        return _moved(pricing, workload.transfers[number], layouts)
+        return moved_by(pricing, workload.transfers[number], layouts)
 
     own = _known(pricing, assignment, "ops", workload.clusters_of_kinds, ops)
     moves = _known(pricing, assignment, "moves", workload.clusters_of_transfers, move)
@@ -206,10 +204,10 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
         arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            reaches = workload.activations(pricing.memory)[block.kind]
+            reaches = workload.kept(pricing.memory).blocks[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
-            crossing = _crossing_bytes(pricing, arrivals.crossing, layouts)
+            crossing = crossing_bytes(pricing, arrivals.crossing, layouts)
             made[key] = own[block.kind].block(pricing, moved, left, held, crossing)
         blocks.append(made[key])
     if workload.unread_bytes:
@@ -265,18 +263,6 @@ def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layout
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Redistributions. recomputed_s: forward seconds of those whose results selective rematerialisation does not
-    save."""
-
-    all: OpTime = ZERO
-    recomputed_s: float = 0.0
-
-    def __add__(self, other: Moves) -> Moves:
-        return Moves(self.all + other.all, self.recomputed_s + other.recomputed_s)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
     """Costs that all blocks of a kind have in common.
@@ -308,7 +294,7 @@ class _Ops:
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
         memory = pricing.memory
-        activations = workload.activations(memory)[kind]
+        activations = workload.kept(memory).blocks[kind]
         delayed: set[fx.Node] = set()
         chunks = activations.chunks(assignments, pricing.mesh, pricing.parts)
         unrepeated = activations.unreached.union(*chunks)
@@ -410,45 +396,6 @@ class _Ops:
             send_bytes=crossing[0],
             returned_bytes=crossing[1],
         )
-
-
-def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node]]:
-    """Layouts that the users of a transfer need -> those users."""
-    found: dict[Need, list[fx.Node]] = {}
-    for node, position in transfer.uses:
-        found.setdefault(layouts.need_of(transfer.tensor.node, node, position), []).append(node)
-    return found
-
-
-def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
-    """Redistributions of a transfer."""
-    source = layouts.made(transfer.tensor.node, transfer.tensor.result)
-    made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
-    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
-    every = sum(made.values(), ZERO)
-    if pricing.memory.gathers_again:
-        for need, nodes in needs_of(layouts, transfer).items():
-            every += OpTime(0.0, _gathered_again_s(pricing, layouts, made[need].forward_s, source, need, nodes))
-    return Moves(every, redone)
-
-
-def _gathered_again_s(
-    pricing: Pricing, layouts: Layouts, gather_s: float, source: Layout, need: Need, nodes: Sequence[fx.Node]
-) -> float:
-    """Seconds of gathering once more, for gradients of weights, what products read, as far as the products that compute
-    gradients of what they read do not hide them."""
-    products = [n for n in nodes if n in pricing.workload.reads_weights and is_product(n.target)]
-    if not products or not gathers_only(source, *need):
-        return 0.0
-    return max(0.0, gather_s - sum(pricing.op(n, layouts.assignments[n]).backward_s / 2 for n in products))
-
-
-def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> tuple[float | None, float]:
-    """Bytes that cross the cut before a block, None if it cannot be cut there; of the gradients that come back."""
-    if not all(tensor.floating for tensor in crossing):
-        return None, 0.0
-    sent = [pricing.local_bytes(tensor, layouts.made(tensor.node, tensor.result)) for tensor in crossing]
-    return sum(sent), sum(size for tensor, size in zip(crossing, sent, strict=True) if tensor.differentiable)
 
 
 def _parameters(

@@ -8,18 +8,15 @@ and out of the last are all included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from autopar.cost_model.compute.flops import training_flops
-from autopar.cost_model.memory.activations import BlockActivations
-from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
@@ -33,8 +30,7 @@ from autopar.ir.plan import Plan, Precision, Recipe
 from autopar.ir.precision import itemsize_of
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS
-
-T = TypeVar("T")
+from autopar.search.problem.kept_activations import KeptActivations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,61 +378,14 @@ class Workload:
         return {name: used for name, used in named if len(used) > 1}
 
     @cached_property
-    def _by_memory(self) -> dict[tuple[str, StackMemory], Any]:
+    def _kept(self) -> dict[StackMemory, KeptActivations]:
         return {}
 
-    def _known(self, what: str, memory: StackMemory, make: Callable[[StackMemory], T]) -> T:
-        """``make`` of what a stack keeps, computed once."""
-        key = what, memory
-        if key not in self._by_memory:
-            self._by_memory[key] = make(memory)
-        found: T = self._by_memory[key]
-        return found
-
-    def activations(self, memory: StackMemory) -> tuple[BlockActivations, ...]:
-        """Activations that each kind of block saves for its backward. memory: what the software stack keeps."""
-        return self._known("activations", memory, self._activations)
-
-    def _activations(self, memory: StackMemory) -> tuple[BlockActivations, ...]:
-        return tuple(
-            BlockActivations.of(
-                [node for node in self.repetition.blocks[index].nodes if node in self.repeats],
-                precision=self.precision,
-                batch_factors=self.roles.batch,
-                shared=frozenset(self.repetition.prelude),
-                needs_grad=self.analysis.differentiable,
-                ends_early=self.ends_early,
-                memory=memory,
-            )
-            for index in first_instances(self.repetition)
-        )
-
-    def kept(self, memory: StackMemory) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it."""
-        return self._known("kept", memory, self._kept)
-
-    def _kept(self, memory: StackMemory) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        found: dict[fx.Node, list[Saved]] = {}
-        for activations in self.activations(memory):
-            seen = set()
-            losses = {loss.pair.loss for loss in activations.losses}
-            surely = (tensor for tensor in activations.extra if tensor.node not in losses)
-            for tensor in (*activations.saved, *surely):
-                if tensor.storage not in seen:
-                    seen.add(tensor.storage)
-                    found.setdefault(tensor.node, []).append(tensor)
-        return {node: tuple(tensors) for node, tensors in found.items()}
-
-    def contracted(self, memory: StackMemory) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Results of contractions."""
-        return self._known("contracted", memory, self._contracted)
-
-    def _contracted(self, memory: StackMemory) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        found: dict[fx.Node, list[Saved]] = {}
-        for activations in self.activations(memory):
-            for tensor in activations.kept:
-                found.setdefault(tensor.node, []).append(tensor)
-        return {node: tuple(tensors) for node, tensors in found.items()}
+    def kept(self, memory: StackMemory) -> KeptActivations:
+        """What is kept for backward with a software stack that keeps ``memory``."""
+        if memory not in self._kept:
+            self._kept[memory] = KeptActivations(workload=self, memory=memory)
+        return self._kept[memory]
 
     @cached_property
     def forward_flops(self) -> float:
