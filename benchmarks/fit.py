@@ -14,7 +14,6 @@ family of rows is predicted with constants that were fitted without it.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from published import ROOT
 from published_models import captured_of
-from published_rows import Missing, Row
+from published_rows import Missing, Row, read_rows
 from published_software import step_time_s
 
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
@@ -158,7 +157,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--keep", type=Path, help="write what was measured to this file, as JSON")
     options = parser.parse_args()
-    rows = [Row(cells) for cells in csv.DictReader((options.data / "runs.csv").open())]
+    rows = read_rows(options.data / "runs.csv")
     rows = [row for row in rows if not row.is_memory]
     if options.constants:
         for name in PRIOR.keys() - set(options.constants.split(",")):

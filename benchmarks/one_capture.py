@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
 from autopar.ir.capture.other_sizes import captured_at
@@ -142,11 +143,12 @@ def _size_of(example: dict[str, Any], names: dict[str, dict[int, str]], symbol: 
 def _costs(captured: CapturedModel, plan: Plan | None) -> dict[str, Any]:
     """What a search reads of a capture, in the order of its ops."""
     workload = Workload.of(captured, "fp32")
+    kept = workload.kept(AUTOPAR.memory).surely
     costs: dict[str, Any] = {
         "FLOPs": [(str(node.target), workload.rule(node).flops) for node in workload.repeats],
         "FLOPs of a step": (workload.forward_flops, workload.model_flops),
         "bytes": [(t.tensor.numel * t.tensor.itemsize, t.tensor.rows, len(t.blocks)) for t in workload.transfers],
-        "kept bytes": [[(s.num_bytes, s.carries_batch) for s in own] for own in workload.kept.values()],
+        "kept bytes": [[(s.num_bytes, s.carries_batch) for s in own] for own in kept.values()],
     }
     costs["payloads"] = None if plan is None else _payloads(captured, plan)
     return costs

@@ -23,7 +23,7 @@ from statistics import median, quantiles
 
 import torch
 from published_models import captured_of
-from published_rows import GIB, Missing, Row
+from published_rows import GIB, Missing, Row, read_rows
 from published_software import step_time_s
 
 from autopar.ir.errors import AutoparError
@@ -51,7 +51,10 @@ def predict(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Compared:
     reported, unprinted = row.reported(), row.unprinted
     row.constraints()  # so that what is missing is said before the model is captured
     captured = captured_of(row, known)
-    found = row.under_the_best_plan(captured) if unprinted else row.under_its_plan(captured)
+    if unprinted:
+        found = row.under_the_best_plan(captured)
+    else:
+        found = row.for_its_memory(captured) if row.is_memory else row.under_its_plan(captured)
     if row.is_memory:
         predicted = float(found.predicted.peak_bytes)
     else:
@@ -121,7 +124,7 @@ def main() -> int:
     if not (options.data / "runs.csv").is_file():
         parser.error(f"there is no {options.data / 'runs.csv'}; pass --data")
     torch.set_num_threads(1)
-    rows = [Row(cells) for cells in csv.DictReader((options.data / "runs.csv").open())]
+    rows = read_rows(options.data / "runs.csv")
     if options.families:
         rows = [row for row in rows if row.family in options.families.split(",")]
     if options.rows:

@@ -13,7 +13,6 @@ or more, of the published step's time.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 from published import ROOT
 from published_models import captured_of
-from published_rows import Missing, Row
+from published_rows import Missing, Row, read_rows
 
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
@@ -111,7 +110,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="row that is compared")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [Row(cells) for cells in csv.DictReader((options.data / "runs.csv").open())]
+    rows = read_rows(options.data / "runs.csv")
     rows = [row for row in rows if not row.is_memory]
     if options.families:
         rows = [row for row in rows if row.family in options.families.split(",")]

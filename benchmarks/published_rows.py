@@ -7,9 +7,11 @@ Nothing depends on the name of a row; on that of its model sizes that are not pr
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
@@ -68,6 +70,7 @@ STACKS = {
     "async TP": "torchtitan-2024-async-tp",
     "eager": "torchtitan-2024-eager",
     "torchtitan": "torchtitan-2024",
+    "Zero Bubble": "zero-bubble-2023",
     "nanotron": "nanotron",
     "llm-foundry": "llm-foundry-2023",
     "MaxText": "maxtext-2024",
@@ -93,6 +96,13 @@ USUAL = 0.05
 Shape = Literal["plain", "ungated", "gated", "tied", "experts"]
 # Models with sizes that a row does not print: of heads, of experts and dense layers, of low ranks.
 NAMED = ("deepseek-v3", "gpt-oss", "qwen3")
+# How the notes of a row say that it is of the run of another.
+SAME_RUN = re.compile(r"same run as ([\w.-]+)")
+# What a printed peak may be of.
+DEFINITIONS = ("allocated", "reserved", "nvidia-smi")
+# Sources that recompute nothing where they do not say so: recompute_layer is off in nanotron's configurations, and Zero
+# Bubble's peaks are those of whole activations.
+KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Those of Zero Bubble's schedules that a plan can have.
 SPLIT = {"ZB-1p": "zb-h1", "ZB-V": "zb-v"}
 # Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
@@ -136,6 +146,17 @@ class Row:
     @property
     def is_memory(self) -> bool:
         return self.reported_metric == "peak_memory_gb"
+
+    @property
+    def definition(self) -> str:
+        """What a printed peak is of: one of ``DEFINITIONS``, or "not stated"."""
+        found = [name for name in DEFINITIONS if name in self.notes]
+        return found[0] if len(found) == 1 else "not stated"
+
+    @property
+    def says_recomputation(self) -> bool:
+        """Whether it is known what it recomputed."""
+        return bool(self.recompute) or any(name in self.source for name in KEEPS_ALL)
 
     @property
     def tokens(self) -> int:
@@ -294,6 +315,8 @@ class Row:
         """The plan; what is not printed is open."""
         if "split into micro-batches" in self.notes and self.number("pp", 1) > 1:
             raise Missing("how many microbatches its local batch is split into")
+        if self.is_memory and not self.says_recomputation:
+            raise Missing("what it recomputes")
         open_ = self.unprinted
         tp, pp, virtual = (None if name in open_ else self.number(name, 1) for name in ("tp", "pp", "vpp"))
         data, experts = self.number("dp"), self.expert_ranks
@@ -387,19 +410,32 @@ class Row:
         return levels.get(self.recompute, "none")
 
     def under_its_plan(
-        self, captured: CapturedModel, workload: Workload | None = None, fitted: Fitted = FITTED
+        self,
+        captured: CapturedModel,
+        workload: Workload | None = None,
+        fitted: Fitted = FITTED,
+        **other: Any,
     ) -> SearchResult:
-        """The prediction, with memory for whatever was run. Raises Missing where the plan is printed in part alone, and
-        AutoparError where it cannot be."""
+        """The prediction, with memory for whatever was run. other: constraints instead of those that are printed.
+        Raises Missing where the plan is printed in part alone, and AutoparError where it cannot be."""
         if self.unprinted:
             raise Missing(", ".join(self.unprinted))
         workload = workload or self.workload(captured)
         cluster = self.cluster(fitted)
-        found = estimate_captured(captured, cluster, self._dispatching(workload), workload=workload)
+        constraints = replace(self._dispatching(workload), **other)
+        found = estimate_captured(captured, cluster, constraints, workload=workload)
         if "every other layer" in self.recompute:
             plan = every_other_block_again(found.plan)
             found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=workload))
         return found
+
+    def for_its_memory(self, captured: CapturedModel, **other: Any) -> SearchResult:
+        """The same, with the state of a distributed optimiser on all data-parallel ranks, those that share a sequence
+        included. The fastest plan may have copies of it, which takes memory that such runs did not."""
+        ranks = self.number("dp") * self.number("cp", 1)
+        if self.zero_stage_or_fsdp == "zero1" and ranks > 1:
+            other["shard"] = ranks
+        return self.under_its_plan(captured, **other)
 
     def under_the_best_plan(self, captured: CapturedModel) -> SearchResult:
         """The fastest plan that has what is printed, and fits; if none is thought to fit, with memory for whatever was
@@ -426,6 +462,21 @@ def undispatched(workload: Workload) -> Iterator[Forbidden]:
             for choice in workload.cluster_of(node).choices:
                 if choice != first:
                     yield Forbidden(pattern=f"{block}/{op}", placement=(("ep", choice),))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a ``runs.csv``; one that is of the run of another has the notes of that too."""
+    every = list(csv.DictReader(path.open()))
+    notes = {cells["id"]: cells["notes"] for cells in every}
+    return [
+        Row(
+            {
+                **cells,
+                "notes": "; ".join([cells["notes"], *(notes.get(n, "") for n in SAME_RUN.findall(cells["notes"]))]),
+            }
+        )
+        for cells in every
+    ]
 
 
 def every_other_block_again(plan: Plan) -> Plan:

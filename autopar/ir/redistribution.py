@@ -174,6 +174,12 @@ def grad_of_use(value: Placement, *, sharded_elsewhere: bool) -> Placement:
     return value
 
 
+def gathers_only(source: Layout, value: Layout, grad: Layout) -> bool:
+    """Whether forward has all-gathers, and nothing else."""
+    made = {step.forward for step in redistribute(source, value, grad)} - {_NONE}
+    return made == {Collective.ALL_GATHER}
+
+
 def reduces_or_all_to_alls(source: Layout, value: Layout, grad: Layout) -> bool:
     """Whether forward has a reduction or an all-to-all, whose result is no larger than its operand."""
     made = {step.forward for step in redistribute(source, value, grad)}

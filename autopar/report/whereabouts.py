@@ -190,7 +190,7 @@ def _inside(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Iterator[He
         if kind not in most or most[kind].num_bytes < num_bytes:
             most[kind] = Held("transient", what, num_bytes, inside=True)
 
-    for activations in workload.activations:
+    for activations in workload.kept(pricing.memory).blocks:
         saved = dict.fromkeys((*activations.saved, *activations.kept))
         attended, chunks = 0.0, activations.chunks(assignments, *sizes)
         losses = {node for pair in chunks for node in pair}

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_contraction, is_view
+from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
 from autopar.cost_model.memory.backward_peak import BackwardOp, BackwardPeak, BlockBackward, is_read_outside
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, Chunked, chunks
-from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, storage_of
+from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, names_of, storage_of
 from autopar.cost_model.memory.tiled_rows import Tile, TileableRegion, tileable_regions, tiles
+from autopar.cost_model.stacks.known_memory import AUTOPAR
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
@@ -94,12 +96,14 @@ class BlockActivations:
         needs_grad: AbstractSet[fx.Node] | None = None,
         rules: Callable[[fx.Node], FactorRule] = rule_for,
         ends_early: bool = True,
+        memory: StackMemory = AUTOPAR,
     ) -> BlockActivations:
         """Measure the ops of a block.
 
         batch_factors: op -> factor that is the batch. shared: nodes whose storage is not the block's to count:
         parameters, buffers, step inputs, and ops that depend on no parameter. needs_grad: tensors that a
         gradient flows through; every floating point one if not given. ends_early: whether recomputation ends as above.
+        memory: what the software stack keeps.
         """
         inside = set(nodes)
         batches = batch_factors or {}
@@ -128,6 +132,7 @@ class BlockActivations:
         unreached: list[fx.Node] = []
         ends_at: fx.Node | None = None
         losses: list[ChunkableLoss] = []
+        apart: dict[Saved, Saved] = {}
 
         def flows(tensor: fx.Node) -> bool:
             return has_gradient_dtype(tensor.meta["val"]) and (differentiable is None or differentiable(tensor))
@@ -149,13 +154,15 @@ class BlockActivations:
                 unreached.append(node)
             saved += [uses[p] for p in operand_positions if uses[p] in counted]
             saved += [results[p] for p in result_positions if p < len(results)]
+            if memory.loss is not None and "cross_entropy" in op_name(node):
+                extra_bytes = tensor_operands(node)[0].meta["val"].numel() * memory.loss.kept
             if extra_bytes:
                 # A loss has no dimensions left; what it keeps is cut as its first operand is.
                 shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]
                 extra.append(Saved.of(node, (node, -1), extra_bytes, (*shaped, (extra_factors,)), batches.get(node)))
             if is_contraction(node, rule):
                 kept += results
-            pair = pair_of(node)
+            pair = pair_of(node) if memory.divides else None
             if pair is not None and pair.linear in inside:
                 loss = ChunkableLoss.of(node, entry, rules, tensor_operands(pair.linear), flows)
                 losses += [] if loss is None else [loss]
@@ -165,12 +172,16 @@ class BlockActivations:
                 if producer in inside and use in counted:
                     made = rules(producer), result
                     moved.append(Moved(use=use, producer=producer, made=made, read=(rule, position)))
+                    if memory.gathers_again and is_product(node.target) and position in operand_positions:
+                        factors = rules(producer).results[result]
+                        apart[use] = replace(use, node=producer, factors=names_of([factors]))
             if is_view(node):
                 continue
             outputs += [result for result in results if is_read_outside(result.storage, inside)]
             ops.append(BackwardOp.of(node, uses, results, rules, batches, inside, shared, differentiable))
-        kept_once, beside = tuple(dict.fromkeys(saved)), tuple(extra)
-        regions = tileable_regions(nodes, entry, rules, flows)
+        again = {t for t in saved if op_name(t.storage[0]) in memory.recomputes and not is_product(t.node.target)}
+        kept_once, beside = tuple(t for t in dict.fromkeys(saved) if t not in again), tuple(extra)
+        regions = tileable_regions(nodes, entry, rules, flows) if memory.divides else ()
         return cls(
             saved=kept_once,
             extra=beside,
@@ -188,6 +199,8 @@ class BlockActivations:
                 extra=beside,
                 losses=tuple(losses),
                 tileable=frozenset(node for own in regions for node in own.region.nodes),
+                apart=apart,
+                loss=memory.loss,
             ),
             unreached=frozenset(unreached if ends_early else ()),
             ends_at=ends_at,
@@ -217,7 +230,19 @@ class BlockActivations:
             )
             return min(held + least, self.saved_bytes(assignments, mesh, num_microbatches))
         saved, extra = ([t for t in tensors if t.node not in unsaved] for tensors in (self.saved, self.extra))
+        saved = self.backward.as_kept(saved, assignments, mesh)
         return held + sum(_total(tensors, assignments, mesh, num_microbatches) for tensors in (saved, extra))
+
+    def read_by(
+        self,
+        nodes: AbstractSet[fx.Node],
+        assignments: Mapping[fx.Node, Assignment],
+        mesh: Mesh,
+        num_microbatches: int = 1,
+    ) -> float:
+        """Bytes of the saved tensors that ``nodes`` read."""
+        read = [tensor for tensor in self.saved if tensor.node in nodes and tensor.storage[0] is not tensor.node]
+        return _total(self.backward.as_kept(read, assignments, mesh), assignments, mesh, num_microbatches)
 
     def chunks(
         self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1

@@ -6,9 +6,10 @@ save is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from torch import fx
 
@@ -16,6 +17,7 @@ from autopar.cost_model.compute.flops import is_view, op_name
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, chunks
 from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes
 from autopar.cost_model.memory.tiled_rows import Tile
+from autopar.cost_model.stacks.memory import LossMemory
 from autopar.ir.analysis.row_regions import RowRegion
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
@@ -118,7 +120,9 @@ class BlockBackward:
     """The backward of one block.
 
     ops: last first. outputs: results that are read outside the block. saved, extra, losses: as in
-    ``BlockActivations``. tileable: ops whose results and gradients may never be there as a whole.
+    ``BlockActivations``. tileable: ops whose results and gradients may never be there as a whole. apart: what products
+    read and gather again in backward, if it was gathered -> the same as its producer made it. loss: of cross entropies;
+    None as of our own runtime.
     """
 
     ops: tuple[BackwardOp, ...]
@@ -127,6 +131,18 @@ class BlockBackward:
     extra: tuple[Saved, ...]
     losses: tuple[ChunkableLoss, ...] = ()
     tileable: frozenset[fx.Node] = frozenset()
+    apart: Mapping[Saved, Saved] = field(default_factory=dict)
+    loss: LossMemory | None = None
+
+    def as_kept(self, saved: Iterable[Saved], assignments: Mapping[fx.Node, Assignment], mesh: Mesh) -> list[Saved]:
+        """The tensors, those that are gathered again in backward as the parts that are kept of them."""
+        found = []
+        for tensor in saved:
+            part = self.apart.get(tensor)
+            if part is not None and _share(part, assignments, mesh) < _share(tensor, assignments, mesh):
+                tensor = part
+            found.append(tensor)
+        return found
 
     def peak(
         self,
@@ -177,6 +193,10 @@ class BlockBackward:
             assignments, mesh, num_microbatches, {node for pair in in_chunks for node in pair}, unmade
         )
         released |= {pair.linear: chunked.held_bytes for pair, chunked in in_chunks.items()}
+        gathered: dict[fx.Node, float] = {}
+        for whole in self.apart:
+            if self.as_kept([whole], assignments, mesh) != [whole]:
+                gathered[whole.node] = gathered.get(whole.node, 0.0) + local(whole)
         for tensor in self.outputs:
             gradients[tensor.storage] = allocate(local(tensor))
         for op in self.ops:
@@ -220,7 +240,8 @@ class BlockBackward:
                 made.append(memory)
             if op.logits is not None:
                 now += self._loss_bytes(op, assignments, mesh, num_microbatches)
-            see(max(own, during), max(own_wide, during))
+            again = gathered.get(op.node, 0.0)
+            see(max(own, during) + again, max(own_wide, during) + again)
             if op.logits is not None:
                 now -= self._loss_bytes(op, assignments, mesh, num_microbatches)
             weights, wide = weights + own, wide + own_wide
@@ -275,6 +296,7 @@ class BlockBackward:
         released: dict[fx.Node, float] = {}
         saved = [tensor for tensor in (*self.saved, *self.extra) if tensor.node not in unsaved]
         saved = [tensor for tensor in saved if tensor.storage[0] not in unmade]
+        saved = self.as_kept(saved, assignments, mesh)
         sizes = local_sizes(saved, assignments, mesh, num_microbatches)
         for tensor in saved:
             size = sizes.pop((tensor.storage, tensor.cuts(assignments[tensor.node])), 0.0)
@@ -284,7 +306,7 @@ class BlockBackward:
     def _loss_bytes(
         self, op: BackwardOp, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int
     ) -> float:
-        """What a cross entropy holds beside its saved logits and the gradient that it hands on.
+        """What a cross entropy holds beside its saved logits and the gradient that it hands on. Of our runtime:
 
         Whole classes: the gradients of log probabilities and of logits, in float32. Split ones: backward rewrites one
         copy in place; forward, the logits as they came, in float32, and what the exponentials are summed from.
@@ -293,9 +315,17 @@ class BlockBackward:
         logits, classes = op.logits
         assignment = assignments[op.node]
         elements = logits.local_bytes(assignment, mesh, num_microbatches) / logits.itemsize
+        if self.loss is not None:
+            return elements * max(0.0, self.loss.working - logits.itemsize)
         split = any(not classes.isdisjoint(factors_of_choice(choice)) for choice in assignment)
         needed = (_WIDE if logits.itemsize == _WIDE else _WIDE + logits.itemsize) if split else 2 * _WIDE
         return elements * (needed - logits.itemsize)
+
+
+def _share(tensor: Saved, assignments: Mapping[fx.Node, Assignment], mesh: Mesh) -> float:
+    """Share of a tensor that a rank has."""
+    cuts = tensor.cuts(assignments[tensor.node])
+    return 1.0 / prod(axis.size for cut, axis in zip(cuts, mesh.axes, strict=True) if cut)
 
 
 def is_read_outside(storage: Storage, inside: AbstractSet[fx.Node]) -> bool:

@@ -27,14 +27,11 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from autopar.cost_model.hardware.device import ITEMSIZE
+from autopar.cost_model.stacks.known_memory import AUTOPAR
+from autopar.cost_model.stacks.memory import StackMemory
 
 _MASTER = 4  # float32 parameters and gradients
 _ADAM = 8  # two float32 moments
-
-# Share of the live activations that the caching allocator loses to fragmentation and rounding: what it has reserved at
-# the peak less what is allocated, 5 to 15 % of all. The published peaks (``benchmarks/published.py``; four runs of 8B,
-# reserved) are met by 12 to 37 %; with expandable segments it is less.
-FRAGMENTATION = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +80,20 @@ def state_memory(
     reshard: bool = True,
     offload: bool = False,
     itemsize: int = _MASTER,
+    stack: StackMemory = AUTOPAR,
+    reduced: bool = False,
 ) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
     ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether ZeRO-3 reshards
     parameters after forward. offload: count only what stays on the device. itemsize: of a parameter as it is stored,
-    which is narrower than a master if it is frozen and of a narrow model. Excludes parameters that ZeRO-3 gathers; see
-    ``gathered_bytes``.
+    which is narrower than a master if it is frozen and of a narrow model. stack: what the software keeps. reduced:
+    whether data-parallel ranks reduce its gradient. Excludes parameters that ZeRO-3 gathers; see ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
     copy = compute if compute < itemsize else 0
+    if stack.lasting_gradients and zero < 3:
+        return _buffered(numel / data_size if zero else numel, numel, precision, stack, reduced)
     if zero == 0 or data_size == 1:
         return MemoryParts(parameters=(itemsize + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
     shard = 0.0 if offload else numel / data_size
@@ -100,6 +101,23 @@ def state_memory(
         parameters=itemsize * shard + (min(compute, itemsize) * numel if zero < 3 or not reshard else 0.0),
         gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
         optimizer=_ADAM * shard,
+    )
+
+
+def _buffered(shard: float, numel: float, precision: str, stack: StackMemory, reduced: bool) -> MemoryParts:
+    """Of a stack that keeps the gradients of all parameters in a buffer, and shards the optimiser alone.
+
+    With 16 bits a parameter is there as computed with, and the optimiser has a float32 one of its shard, and a float32
+    gradient of it if the buffer is narrower.
+    """
+    compute, gradient = ITEMSIZE[precision], stack.gradient_bytes(precision)
+    bucket = compute if stack.buckets and reduced else 0
+    master = _MASTER if compute < _MASTER else 0
+    own_gradient = _MASTER if gradient < _MASTER else 0
+    return MemoryParts(
+        parameters=compute * numel + master * shard,
+        gradients=(gradient + bucket) * numel,
+        optimizer=(_ADAM + own_gradient) * shard,
     )
 
 

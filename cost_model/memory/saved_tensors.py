@@ -30,6 +30,11 @@ def storage_of(node: fx.Node) -> Storage:
         node = tensor_operands(producer)[0]
 
 
+def names_of(tensors: Iterable[TensorFactors]) -> frozenset[str]:
+    """All factors of these tensors."""
+    return frozenset(factor for tensor in tensors for dim in tensor for factor in dim)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A tensor of ``node`` that may be kept: bytes of the whole batch over all ranks, and the factors it runs over.
@@ -55,7 +60,7 @@ class Saved:
         itemsize: int = 1,
     ) -> Saved:
         """tensors: factors of each dimension, of every tensor that it is cut like."""
-        names = frozenset(factor for tensor in tensors for dim in tensor for factor in dim)
+        names = names_of(tensors)
         return cls(
             node=node,
             storage=storage,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from difflib import get_close_matches
 
+from autopar.cost_model.stacks import known_memory
 from autopar.cost_model.stacks.attention_kernels import (
     CUDNN_BLACKWELL,
     CUDNN_HOPPER,
@@ -47,6 +48,7 @@ _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
 AUTOPAR = Stack(
     name="autopar",
+    memory=known_memory.AUTOPAR,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
@@ -64,6 +66,7 @@ COMPILED = replace(
 )
 MEGATRON_LM = Stack(
     name="megatron-lm-2021",
+    memory=known_memory.MEGATRON_LM,
     attention={"volta": FLASH1_AMPERE, "ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER},
     fuses=True,
     merges=True,
@@ -79,8 +82,15 @@ MEGATRON_LM_2022 = replace(
     why="the same, with a product that adds to float32 gradients (github.com/NVIDIA/Megatron-LM: "
     "fused_kernels/fused_weight_gradient_dense, later apex; --no-gradient-accumulation-fusion is without)",
 )
+ZERO_BUBBLE = replace(
+    MEGATRON_LM_2022,
+    name="zero-bubble-2023",
+    memory=known_memory.ZERO_BUBBLE,
+    why="a copy of Megatron-LM of 2023 (github.com/sail-sg/zero-bubble-pipeline-parallelism)",
+)
 MEGATRON_CORE = Stack(
     name="megatron-core-2024",
+    memory=known_memory.MEGATRON_CORE,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     merges=True,
@@ -98,6 +108,7 @@ MEGATRON_CORE = Stack(
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
     name="megatron-core-2025",
+    memory=known_memory.MEGATRON_CORE_2025,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_MEGATRON_BIASES,
     expert_by_expert=True,
@@ -114,6 +125,7 @@ MEGATRON_CORE_DEEPEP = replace(
 )
 TORCHTITAN = Stack(
     name="torchtitan-2024",
+    memory=known_memory.TORCHTITAN,
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     reductions=NORMS,
@@ -127,6 +139,7 @@ TORCHTITAN = Stack(
 TORCHTITAN_EAGER = replace(
     TORCHTITAN,
     name="torchtitan-2024-eager",
+    memory=known_memory.TORCHTITAN_EAGER,
     fuses=False,
     reductions=frozenset(),
     extra_bytes=AUTOPAR.extra_bytes,
@@ -141,6 +154,7 @@ TORCHTITAN_ASYNC = replace(
 )
 NANOTRON = Stack(
     name="nanotron",
+    memory=known_memory.NANOTRON,
     attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
     merges=True,
     extra_bytes={**AUTOPAR.extra_bytes, "rms_norm": (0.0, 2.0)},
@@ -150,6 +164,7 @@ NANOTRON = Stack(
 )
 LLM_FOUNDRY = Stack(
     name="llm-foundry-2023",
+    memory=known_memory.LLM_FOUNDRY,
     attention={"ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER, "blackwell": CUDNN_BLACKWELL},
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
@@ -159,6 +174,7 @@ LLM_FOUNDRY = Stack(
 )
 MAXTEXT = Stack(
     name="maxtext-2024",
+    memory=known_memory.MAXTEXT,
     attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
     fuses=True,
     reductions=NORMS,
@@ -172,7 +188,8 @@ MAXTEXT = Stack(
 STACKS = {
     stack.name: stack
     for stack in (
-        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, MEGATRON_CORE, MEGATRON_CORE_2025, MEGATRON_CORE_DEEPEP),
+        *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, ZERO_BUBBLE, MEGATRON_CORE, MEGATRON_CORE_2025),
+        MEGATRON_CORE_DEEPEP,
         *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )
 }

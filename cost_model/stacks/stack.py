@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.redistribution import Collective
 
 # Bytes an element that biases of experts move in torch, row by row: of a row's bias, written (2), the sum (2 + 2 + 2);
@@ -42,6 +43,7 @@ class Stack:
 
     name: str
     attention: Mapping[Architecture, AttentionKernel] = field(hash=False)
+    memory: StackMemory
     why: str
     fuses: bool = False
     merges: bool = False

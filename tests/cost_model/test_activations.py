@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, fx, nn
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.memory.activations import BlockActivations
 from autopar.cost_model.memory.saved_tensors import storage_of
+from autopar.cost_model.stacks.known_memory import AUTOPAR
+from autopar.cost_model.stacks.memory import LossMemory, StackMemory
 from autopar.ir.analysis.gradient_flow import gradient_flow
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_results
@@ -72,7 +75,9 @@ def captured(name: str) -> tuple[nn.Module, CapturedModel]:
     return model, normalise(capture(model, inputs))
 
 
-def measure(program: CapturedModel, nodes: list[fx.Node], precision: str = "fp32") -> BlockActivations:
+def measure(
+    program: CapturedModel, nodes: list[fx.Node], precision: str = "fp32", memory: StackMemory = AUTOPAR
+) -> BlockActivations:
     shared = {node for node in program.graph.nodes if node.op == "placeholder"}
     batches = {
         node: rule_for(node).results[0][0][0]
@@ -80,7 +85,12 @@ def measure(program: CapturedModel, nodes: list[fx.Node], precision: str = "fp32
         if tensor_results(node)[0].dim() == 3 and tensor_results(node)[0].shape[0] == BATCH
     }
     return BlockActivations.of(
-        nodes, precision=precision, batch_factors=batches, shared=shared, needs_grad=gradient_flow(program)
+        nodes,
+        precision=precision,
+        batch_factors=batches,
+        shared=shared,
+        needs_grad=gradient_flow(program),
+        memory=memory,
     )
 
 
@@ -238,3 +248,42 @@ def test_views_share_the_storage_of_what_they_view() -> None:
     attention = next(n for n in ops(program) if op_name(n) == "attention")
     base, index = storage_of(attention.all_input_nodes[0])
     assert (op_name(base), index) == ("linear", 0)
+
+
+def test_a_tensor_that_is_gathered_again_is_kept_as_a_part() -> None:
+    """Under sequence parallelism queries, keys and values read the gathered result of a norm."""
+    _, program = captured("decoder")
+    nodes = [n for n in ops(program) if "layers.0" in str(n.meta.get("path"))]
+    mesh = Mesh.of(tp=2)
+    assignments: dict[fx.Node, Assignment] = dict.fromkeys(nodes, (None,))
+    norm = next(n for n in nodes if op_name(n) == "layer_norm")
+    assignments[norm] = (rule_for(norm).results[0][1][0],)
+    kept, again = (measure(program, nodes, memory=replace(AUTOPAR, gathers_again=gathers)) for gathers in (False, True))
+    tensor = 4 * BATCH * SEQ * HIDDEN
+    assert kept.saved_bytes(assignments, mesh) - again.saved_bytes(assignments, mesh) == tensor / 2
+    # What backward releases of it is what was kept.
+    left = [own.backward.peak(assignments, mesh).end + own.saved_bytes(assignments, mesh) for own in (kept, again)]
+    assert left[0] == pytest.approx(left[1])
+    # On ranks that share nothing it is one tensor.
+    alone = dict.fromkeys(nodes, (None,))
+    assert kept.saved_bytes(alone, mesh) == again.saved_bytes(alone, mesh)
+
+
+def test_a_fused_gate_keeps_what_it_reads_alone() -> None:
+    _, program = captured("decoder")
+    nodes = [n for n in ops(program) if "layers.0" in str(n.meta.get("path"))]
+    apart, fused = (
+        measure(program, nodes, memory=replace(AUTOPAR, recomputes=names)).saved_bytes(whole(nodes), ONE)
+        for names in (frozenset[str](), frozenset({"silu"}))
+    )
+    assert apart - fused == 4 * BATCH * SEQ * 64
+
+
+def test_a_loss_keeps_and_works_with_what_its_stack_says() -> None:
+    _, program = captured("decoder")
+    nodes = ops(program)
+    logits = BATCH * SEQ * VOCABULARY
+    ours = measure(program, nodes, "bf16")
+    theirs = measure(program, nodes, "bf16", replace(AUTOPAR, loss=LossMemory(kept=2.0, working=6.0)))
+    assert ours.saved_bytes(whole(nodes), ONE) - theirs.saved_bytes(whole(nodes), ONE) == 2 * logits
+    assert theirs.backward.peak(whole(nodes), ONE).merged == pytest.approx(6 * logits, rel=0.01)

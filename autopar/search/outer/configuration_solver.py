@@ -149,11 +149,13 @@ class Solver:
         data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
         dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
         tensor = prod(mesh.sizes[axis] for axis in dividing)
+        memory = self.cluster.device.stack.memory
         return state_memory(
             self.workload.trainable_numel / (configuration.num_stages * tensor),
             zero=configuration.zero,
             data_size=prod(mesh.sizes[axis] for axis in data),
-            precision="fp32",
+            precision=self.workload.precision if memory.lasting_gradients else "fp32",
+            stack=memory,
             num_microbatches=configuration.num_microbatches,
             offload=configuration.offload,
         ).total

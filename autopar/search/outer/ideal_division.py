@@ -83,10 +83,11 @@ class Kept:
     @classmethod
     def of(cls, ops: OpPrices, kind: int, nodes: Sequence[fx.Node]) -> Kept:
         """Of the blocks of kind ``kind``, whose first block has the ops ``nodes``."""
-        workload, found = ops.workload, ops.workload.activations[kind]
+        workload, found = ops.workload, ops.workload.kept(ops.memory).blocks[kind]
         repeats = workload.repetition.kinds[kind].repeats
         contracts = [float(is_contraction(node, workload.rule(node))) for node in nodes]
-        saved = [tensor for node in nodes for tensor in workload.kept.get(node, ())]
+        surely = workload.kept(ops.memory).surely
+        saved = [tensor for node in nodes for tensor in surely.get(node, ())]
         # In chunks neither op of a loss is recomputed, and its logits are not saved.
         chunkable = {node for loss in found.losses for node in loss.pair}
         kept = [tensor for tensor in found.kept if tensor.node not in chunkable]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import floor
 
 from autopar.cost_model.memory.fit_probability import fit_probability
-from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
+from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.placement import Layout, Shard
 from autopar.search.outer.configuration import Configuration, Inner
@@ -64,7 +64,7 @@ def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:
     recomputed = max(block.recomputed_bytes(level) for block, level in every)
     working = max(block.working_bytes(inner.pricing.prefetch, level) for block, level in every)
     states = sum((block.states for block in blocks), MemoryParts())
-    workspace = FRAGMENTATION * (kept + recomputed)
+    workspace = inner.pricing.memory.fragmentation * (kept + recomputed)
     return states + MemoryParts(activations=kept, transient=working + recomputed, workspace=workspace)
 
 

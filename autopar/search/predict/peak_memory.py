@@ -21,39 +21,51 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
+from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.schedule import Action, Order
 from autopar.search.pricing.block_prices import BlockPrice, Priced
 from autopar.search.stages.stage import Stage
 
 
 def peak_memory(
-    priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, *, prefetch: int
+    priced: Priced,
+    stages: Sequence[Stage],
+    order: Order,
+    whole_copies: MemoryParts,
+    *,
+    prefetch: int,
+    fragmentation: float,
 ) -> MemoryParts:
     """Bytes of one rank at the peak of a step. stages: of the whole pipeline. order: of the rank's passes.
 
     whole_copies: bytes added to its states because parameters that two of its stages share are held once, but
-    unsharded.
+    unsharded. fragmentation: share of the activations that the allocator reserves beyond them.
     """
-    rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, fragmentation)
     peak, most = rank.states, 0.0
     for action, own, others, waiting in rank.passes(order):
         if action.kind == "F":
             continue
-        total = own.total + others + (1 + FRAGMENTATION) * (own.activations + waiting) - own.activations
+        total = own.total + others + (1 + fragmentation) * (own.activations + waiting) - own.activations
         if total > most:
             most, peak = total, rank.held(own, others, waiting)
     return max(peak, rank.resting, key=lambda parts: parts.total)
 
 
 def memory_profile(
-    priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, *, prefetch: int
+    priced: Priced,
+    stages: Sequence[Stage],
+    order: Order,
+    whole_copies: MemoryParts,
+    *,
+    prefetch: int,
+    fragmentation: float,
 ) -> Iterator[tuple[Action, MemoryParts]]:
     """Bytes that one rank holds in each of its passes: at the end of a forward, at the peak of a backward.
 
     The arguments are those of ``peak_memory``, which is the largest of these, or the optimiser's.
     """
-    rank = _Rank.of(priced, stages, order, whole_copies, prefetch)
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, fragmentation)
     for action, own, others, waiting in rank.passes(order):
         yield action, rank.held(own, others, waiting)
 
@@ -74,8 +86,8 @@ _NOTHING = MemoryParts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
     """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, and
-    of those held until its weight gradients are computed; peaks: (stage, whether it is the first backward of the step)
-    -> peak of the backward.
+    of those held until its weight gradients are computed; released: of those saved, what is not held until then;
+    peaks: (stage, whether it is the first backward of the step) -> peak of the backward.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
@@ -85,10 +97,19 @@ class _Rank:
     arriving: dict[int, float]
     kept: dict[int, float]
     later: dict[int, float]
+    released: dict[int, float]
+    fragmentation: float
     peaks: dict[tuple[int, bool], MemoryParts]
 
     @staticmethod
-    def of(priced: Priced, stages: Sequence[Stage], order: Order, whole_copies: MemoryParts, prefetch: int) -> _Rank:
+    def of(
+        priced: Priced,
+        stages: Sequence[Stage],
+        order: Order,
+        whole_copies: MemoryParts,
+        prefetch: int,
+        fragmentation: float,
+    ) -> _Rank:
         own = sorted({action.stage for action in order})
         inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
         every = [block for blocks in inside.values() for block in blocks]
@@ -98,9 +119,14 @@ class _Rank:
             resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
             kept={number: kept_of(priced, stages, number) for number in own},
-            later={number: sum(block.later_bytes for block in inside[number]) if number else 0.0 for number in own},
+            # The first stage has no gradient to send, and computes all of its own later, unless it releases early.
+            later={n: sum(b.later_bytes for b in inside[n] if n or b.released_bytes) for n in own},
+            released={n: sum(b.released_bytes for b in inside[n]) for n in own},
+            fragmentation=fragmentation,
             peaks={
-                (number, first): _backward_peak(inside[number], stages[number], first=first, prefetch=prefetch)
+                (number, first): _backward_peak(
+                    inside[number], stages[number], first=first, prefetch=prefetch, fragmentation=fragmentation
+                )
                 for number in own
                 for first in (False, True)
             },
@@ -118,13 +144,14 @@ class _Rank:
             others = sum(self.arriving[other] for other in begun if other != stage)
             yield _Pass(action, own, others, now - self.kept[stage])
             if kind == "I":
-                now += self.later[stage]
+                now += self.later[stage] - self.released[stage]
             else:
                 begun.add(stage)
-                now -= self.kept[stage] + (self.later[stage] if kind == "W" else 0.0)
+                delayed = self.later[stage] - self.released[stage] if kind == "W" else 0.0
+                now -= self.kept[stage] + delayed
 
     def held(self, own: MemoryParts, others: float, waiting: float) -> MemoryParts:
-        workspace = FRAGMENTATION * (own.activations + waiting)
+        workspace = self.fragmentation * (own.activations + waiting)
         return self.states + own + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
 
 
@@ -152,7 +179,9 @@ def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
     return inside + (sent or 0.0)
 
 
-def _backward_peak(blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, prefetch: int) -> MemoryParts:
+def _backward_peak(
+    blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, prefetch: int, fragmentation: float
+) -> MemoryParts:
     """Peak of the backward of one microbatch, without bytes held throughout.
 
     first: of the step, so that gradients are allocated. workspace: of recomputed activations.
@@ -173,7 +202,7 @@ def _backward_peak(blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, p
         else:
             needed = (peak.arriving if first and _arriving(block) else peak.merged) + block.gathered_bytes
         transient = needed + ahead + recomputed
-        workspace = FRAGMENTATION * recomputed
+        workspace = fragmentation * recomputed
         if (total := gradients + kept + transient + workspace) > most:
             most = total
             best = MemoryParts(gradients=gradients, activations=kept, transient=transient, workspace=workspace)

@@ -19,7 +19,8 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of, needs_of
+from autopar.search.pricing.block_moves import needs_of
+from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -134,7 +135,14 @@ def predict(
         inputs_s=tuple(inputs) if shape.splits_backward else (),
         weights_s=tuple(weights) if shape.splits_backward else (),
         memory=tuple(
-            peak_memory(priced, stages, order, _whole_copies(pricing, priced, own), prefetch=pricing.prefetch)
+            peak_memory(
+                priced,
+                stages,
+                order,
+                _whole_copies(pricing, priced, own),
+                prefetch=pricing.prefetch,
+                fragmentation=pricing.memory.fragmentation,
+            )
             for own, order in zip(held, shape.orders(), strict=True)
         ),
         memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
@@ -194,7 +202,8 @@ def _memory_profile(
     pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
 ) -> list[tuple[Action, MemoryParts]]:
     copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
-    return list(memory_profile(priced, stages, shape.orders()[rank], copies, prefetch=pricing.prefetch))
+    order, fragmentation = shape.orders()[rank], pricing.memory.fragmentation
+    return list(memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, fragmentation=fragmentation))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

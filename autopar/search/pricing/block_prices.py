@@ -15,15 +15,15 @@ from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.device import Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
-from autopar.cost_model.memory.model_state import FRAGMENTATION, MemoryParts
+from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.placed.assign import spread
-from autopar.ir.placed.layouts import Layouts, Need
+from autopar.ir.placed.layouts import Layouts
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
-from autopar.ir.redistribution import reduces_or_all_to_alls
 from autopar.ir.rule import Assignment
+from autopar.search.pricing.block_moves import Moves, crossing_bytes, moved_by
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
-from autopar.search.problem.workload import Tensor, Transfer, Workload
+from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import LEVELS, BlockCost, Stage
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ class BlockPrice:
     compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each
     of LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
     cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
-    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then. states: bytes held
+    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then; released_bytes: of
+    saved activations, those that it has released by then. states: bytes held
     inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes
     held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each
     level. unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles.
@@ -52,6 +53,7 @@ class BlockPrice:
     weights_s: float
     twice_s: float
     later_bytes: float
+    released_bytes: float
     sync: SyncTime
     waited: SyncTime
     optimiser_s: float
@@ -146,7 +148,7 @@ class Priced:
         """Costs for ``stage_cuts.cut``: those of once a step are spread over the microbatches."""
         cluster = pricing.ops.cluster
         link = cluster.stage_link(pricing.mesh, num_stages) if num_stages > 1 else None
-        count = pricing.num_microbatches
+        count, reserved = pricing.num_microbatches, 1 + pricing.memory.fragmentation
         known: dict[int, BlockCost] = {}
         costs = []
         for number, block in enumerate(self.blocks):
@@ -162,7 +164,7 @@ class Priced:
             plain = block.forward_s + sum(exposed_sync([block])) + once / count
             made = BlockCost(
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
-                saved_bytes=tuple(num_bytes * (1 + FRAGMENTATION) for num_bytes in block.saved_bytes),
+                saved_bytes=tuple(num_bytes * reserved for num_bytes in block.saved_bytes),
                 static_bytes=block.states.total,
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
                 tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
@@ -191,7 +193,7 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
         return _Ops.of(pricing, assignments, kind)
 
     def move(number: int) -> Moves:
-        return _moved(pricing, workload.transfers[number], layouts)
+        return moved_by(pricing, workload.transfers[number], layouts)
 
     own = _known(pricing, assignment, "ops", workload.clusters_of_kinds, ops)
     moves = _known(pricing, assignment, "moves", workload.clusters_of_transfers, move)
@@ -202,10 +204,10 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
         arrivals, held = workload.arrivals[block.index], by_block.get(block.index, ())
         key = (block.kind, id(arrivals), *(id(price) for price in held))
         if key not in made:
-            reaches = workload.activations[block.kind]
+            reaches = workload.kept(pricing.memory).blocks[block.kind]
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
-            crossing = _crossing_bytes(pricing, arrivals.crossing, layouts)
+            crossing = crossing_bytes(pricing, arrivals.crossing, layouts)
             made[key] = own[block.kind].block(pricing, moved, left, held, crossing)
         blocks.append(made[key])
     if workload.unread_bytes:
@@ -261,18 +263,6 @@ def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layout
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Redistributions. recomputed_s: forward seconds of those whose results selective rematerialisation does not
-    save."""
-
-    all: OpTime = ZERO
-    recomputed_s: float = 0.0
-
-    def __add__(self, other: Moves) -> Moves:
-        return Moves(self.all + other.all, self.recomputed_s + other.recomputed_s)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
     """Costs that all blocks of a kind have in common.
@@ -290,6 +280,7 @@ class _Ops:
     weights_s: float
     twice_s: float
     later_bytes: float
+    released_bytes: float
     saved: tuple[float, ...]
     unmade_bytes: float
     tiled_s: float
@@ -302,7 +293,9 @@ class _Ops:
         first = next(block for block in workload.repetition.blocks if block.kind == kind)
         compute = inside = ZERO
         contraction = weights = twice = later = unreached = unreached_dear = 0.0
-        activations = workload.activations[kind]
+        memory = pricing.memory
+        activations = workload.kept(memory).blocks[kind]
+        delayed: set[fx.Node] = set()
         chunks = activations.chunks(assignments, pricing.mesh, pricing.parts)
         unrepeated = activations.unreached.union(*chunks)
         for chunked in chunks.values():
@@ -322,7 +315,9 @@ class _Ops:
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
             share = workload.weights_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
-            if 0.0 < share < 1.0:
+            if share and contracts:
+                delayed.add(node)
+            if 0.0 < share < 1.0 and (contracts or not memory.releases_early):
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.parts)
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
@@ -345,6 +340,7 @@ class _Ops:
             weights_s=weights,
             twice_s=twice,
             later_bytes=later,
+            released_bytes=none - activations.read_by(delayed, assignments, *batches) if memory.releases_early else 0.0,
             saved=(none, min(none, selective), min(none, alternate), min(none, full)),
             unmade_bytes=unmade,
             tiled_s=tiled,
@@ -382,6 +378,7 @@ class _Ops:
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             later_bytes=self.later_bytes,
+            released_bytes=self.released_bytes,
             sync=sync,
             waited=waited,
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
@@ -399,30 +396,6 @@ class _Ops:
             send_bytes=crossing[0],
             returned_bytes=crossing[1],
         )
-
-
-def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node]]:
-    """Layouts that the users of a transfer need -> those users."""
-    found: dict[Need, list[fx.Node]] = {}
-    for node, position in transfer.uses:
-        found.setdefault(layouts.need_of(transfer.tensor.node, node, position), []).append(node)
-    return found
-
-
-def _moved(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
-    """Redistributions of a transfer."""
-    source = layouts.made(transfer.tensor.node, transfer.tensor.result)
-    made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
-    redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
-    return Moves(sum(made.values(), ZERO), redone)
-
-
-def _crossing_bytes(pricing: Pricing, crossing: Sequence[Tensor], layouts: Layouts) -> tuple[float | None, float]:
-    """Bytes that cross the cut before a block, None if it cannot be cut there; of the gradients that come back."""
-    if not all(tensor.floating for tensor in crossing):
-        return None, 0.0
-    sent = [pricing.local_bytes(tensor, layouts.made(tensor.node, tensor.result)) for tensor in crossing]
-    return sum(sent), sum(size for tensor, size in zip(crossing, sent, strict=True) if tensor.differentiable)
 
 
 def _parameters(

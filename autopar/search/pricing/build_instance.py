@@ -195,7 +195,7 @@ class _Builder:
         largest = max(
             (
                 tensors
-                for activations in self.workload.activations
+                for activations in self.workload.kept(self.pricing.memory).blocks
                 for tensors in activations.backward.working()
                 if tensors
             ),
@@ -206,7 +206,7 @@ class _Builder:
             self.costs[self.workload.cluster_of(tensor.node).index] += self.weights.working * self._bytes(tensor)
 
     def _add_kept(self) -> None:
-        for node, tensors in self.workload.kept.items():
+        for node, tensors in self.workload.kept(self.pricing.memory).surely.items():
             index = self.workload.cluster_of(node).index
             price = self.weights.activations * np.sum([self._bytes(tensor) for tensor in tensors], axis=0)
             if self.weights.rematerialise:
@@ -224,7 +224,7 @@ class _Builder:
         if not is_contraction(node, self.workload.rule(node)):
             return least
         kept = np.zeros(len(options))
-        for tensor in self.workload.contracted[node]:
+        for tensor in self.workload.kept(self.pricing.memory).contracted[node]:
             whole = tensor.num_bytes / (self.parts if tensor.carries_batch else 1)
             divided = whole / self.pricing.mesh.size
             kept += divided if is_product(node.target) else self._bytes(tensor)

@@ -22,6 +22,7 @@ from autopar.cost_model.compute.fusion import Fused, fused_ops, merged_products
 from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.compute.op_time import Affine, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.op_clusters import first_instances
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout
@@ -56,6 +57,11 @@ class OpPrices:
 
     def __post_init__(self) -> None:
         self.codes = Codes(self.workload)
+
+    @property
+    def memory(self) -> StackMemory:
+        """What the software stack of the cluster keeps in memory."""
+        return self.cluster.device.stack.memory
 
     def cost(self, node: fx.Node) -> OpCost:
         """Roofline cost of an op on the cluster's device."""

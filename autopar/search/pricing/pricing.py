@@ -23,6 +23,7 @@ from autopar.cost_model.communication.gradient_sync import (
 from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
 from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.mesh import Mesh
 from autopar.ir.placed.layouts import Need
 from autopar.ir.placed.storage import stored, zero_divides
@@ -90,6 +91,11 @@ class Pricing:
     def workload(self) -> Workload:
         """The workload that is priced."""
         return self.ops.workload
+
+    @property
+    def memory(self) -> StackMemory:
+        """What the software stack of the cluster keeps in memory."""
+        return self.ops.memory
 
     @property
     def mesh(self) -> Mesh:
@@ -306,6 +312,8 @@ class Pricing:
             reshard=price.reshard,
             offload=self.offload and bool(price.zero_axes),
             itemsize=price.itemsize,
+            stack=self.memory,
+            reduced=bool(price.sync_axes or price.zero_axes),
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
@@ -323,14 +331,19 @@ class Pricing:
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
         for (zero, reshard, _), (numel, _, trained) in by_zero_stage(prices).items():
-            leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
+            leaving = 0.0
+            if zero == 3 or not self.memory.lasting_gradients:
+                leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
             gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
             scattered += leaving
             unsharded += compute * numel * trained if leaving else 0.0
         return gathered, unsharded, scattered
 
     def lasting_bytes(self, price: ParameterPrice) -> float:
-        """Bytes of its gradient, if that is reduced in a bucket, which stays allocated from step to step; else 0."""
+        """Bytes of its gradient, if that is reduced in a bucket, which stays allocated from step to step, or the stack
+        keeps all gradients so; else 0."""
+        if self.memory.lasting_gradients and price.requires_grad and price.zero < 3:
+            return self.state(price).gradients
         size = MASTER * price.numel
         return size if price.sync_axes and not price.zero_axes and size < ALONE_BYTES else 0.0
 
@@ -338,6 +351,8 @@ class Pricing:
         """Bytes held for a parameter after the last backward, its gradient included."""
         if self.offload and price.zero_axes:
             return MemoryParts()
+        if self.memory.lasting_gradients and price.zero < 3:
+            return self.state(price)
         share = price.itemsize * price.numel / (price.shards if price.zero else 1)
         if not price.requires_grad:
             return MemoryParts(parameters=share)
@@ -345,7 +360,9 @@ class Pricing:
 
     def optimiser_bytes(self, prices: Iterable[ParameterPrice]) -> float:
         """Workspace of AdamW, for one parameter after the other: the root of its second moment, and that over its
-        correction."""
+        correction. A stack with a buffer of gradients has an optimiser of one kernel, without any."""
+        if self.memory.lasting_gradients:
+            return 0.0
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 

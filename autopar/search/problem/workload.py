@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from autopar.cost_model.compute.flops import training_flops
-from autopar.cost_model.memory.activations import BlockActivations
-from autopar.cost_model.memory.saved_tensors import Saved
+from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
@@ -32,6 +31,7 @@ from autopar.ir.precision import itemsize_of
 from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules.moe import EXPERTS
+from autopar.search.problem.kept_activations import KeptActivations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,42 +383,14 @@ class Workload:
         return {name: used for name, used in named if len(used) > 1}
 
     @cached_property
-    def activations(self) -> tuple[BlockActivations, ...]:
-        """Activations that each kind of block saves for its backward."""
-        return tuple(
-            BlockActivations.of(
-                [node for node in self.repetition.blocks[index].nodes if node in self.repeats],
-                precision=self.precision,
-                batch_factors=self.roles.batch,
-                shared=frozenset(self.repetition.prelude),
-                needs_grad=self.analysis.differentiable,
-                ends_early=self.ends_early,
-            )
-            for index in first_instances(self.repetition)
-        )
+    def _kept(self) -> dict[StackMemory, KeptActivations]:
+        return {}
 
-    @cached_property
-    def kept(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it."""
-        found: dict[fx.Node, list[Saved]] = {}
-        for activations in self.activations:
-            seen = set()
-            losses = {loss.pair.loss for loss in activations.losses}
-            surely = (tensor for tensor in activations.extra if tensor.node not in losses)
-            for tensor in (*activations.saved, *surely):
-                if tensor.storage not in seen:
-                    seen.add(tensor.storage)
-                    found.setdefault(tensor.node, []).append(tensor)
-        return {node: tuple(tensors) for node, tensors in found.items()}
-
-    @cached_property
-    def contracted(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
-        """Results of contractions."""
-        found: dict[fx.Node, list[Saved]] = {}
-        for activations in self.activations:
-            for tensor in activations.kept:
-                found.setdefault(tensor.node, []).append(tensor)
-        return {node: tuple(tensors) for node, tensors in found.items()}
+    def kept(self, memory: StackMemory) -> KeptActivations:
+        """What is kept for backward with a software stack that keeps ``memory``."""
+        if memory not in self._kept:
+            self._kept[memory] = KeptActivations(workload=self, memory=memory)
+        return self._kept[memory]
 
     @cached_property
     def forward_flops(self) -> float:

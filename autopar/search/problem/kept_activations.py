@@ -1,0 +1,66 @@
+"""What the blocks of a workload keep for their backward, with the software of one stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autopar.cost_model.memory.activations import BlockActivations
+from autopar.cost_model.memory.saved_tensors import Saved
+from autopar.cost_model.stacks.memory import StackMemory
+from autopar.ir.analysis.op_clusters import first_instances
+
+if TYPE_CHECKING:
+    from autopar.search.problem.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptActivations:
+    """Of one workload. memory: what the stack keeps. Each part is found when it is first asked for."""
+
+    workload: Workload
+    memory: StackMemory
+
+    @cached_property
+    def blocks(self) -> tuple[BlockActivations, ...]:
+        """Activations that each kind of block saves for its backward."""
+        workload = self.workload
+        return tuple(
+            BlockActivations.of(
+                [node for node in workload.repetition.blocks[index].nodes if node in workload.repeats],
+                precision=workload.precision,
+                batch_factors=workload.roles.batch,
+                shared=frozenset(workload.repetition.prelude),
+                needs_grad=workload.analysis.differentiable,
+                ends_early=workload.ends_early,
+                memory=self.memory,
+            )
+            for index in first_instances(workload.repetition)
+        )
+
+    @cached_property
+    def surely(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """Tensors that ops surely save for backward, each storage of a block with the first op that saves it."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.blocks:
+            seen = set()
+            losses = {loss.pair.loss for loss in activations.losses}
+            extra = (tensor for tensor in activations.extra if tensor.node not in losses)
+            for tensor in (*activations.saved, *extra):
+                if tensor.storage not in seen:
+                    seen.add(tensor.storage)
+                    found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
+
+    @cached_property
+    def contracted(self) -> Mapping[fx.Node, tuple[Saved, ...]]:
+        """Results of contractions."""
+        found: dict[fx.Node, list[Saved]] = {}
+        for activations in self.blocks:
+            for tensor in activations.kept:
+                found.setdefault(tensor.node, []).append(tensor)
+        return {node: tuple(tensors) for node, tensors in found.items()}
