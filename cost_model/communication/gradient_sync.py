@@ -9,7 +9,8 @@ Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of 
     3       all_gather cn (forward), all_gather cn and             -
             reduce_scatter 4n (backward)
 
-So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in float32. Without resharding after forward it gathers once.
+A stack that adds gradients up in 16 bits reduces 2n in place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in
+float32. Without resharding after forward it gathers once.
 
 Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
 one to the host with each scatter, and runs AdamW at the bandwidth of host memory.
@@ -101,7 +102,8 @@ def sync_time(
     if not isinstance(axes, int) and not axes:
         return SyncTime()
     count = max(1, num_collectives)
-    gradient, copy = _MASTER * numel / count, ITEMSIZE[precision] * numel / count
+    width = fabric.cluster.device.stack.memory.gradient_bytes(precision)
+    gradient, copy = width * numel / count, ITEMSIZE[precision] * numel / count
     if zero == 0:
         once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
         return SyncTime(step_s=count * once)

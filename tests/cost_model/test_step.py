@@ -19,6 +19,7 @@ from autopar.cost_model.communication.gradient_sync import (
     rematerialised_s,
     sync_time,
 )
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.mesh import Mesh
 
 FABRIC = Fabric(make_cluster("a100-80gb", 64), Mesh.of(dp=8, tp=8))
@@ -72,6 +73,15 @@ def test_device_memory_moved_for_buffers_and_masters() -> None:
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=4) == (6 * N / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=1, itemsize=2, num_microbatches=4) == (6 * N / 2 / 4, (6 + 3 * 10) * N / 4)
     assert master_work(N, 2, zero=3, itemsize=2, num_microbatches=4) == (6 * N / 2, 12 * N / 2 * 3 / 4)
+
+
+def test_gradients_of_16_bits_are_reduced_at_half_of_the_bytes() -> None:
+    stacks = [find_stack(name) for name in ("megatron-lm-2022", "megatron-core-2025")]
+    wide, narrow = (
+        sync_time(Fabric(make_cluster("h100-sxm", 64, stack=stack), FABRIC.mesh), N, 0, precision="bf16").step_s
+        for stack in stacks
+    )
+    assert narrow == pytest.approx(wide / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
