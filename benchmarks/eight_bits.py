@@ -32,6 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import autopar
 from autopar.ir.ops.composite import scaled_linear
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.plan import Recipe
 from benchmarks.issued import compared
 from benchmarks.models import CASES, build
@@ -223,6 +224,7 @@ def speed(recipes: list[str]) -> None:
     from autopar.local_cluster import local_cluster
 
     device = local_cluster(1, torch.device("cuda", 0)).device
+    recipes = [recipe for recipe in recipes if SCALINGS[recipe].rate in device.precisions]  # type: ignore[index]  # one
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; predicted for {device.name}")
     print(f"{'rows x columns x depth':<24} {'recipe':<11} {'bf16 ms':>8} {'ms':>7} {'gain':>5} {'predicted':>9}")
     for shape in LAYERS:

@@ -11,7 +11,7 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import find_repetition
 from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipe_of, recipes_by_rule
 from autopar.ir.capture.capture import capture
-from autopar.ir.errors import InvalidInput, InvalidPlan
+from autopar.ir.errors import InfeasiblePlan, InvalidInput, InvalidPlan
 from autopar.ir.graph import CapturedModel, op_nodes
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.composite import scaled_linear
@@ -20,6 +20,7 @@ from autopar.ir.precision import parse_precision
 from autopar.ir.rule import FactorRule
 from autopar.ir.rules import rule_for
 from autopar.passes.normalise import normalise
+from examples.gpt import GPT, Config
 
 
 class Layer(nn.Module):
@@ -119,6 +120,37 @@ def test_samples_whose_rows_are_no_tiles_are_shared_where_several_are() -> None:
     # One process has microbatches too, and so any part of the batch.
     assert rule.allows(("d0", None), Mesh.of(time=8, a=2), in_time=0)
     assert not rule.allows(("d0", "d0"), Mesh.of(time=2, a=4), in_time=0)
+
+
+def test_zigzag_chunks_have_whole_tiles() -> None:
+    with torch.device("meta"):
+        model = GPT(Config(width=128, num_layers=2, num_heads=2, num_kv_heads=2, hidden=128, vocabulary=32))
+        tokens = torch.zeros(2, 1024, dtype=torch.long)
+    captured = normalise(capture(model, (tokens, tokens)))
+    for recipe, able in ((None, 512), ("fp8-row", 512), ("fp8-block", 4), ("mxfp8", 16)):
+        zigzag = Analysis.of(captured, None, recipes_by_rule(captured, recipe)).zigzag  # type: ignore[arg-type]
+        assert zigzag.obstacle is None and zigzag.divides(able) and not zigzag.divides(2 * able)
+
+
+def test_a_search_counts_tiles_of_the_rows_of_a_microbatch() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 128), nn.Linear(128, 16)
+            self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = x + layer(x).relu()
+            return self.last(x).square().mean()
+
+    given = {"example_inputs": (torch.randn(512, 16),), "dp": 2, "zero": 0, "precision": "fp32+fp8-block"}
+    plan = autopar.search(Wide(), 2, num_microbatches=2, **given)
+    (layers,) = (block for block in plan.blocks if block.recipes)
+    assert all(layers.ops[key] == {"dp": "d0"} for key in layers.recipes)
+    with pytest.raises(InfeasiblePlan, match="its sizes do not divide"):  # 64 rows a rank
+        autopar.search(Wide(), 2, num_microbatches=4, **given)
 
 
 def plan_with(recipes: dict[str, str], **others: object) -> Plan:
