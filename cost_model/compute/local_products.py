@@ -23,7 +23,8 @@ from autopar.ir.rules.moe import EXPERTS
 
 # Which of rows, columns, depth and repeats of a product are those of itself, and of the gradients of its operands.
 ITSELF = (0, 1, 2, 3)
-_GRADIENTS = ((0, 2, 1, 3), (2, 1, 0, 3))
+OF_WEIGHTS = (2, 1, 0, 3)
+_GRADIENTS = ((0, 2, 1, 3), OF_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)

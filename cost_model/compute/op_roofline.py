@@ -56,6 +56,7 @@ from autopar.cost_model.compute.flops import (
 from autopar.cost_model.compute.fusion import Fused
 from autopar.cost_model.compute.local_products import (
     ITSELF,
+    OF_WEIGHTS,
     Product,
     gradient_orders,
     launches_of_recurrence,
@@ -88,6 +89,9 @@ from autopar.ir.sequence import Sight, imbalance, zigzag_ranks_for
 # Fused attention computes the scores again in its backward: one more product, of the forward's two.
 _RECOMPUTED_SCORES = 0.5
 
+# Bytes of a float32 gradient that is read and written.
+_ADDED = 8.0
+
 # Ops whose first operand is a table of which they read only what they return.
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "index.Tensor"})
 
@@ -113,7 +117,8 @@ class OpCost:
     before it. Gradients of experts in narrow floats take ``slowdown`` times as long as if all of them were.
     documents: of an attention that runs document by document, those of a row, and ``flops`` are
     as many as take so long at the efficiency of whole rows. between: what is moved between the products of experts,
-    forward and backward, by kernels that run before and after them.
+    forward and backward, by kernels that run before and after them. added: float32 gradients of weights, read and
+    written by the products that add to them.
     """
 
     name: str
@@ -149,6 +154,7 @@ class OpCost:
     between: tuple[MovedTensor, MovedTensor] | None = None
     casts: tuple[MovedTensor, ...] = ()
     casts_back: tuple[MovedTensor, ...] = ()
+    added: tuple[MovedTensor, ...] = ()
 
     @classmethod
     def of(
@@ -301,6 +307,11 @@ class OpCost:
             else None,
             casts=casts[0],
             casts_back=casts[1],
+            added=tuple(
+                replace(read[p], num_bytes=read[p].num_bytes / read[p].itemsize * _ADDED)
+                for p in differentiable
+                if device.stack.adds_in_products and p in contracted and p and not read[p].carries_batch
+            ),
         )
 
     def time(self, assignment: Assignment, mesh: Mesh, num_microbatches: int = 1) -> OpTime:
@@ -330,9 +341,12 @@ class OpCost:
                 shape = product.local_shape(self.sizes, degrees, self.batch_factor, num_microbatches, sent)
                 steps = product.steps
                 computing += product.flops * busy / self._fraction(shape, ITSELF, steps)
-                computing_back += sum(
-                    product.flops * busy / self._fraction(shape, order, steps) for order in self.gradients
-                )
+                for order in self.gradients:
+                    of_order = product.flops * busy / self._fraction(shape, order, steps)
+                    if order == OF_WEIGHTS and num_microbatches > 1:
+                        added = sum(tensor.local(degrees, num_microbatches) for tensor in self.added)
+                        of_order = max(of_order, self.device.memory_seconds(added * product.flops / self.flops))
+                    computing_back += of_order
             computing_back *= self.slowdown
         forward = backward = functions = 0.0
         if self.elements is not None:

@@ -96,6 +96,7 @@ MEGATRON_CORE = Stack(
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED_BY_CUBLAS,
+    expert_by_expert=True,
     adds_in_products=True,
     casts_once=True,
     local_scales=True,
@@ -103,7 +104,8 @@ MEGATRON_CORE = Stack(
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
     "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; "
-    "products add to float32 gradients (gradient_accumulation_fusion)",
+    "products add to float32 gradients (gradient_accumulation_fusion); experts are its layers, one by one or grouped, "
+    "as other products are (SequentialMLP and TEGroupedMLP of Megatron-Core)",
 )
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
@@ -111,10 +113,9 @@ MEGATRON_CORE_2025 = replace(
     memory=known_memory.MEGATRON_CORE_2025,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_MEGATRON_BIASES,
-    expert_by_expert=True,
     launches_of_bias=_LAUNCHES_OF_BIAS,
     why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core), and "
-    "experts as its products (TEGroupedMLP)",
+    "biases of experts",
 )
 MEGATRON_CORE_DEEPEP = replace(
     MEGATRON_CORE_2025,

@@ -196,6 +196,21 @@ def test_a_window_has_the_rate_of_so_many_keys_and_half_a_tile_at_its_far_edge(w
         assert sliding > 2 * seen * causal
 
 
+@pytest.mark.parametrize(("rows", "bound"), [(256, True), (8192, False)])
+def test_a_product_of_few_rows_takes_as_long_as_the_gradient_that_it_adds_to(rows: int, bound: bool) -> None:
+    node, width = call(aten.linear.default, (4, rows, 4096), (16384, 4096)), 4096 * 16384
+    device = make_cluster("h100-sxm", 8, stack=find_stack("megatron-core-2025")).device
+    plain = replace(device, stack=replace(device.stack, adds_in_products=False))
+    adding, without = (
+        OpCost.of(node, rule_for(node), d, precision="bf16", batch_factor="d0").time((None,), ONE, 4).backward_s
+        for d in (device, plain)
+    )
+    assert (adding > 1.2 * without) is bound
+    assert adding >= device.memory_seconds(8 * width)
+    alone = OpCost.of(node, rule_for(node), device, precision="bf16", batch_factor="d0").time((None,), ONE)
+    assert alone == OpCost.of(node, rule_for(node), plain, precision="bf16", batch_factor="d0").time((None,), ONE)
+
+
 def test_experts_on_streams_have_kernels_of_their_own() -> None:
     node = moe(1 << 15, 64)
     device = make_cluster("h100-sxm", 8, stack=find_stack("megatron-core-2025")).device
