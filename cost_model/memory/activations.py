@@ -172,7 +172,7 @@ class BlockActivations:
                 if producer in inside and use in counted:
                     made = rules(producer), result
                     moved.append(Moved(use=use, producer=producer, made=made, read=(rule, position)))
-                    if memory.gathers_again and is_product(node.target) and position in operand_positions:
+                    if memory.regathers and is_product(node.target) and position in operand_positions:
                         factors = rules(producer).results[result]
                         apart[use] = replace(use, node=producer, factors=names_of([factors]))
             if is_view(node):

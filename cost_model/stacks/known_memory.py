@@ -27,7 +27,7 @@ _IN_PLACE = LossMemory(kept=4.0, working=6.0)
 MEGATRON_LM = StackMemory(
     lasting_gradients=True,
     narrow_gradients=frozenset({"fp16"}),
-    gathers_again=True,
+    regathers=True,
     loss=_IN_PLACE,
     fragmentation=_FUSED,
     why="documentation of Megatron-Core's distributed optimiser: bf16 parameters with float32 gradients take 18 bytes "
@@ -70,7 +70,7 @@ TORCHTITAN_EAGER = replace(TORCHTITAN, recomputes=frozenset(), why=TORCHTITAN.wh
 NANOTRON = StackMemory(
     lasting_gradients=True,
     buckets=True,
-    gathers_again=True,
+    regathers=True,
     loss=_IN_PLACE,
     fragmentation=_STREAMS,
     why="optim/gradient_accumulator.py: one float32 buffer of the gradients of all parameters, with ZeRO-1 too, beside "

@@ -21,7 +21,7 @@ class StackMemory:
     lasting_gradients: whether gradients of all parameters are in a buffer from step to step, whole whatever ZeRO-1
     divides, in float32 but for the compute precisions in narrow_gradients; the optimiser then has a float32 copy of
     its part. buckets: whether data-parallel ranks have, beside that, buckets of all gradients as computed.
-    gathers_again: whether a tensor that a product gathers is kept as the rank's part, and gathered once more in
+    regathers: whether a tensor that a product gathers is kept as the rank's part, and gathered once more in
     backward. recomputes: names of ops whose results a fused kernel makes again in backward instead of keeping them.
     loss: of cross entropies; None as our own runtime's. divides: whether losses with many logits are computed in
     chunks, and wide layers in tiles. releases_early: whether a backward that leaves gradients of weights for later
@@ -32,7 +32,7 @@ class StackMemory:
     lasting_gradients: bool = False
     narrow_gradients: frozenset[str] = frozenset()
     buckets: bool = False
-    gathers_again: bool = False
+    regathers: bool = False
     recomputes: frozenset[str] = frozenset()
     loss: LossMemory | None = None
     divides: bool = False

@@ -258,7 +258,7 @@ def test_a_tensor_that_is_gathered_again_is_kept_as_a_part() -> None:
     assignments: dict[fx.Node, Assignment] = dict.fromkeys(nodes, (None,))
     norm = next(n for n in nodes if op_name(n) == "layer_norm")
     assignments[norm] = (rule_for(norm).results[0][1][0],)
-    kept, again = (measure(program, nodes, memory=replace(AUTOPAR, gathers_again=gathers)) for gathers in (False, True))
+    kept, again = (measure(program, nodes, memory=replace(AUTOPAR, regathers=gathers)) for gathers in (False, True))
     tensor = 4 * BATCH * SEQ * HIDDEN
     assert kept.saved_bytes(assignments, mesh) - again.saved_bytes(assignments, mesh) == tensor / 2
     # What backward releases of it is what was kept.

@@ -88,7 +88,7 @@ def with_memory(software: Stack, **changes: object) -> Stack:
 
 def test_gathering_again_takes_less_memory_and_no_less_time() -> None:
     limits = {"tp": 4, "sequence_parallel": True, "zero": 0, "num_microbatches": 1}
-    kept = predicted(with_memory(MEGATRON_LM, gathers_again=False), **limits)
+    kept = predicted(with_memory(MEGATRON_LM, regathers=False), **limits)
     again = predicted(MEGATRON_LM, **limits)
     assert again.peak_bytes < kept.peak_bytes
     # The gathers of a model this small are not hidden by products.

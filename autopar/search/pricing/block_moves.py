@@ -42,13 +42,13 @@ def moved_by(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
     every = sum(made.values(), ZERO)
-    if pricing.memory.gathers_again:
+    if pricing.memory.regathers:
         for need, nodes in needs_of(layouts, transfer).items():
-            every += OpTime(0.0, _gathered_again_s(pricing, layouts, made[need].forward_s, source, need, nodes))
+            every += OpTime(0.0, _regathered_s(pricing, layouts, made[need].forward_s, source, need, nodes))
     return Moves(every, redone)
 
 
-def _gathered_again_s(
+def _regathered_s(
     pricing: Pricing, layouts: Layouts, gather_s: float, source: Layout, need: Need, nodes: Sequence[fx.Node]
 ) -> float:
     """Seconds of gathering once more, for gradients of weights, what products read, as far as the products that compute

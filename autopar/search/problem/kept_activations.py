@@ -5,41 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from autopar.cost_model.memory.activations import BlockActivations
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.cost_model.stacks.memory import StackMemory
+from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.op_clusters import first_instances
-
-if TYPE_CHECKING:
-    from autopar.search.problem.workload import Workload
+from autopar.ir.plan import Precision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptActivations:
-    """Of one workload. memory: what the stack keeps. Each part is found when it is first asked for."""
+    """Of the workload with this analysis; each part is found when it is first asked for.
 
-    workload: Workload
+    repeats: its ops, those of repeated blocks by the first. precision, ends_early: as of ``Workload``. memory: what the
+    stack keeps.
+    """
+
+    analysis: Analysis
+    repeats: Mapping[fx.Node, int]
+    precision: Precision
+    ends_early: bool
     memory: StackMemory
 
     @cached_property
     def blocks(self) -> tuple[BlockActivations, ...]:
         """Activations that each kind of block saves for its backward."""
-        workload = self.workload
+        repetition = self.analysis.repetition
         return tuple(
             BlockActivations.of(
-                [node for node in workload.repetition.blocks[index].nodes if node in workload.repeats],
-                precision=workload.precision,
-                batch_factors=workload.roles.batch,
-                shared=frozenset(workload.repetition.prelude),
-                needs_grad=workload.analysis.differentiable,
-                ends_early=workload.ends_early,
+                [node for node in repetition.blocks[index].nodes if node in self.repeats],
+                precision=self.precision,
+                batch_factors=self.analysis.roles.batch,
+                shared=frozenset(repetition.prelude),
+                needs_grad=self.analysis.differentiable,
+                ends_early=self.ends_early,
                 memory=self.memory,
             )
-            for index in first_instances(workload.repetition)
+            for index in first_instances(repetition)
         )
 
     @cached_property

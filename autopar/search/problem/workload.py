@@ -389,7 +389,13 @@ class Workload:
     def kept(self, memory: StackMemory) -> KeptActivations:
         """What is kept for backward with a software stack that keeps ``memory``."""
         if memory not in self._kept:
-            self._kept[memory] = KeptActivations(workload=self, memory=memory)
+            self._kept[memory] = KeptActivations(
+                analysis=self.analysis,
+                repeats=self.repeats,
+                precision=self.precision,
+                ends_early=self.ends_early,
+                memory=memory,
+            )
         return self._kept[memory]
 
     @cached_property
