@@ -5,6 +5,7 @@ The search, an estimate of pinned degrees and a plan edited by hand all use this
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -265,16 +266,19 @@ def _by_axis(
         for need in needs_of(layouts, transfer):
             for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
                 spent[step.axis] += times * time.total_s
+    blocks = workload.repetition.blocks
+    kinds = Counter(blocks[b].kind for stage in stages for b in range(stage.first, stage.last + 1))
     for node, choices in layouts.assignments.items():
+        # A node of the first block of a kind stands for those of all of them.
         block = workload.repetition.block_of.get(node)
-        if block is None or not here(block):
+        if block is None or not kinds[blocks[block].kind]:
             continue
         rule = workload.rule(node)
         inside = [axis for axis, choice in enumerate(choices) if choice in rule.lowered]
         # Among ranks with the same tokens experts exchange nothing inside.
         inside = [axis for axis in inside if choices[axis] in rule.joint] or inside
         for axis in inside:
-            spent[axis] += pricing.lowering(node, choices).total_s / len(inside)
+            spent[axis] += kinds[blocks[block].kind] * pricing.lowering(node, choices).total_s / len(inside)
     whole = sum(spent)
     if not whole or not total_s:
         return {}
