@@ -6,7 +6,8 @@ Rows of ``runs.csv`` that print a peak say how far predictions are off, as logar
 by what a peak is of (allocated, reserved, nvidia-smi, or not stated): their mean and spread are what
 ``cost_model/memory/fit_probability.py`` states. Every row that prints its plan ran, so its plan fits: those whose
 probability to fit is below a margin are what a search with that margin refuses wrongly. A row that does not print what
-it recomputed may have recomputed anything: it is refused where it would not fit with full rematerialisation either.
+it recomputed may have recomputed anything: it is refused where it would not fit with full rematerialisation either (and
+sequence parallelism, and a sharded optimiser, if those are not printed).
 Rows of runs that were out of memory, if there are any (metric ``oom``), are those to be refused.
 """
 
@@ -30,7 +31,7 @@ from autopar.ir.graph import CapturedModel
 
 ROOT = Path(__file__).parent.parent
 MARGINS = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, DEFAULT_MARGIN})
-# Of rows whose plan as printed fits with less than this, what full rematerialisation needs is looked at.
+# Of rows whose plan as printed fits with less than this, the least that it may have needed is looked at.
 CLOSE = 0.9
 
 
@@ -101,9 +102,9 @@ def measure(
     if row.says_recomputation:
         return "recomputation printed", likely, text
     if likely < CLOSE:
-        least = row.for_its_memory(captured, remat="full").predicted.peak_bytes
+        least = row.for_its_memory(captured, **row.sparing).predicted.peak_bytes
         likely = fit_probability(least, usable)
-        text += f"; all recomputed {least / GIB:.1f} GiB, {likely:.3f}"
+        text += f"; at least {least / GIB:.1f} GiB, {likely:.3f}"
     return "not printed", likely, text
 
 

@@ -437,6 +437,16 @@ class Row:
             other["shard"] = ranks
         return self.under_its_plan(captured, **other)
 
+    @property
+    def sparing(self) -> dict[str, Any]:
+        """Constraints that take least memory, of those that the row leaves open."""
+        found: dict[str, Any] = {} if self.says_recomputation else {"remat": "full"}
+        if not self.sp and self.number("tp", 1) > 1:
+            found["sequence_parallel"] = True
+        if not self.zero_stage_or_fsdp and self.number("dp") > 1:
+            found["zero"] = 1
+        return found
+
     def under_the_best_plan(self, captured: CapturedModel) -> SearchResult:
         """The fastest plan that has what is printed, and fits; if none is thought to fit, with memory for whatever was
         run. Raises AutoparError where there is none at all."""

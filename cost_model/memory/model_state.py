@@ -93,7 +93,8 @@ def state_memory(
     compute = ITEMSIZE[precision]
     copy = compute if compute < itemsize else 0
     if stack.lasting_gradients and zero < 3:
-        return _buffered(numel / data_size if zero else numel, numel, precision, stack, reduced)
+        held = 0.0 if offload and data_size > 1 else numel / data_size if zero else numel
+        return _buffered(held, numel, precision, stack, reduced)
     if zero == 0 or data_size == 1:
         return MemoryParts(parameters=(itemsize + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
     shard = 0.0 if offload else numel / data_size

@@ -78,9 +78,10 @@ NANOTRON = StackMemory(
     "sequence is gathered again in backward (tp_recompute_allgather, on unless it is turned off)",
 )
 LLM_FOUNDRY = StackMemory(
-    loss=_WHOLE,
+    loss=LossMemory(kept=2.0, working=2.0),
     fragmentation=_EAGER,
-    why="FSDP of torch with float32 parameters; the loss of torch over whole logits (assumed)",
+    why="FSDP of torch with float32 parameters; the loss is FlashAttention's, which keeps logits as they came and "
+    "makes their gradient in 16 bits (recalled: fused_crossentropy, the default of its models)",
 )
 MAXTEXT = StackMemory(
     recomputes=frozenset({"silu"}),
