@@ -34,11 +34,11 @@ class Fitted:
 
 
 FITTED = Fitted(
-    sustained=0.871,
+    sustained=0.824,
     half_depth=121.0,
-    memory=0.891,
+    memory=0.745,
     launch_us=3.28,
-    power_500w=0.782,
-    hidden=0.644,
-    early_attention=1.275,
+    power_500w=0.867,
+    hidden=0.56,
+    early_attention=1.35,
 )
