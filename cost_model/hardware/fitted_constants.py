@@ -34,11 +34,11 @@ class Fitted:
 
 
 FITTED = Fitted(
-    sustained=0.824,
+    sustained=0.84,
     half_depth=121.0,
-    memory=0.745,
+    memory=0.80,
     launch_us=3.28,
-    power_500w=0.867,
-    hidden=0.56,
-    early_attention=1.35,
+    power_500w=0.85,
+    hidden=0.60,
+    early_attention=1.33,
 )
