@@ -107,7 +107,7 @@ def other_kind(result: SearchResult) -> Candidate | None:
 def why(result: SearchResult) -> str:
     other, pick = other_kind(result), result.predicted
     if other is None:
-        return "nothing of the other kind fits" if result.plan.num_pipeline_ranks == 1 else "nothing else fits"
+        return "none was solved: bounds of its kind are slower than the pick, or nothing fits"
     step_s, own = other.predicted.step_time_s, other.configuration
     kind = f"pp {own.num_stages}" if own.num_stages > 1 else f"no pipeline, ZeRO-{own.zero}"
     parts = other.predicted.breakdown_s
