@@ -77,7 +77,8 @@ STACKS = {
     "PaxML": "maxtext-2024",
 }
 MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
-# Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository).
+# Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository, by an
+# excerpt that may be of a later release).
 DISPATCHED_ONCE = ("deepseek-v3",)
 # Those recipes give an expert whole to one rank: expert ranks are tensor ranks too (expert_tensor_parallel_size=1), and
 # tokens travel to them by an all-to-all (moe_token_dispatcher_type).

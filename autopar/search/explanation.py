@@ -14,10 +14,11 @@ from torch import fx
 
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipe_of
+from autopar.ir.analysis.eight_bits import kept_wide, products_of
 from autopar.ir.analysis.op_clusters import OpCluster
 from autopar.ir.errors import InfeasiblePlan, InvalidInput
 from autopar.ir.graph import CapturedModel
+from autopar.ir.ops.op_recipes import recipe_of
 from autopar.ir.plan import Plan, Prediction, Recipe
 from autopar.search.api import predict_plan, priced_plan, search_captured
 from autopar.search.predict.communications import Communication, communications

@@ -18,11 +18,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.traffic import WORK, MovedTensor
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.ir.graph import tensor_operands
-from autopar.ir.ops.scalings import SCALINGS, Scaling
+from autopar.ir.ops.scalings import Scaling
 
 # Bytes of an element that torch's own kernels move beyond two reads, in bfloat16: on an H100 all six casts of layers of
 # 8,192 x 4,096 x 4,096 to 8,192 x 28,672 x 8,192 took 8.7 to 8.9 ps for each element by tensor, 9.7 to 11.9 by row
@@ -33,12 +32,6 @@ _EAGER = 24.0
 _KERNELS = 9
 
 Casts = tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]
-
-
-def scaling_of(node: fx.Node) -> Scaling | None:
-    """What the recipe of an op says, None of one that has none."""
-    recipe = node.kwargs.get("recipe") if op_name(node) in ("scaled_linear", "moe") else None
-    return None if recipe is None else SCALINGS[recipe]  # type: ignore[index]  # a recipe
 
 
 def casts_of_product(

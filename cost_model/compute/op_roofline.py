@@ -30,7 +30,6 @@ from autopar.cost_model.compute.casts import (
     casts_of_experts,
     casts_of_product,
     launches_of_product,
-    scaling_of,
     slowdown_of_gradients,
 )
 from autopar.cost_model.compute.documents import (
@@ -80,6 +79,7 @@ from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules import recurrent
 from autopar.ir.rules.moe import EXPERTS

@@ -14,7 +14,8 @@ from autopar.cost_model.stacks.attention_kernels import (
     FLASH2_AMPERE,
     FLASH2_HOPPER,
 )
-from autopar.cost_model.stacks.stack import Stack
+from autopar.cost_model.stacks.attention_rate import AttentionKernel
+from autopar.cost_model.stacks.stack import Architecture, Stack
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.redistribution import Collective
 
@@ -46,10 +47,18 @@ _LAUNCHES_OF_BIAS = (2, 5)
 # A loss over vocabulary-parallel logits in float32: maximum, exponentials and their sum, and the softmax in place.
 _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
+# Attention of stacks that take cuDNN's where it is the faster, and of those that call FlashAttention-2.
+_CUDNN: dict[Architecture, AttentionKernel] = {
+    "ampere": FLASH2_AMPERE,
+    "hopper": CUDNN_HOPPER,
+    "blackwell": CUDNN_BLACKWELL,
+}
+_FLASH2: dict[Architecture, AttentionKernel] = {**_CUDNN, "hopper": FLASH2_HOPPER}
+
 AUTOPAR = Stack(
     name="autopar",
     memory=known_memory.AUTOPAR,
-    attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention=_CUDNN,
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
@@ -91,7 +100,7 @@ ZERO_BUBBLE = replace(
 MEGATRON_CORE = Stack(
     name="megatron-core-2024",
     memory=known_memory.MEGATRON_CORE,
-    attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention=_CUDNN,
     fuses=True,
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
@@ -127,7 +136,7 @@ MEGATRON_CORE_DEEPEP = replace(
 TORCHTITAN = Stack(
     name="torchtitan-2024",
     memory=known_memory.TORCHTITAN,
-    attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention=_FLASH2,
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
@@ -156,7 +165,7 @@ TORCHTITAN_ASYNC = replace(
 NANOTRON = Stack(
     name="nanotron",
     memory=known_memory.NANOTRON,
-    attention={"ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention=_FLASH2,
     merges=True,
     extra_bytes={**AUTOPAR.extra_bytes, "rms_norm": (0.0, 2.0)},
     grouped=_GROUPED,
@@ -176,7 +185,7 @@ LLM_FOUNDRY = Stack(
 MAXTEXT = Stack(
     name="maxtext-2024",
     memory=known_memory.MAXTEXT,
-    attention={"ampere": FLASH2_AMPERE, "hopper": CUDNN_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention=_CUDNN,
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},

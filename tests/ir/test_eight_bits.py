@@ -9,12 +9,13 @@ from torch import Tensor, fx, nn
 import autopar
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import find_repetition
-from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipe_of, recipes_by_rule
+from autopar.ir.analysis.eight_bits import kept_wide, products_of, recipes_by_rule
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, InvalidPlan
 from autopar.ir.graph import CapturedModel, op_nodes
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.composite import scaled_linear
+from autopar.ir.ops.op_recipes import recipe_of
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.rule import FactorRule

@@ -64,11 +64,6 @@ def _sizes(node: fx.Node) -> list[int]:
     return [int(size) for size in (*first, *(own[1] for own in others))]
 
 
-def recipe_of(node: fx.Node) -> Recipe | None:
-    """The recipe of an op, None if it is not in 8-bit floats."""
-    return node.kwargs.get("recipe") if node.target in (scaled_linear, moe) else None  # type: ignore[return-value]
-
-
 def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Recipe) -> dict[fx.Node, str]:
     """The linear layers that the rule leaves as they are, with the reason, in the order of the model."""
     multiple = SCALINGS[recipe].multiple
@@ -245,7 +240,7 @@ def _inner(
 
 def _routers(captured: CapturedModel) -> Iterator[fx.Node]:
     """The linear layers from which a selection of the largest can be reached without another product."""
-    stack = [n for n in call_nodes(captured.graph) if op_name(n.target) in _SELECTIONS]  # type: ignore[arg-type]
+    stack = [n for n in call_nodes(captured.graph) if callable(n.target) and op_name(n.target) in _SELECTIONS]
     seen = set(stack)
     while stack:
         for operand in stack.pop().all_input_nodes:

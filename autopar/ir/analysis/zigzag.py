@@ -32,7 +32,7 @@ from autopar.ir.graph import CapturedModel, source, tensor_operands
 from autopar.ir.lowered.attention import QUERIES, documents_of, lengths_of, sight_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops.composite import scaled_linear
-from autopar.ir.ops.scalings import SCALINGS
+from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rule import Assignment, Choice, DimFactors, FactorRule, factors_of_choice
 
 KEYS = "t"
@@ -142,8 +142,8 @@ def find_zigzag(captured: CapturedModel, repetition: BlockRepetition, roles: Rol
 
 def _tile_of_rows(captured: CapturedModel) -> int:
     """Rows next to each other that share a scale in backward, in any linear layer."""
-    recipes = {node.kwargs["recipe"] for node in captured.graph.nodes if node.target is scaled_linear}
-    return max((SCALINGS[recipe].tile for recipe in recipes), default=1)  # type: ignore[index]  # a recipe
+    layers = (scaling_of(node) for node in captured.graph.nodes if node.target is scaled_linear)
+    return max((scaling.tile for scaling in layers if scaling is not None), default=1)
 
 
 def _documents(attentions: Sequence[fx.Node], repetition: BlockRepetition) -> fx.Node | None:

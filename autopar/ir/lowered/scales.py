@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.lowered.inside import Inside, LocalSizes
+from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
 from autopar.ir.lowered.shards import Groups, axes_with, factors_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.ops.scalings import SCALINGS
+from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rule import Assignment, FactorRule
 
 # A maximum is a float32.
@@ -34,13 +34,13 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
 
 def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Inside]:
     """The maxima: on each axis one collective forward and one backward, of all that it shards."""
-    shared = SCALINGS[node.kwargs["recipe"]].shared  # type: ignore[index]  # a recipe
-    if shared is None:
+    scaling = scaling_of(node)
+    if scaling is None or scaling.shared is None:
         return
     rows, depth, columns = _groups(rule, sizes.assignment, sizes.mesh)
     of_input, of_weight = sizes.flows(0), sizes.flows(1)
-    found: dict[tuple[str, str], float] = {}
-    if shared == "tensor":
+    found: dict[tuple[str, Phase], float] = {}
+    if scaling.shared == "tensor":
         forward, backward = dict.fromkeys((*rows, *columns), 1.0) | dict.fromkeys(depth, 2.0), (*rows, *columns)
         found = {(axis, "forward"): count for axis, count in forward.items()}
         if of_input or of_weight:
@@ -53,7 +53,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
         if of_weight:
             found |= {(axis, "backward"): n + k for axis in rows}
     for (axis, phase), count in found.items():
-        yield Inside("all_reduce", phase, axis, _BYTES * count)  # type: ignore[arg-type]  # a phase
+        yield Inside("all_reduce", phase, axis, _BYTES * count)
 
 
 def _dims(rule: FactorRule) -> tuple[Any, Any, Any]:

@@ -8,10 +8,10 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.memory.fit_probability import fit_probability
-from autopar.ir.analysis.eight_bits import recipe_of
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.ops.op_recipes import recipe_of
 from autopar.ir.placed.assign import spread
 from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, Recipe, StagePlan
 from autopar.ir.rule import Assignment
