@@ -43,7 +43,7 @@ PRIOR = {
     "launch_us": (4.0, 2.0),
     "hidden": (0.5, 1.3),  # pieces of the first and the last product have nothing beside them
     "early_attention": (1.0, 1.3),
-    "power_500w": (0.89, 1.10),  # the cube root of 500 / 700: power goes as the cube of the clock
+    "power": (0.33, 1.5),  # power goes as the cube of the clock
 }
 HUBER = 0.10
 STEP = 0.05

@@ -339,7 +339,7 @@ class Row:
             cp=self.number("cp", 1),
             ep=experts,
             dp=data // experts,
-            sequence_parallel=self.sp == "1" if tp != 1 else None,
+            sequence_parallel=self.sequence_parallel if tp != 1 else None,
             num_microbatches=count,
             precision=self.dtype,
             recipes=(self.recipe,),
@@ -349,6 +349,12 @@ class Row:
             virtual_stages=virtual if schedule == "interleaved" else None,
             **self.zero(),
         )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether it is printed, or, where nothing is, a recipe of NeMo's: those of several tensor ranks have it on
+        (``sequence_parallel`` in launcher_scripts/conf/training of NVIDIA/NeMo-Framework-Launcher)."""
+        return self.sp == "1" or (not self.sp and self.stack.gathers_ahead)
 
     def _dispatching(self, workload: Workload) -> Constraints:
         """The plan, with tokens dispatched to experts that are whole."""

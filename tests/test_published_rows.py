@@ -186,6 +186,17 @@ def test_products_in_8_bits_are_of_the_recipe_that_is_named(precision: str, reci
     assert (given.precision, given.recipes) == ("bf16", (recipe,))
 
 
+@pytest.mark.parametrize(
+    ("source", "printed", "sequence"),
+    [("NeMo 24.07", "", True), ("NeMo 24.07", "0", False), ("SC21", "", False), ("SC21", "1", True)],
+)
+def test_tensor_ranks_of_nemo_share_sequences_unless_it_says_otherwise(
+    source: str, printed: str, sequence: bool
+) -> None:
+    one = row(source=source, tp="4", dp="2", sp=printed, global_batch="16", zero_stage_or_fsdp="zero1")
+    assert one.constraints().sequence_parallel is sequence
+
+
 def test_what_is_missing_is_said() -> None:
     for cells, said in (
         ({"global_batch": "4M tokens"}, "global_batch as a number"),

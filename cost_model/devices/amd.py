@@ -43,7 +43,7 @@ MI300X = GpuEntry(
     architecture="cdna",
     rates={
         "fp32": fp32(163.4, _MI300X),
-        "bf16": half(1307, ACCELERATORS, 668.4, MAMF, _ATTENTION),
+        "bf16": half(1307, ACCELERATORS, 668.4, MAMF, attention=_ATTENTION),
     },
     memory_gb=Published(192, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -61,7 +61,7 @@ MI325X = replace(
     name="MI325X",
     rates={
         "fp32": fp32(163.4, "recalled: AMD Instinct MI325X datasheet"),
-        "bf16": half(1307, ACCELERATORS, 784.9, MAMF, _ATTENTION),
+        "bf16": half(1307, ACCELERATORS, 784.9, MAMF, attention=_ATTENTION),
     },
     memory_gb=Published(256, ACCELERATORS),
     bandwidth_gb_s=Published(6000, ACCELERATORS),
@@ -71,7 +71,7 @@ MI355X = replace(
     name="MI355X",
     rates={
         "fp32": fp32(157.3, _MI355X),
-        "bf16": half(2500, ACCELERATORS, 1565, MAMF, _ATTENTION),
+        "bf16": half(2500, ACCELERATORS, 1565, MAMF, attention=_ATTENTION),
         "fp8": eight_bits(5000, _MI355X),
     },
     memory_gb=Published(288, ACCELERATORS),

@@ -47,6 +47,13 @@ _H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
 # Kernels for tiles of 128 are for Hopper: later parts have units for smaller tiles instead.
 _H100_EIGHT = {"fp8": eight_bits(1979, ACCELERATORS), "fp8-block": by_tile(eight_bits(1979, ACCELERATORS))}
 _H100_TILING = tiling(132, _H100)
+_B200_EIGHT = eight_bits(4500, ACCELERATORS, 3432.5 / 4500, MAMF)
+_B300_EIGHT = eight_bits(4500, _B300, 3432.5 / 4500, "taken from B200, whose products were measured")
+_GB200_EIGHT = eight_bits(5000, _GB200, 3615.6 / 5000, MAMF)
+# 1,400 W, of 1,200 W (verda.com/blog/gb300-nvl72-architecture).
+_GB300_WATTS = 1400 / 1200
+_FROM_GB200 = "taken from GB200, whose products were measured, and raised with its power limit"
+_GB300_EIGHT = eight_bits(5000, _GB300, 3615.6 / 5000, _FROM_GB200, watts=_GB300_WATTS)
 
 _NVLINK_BASE = Assumed(15.0, "nccl-tests all_reduce of 128 KiB to 4 MiB on 8 H100: 20-54 us with the hops")
 _NVLINK_HOP = Assumed(1.0, "same measurement, over the 14 steps of a ring of 8")
@@ -113,7 +120,7 @@ V100 = GpuEntry(
             "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
             95,
             "recalled: cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
-            Assumed(0.25, "a guess, not measured: no FlashAttention on V100, but the memory-efficient kernel"),
+            attention=Assumed(0.25, "a guess, not measured: no FlashAttention on V100, but the memory-efficient kernel"),
         ),
     },
     memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
@@ -155,7 +162,7 @@ A100_80GB_PCIE = GpuEntry(
             ACCELERATORS,
             252.9,
             MAMF,
-            Fit("sustained", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
+            attention=Fit("sustained", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
         ),
     },
     memory_gb=Published(80, ACCELERATORS),
@@ -189,9 +196,9 @@ H100_96GB = replace(
     name="H100-96GB",
     rates={
         "fp32": fp32(67, _H100),
-        "bf16": half(989, ACCELERATORS, 794.5, MAMF, Fit("sustained_500w", "as matrix products"), "sustained_500w"),
+        "bf16": half(989, ACCELERATORS, 794.5, f"{MAMF}, of 700 W", watts=500 / 700),
         **{
-            name: replace(rate, efficiency=Fit("sustained_500w", "as the part of 700 W", 1519 / 1979))
+            name: replace(rate, efficiency=Fit("sustained", "as the part of 700 W", 1519 / 1979, 500 / 700))
             for name, rate in _H100_EIGHT.items()
         },
     },
@@ -231,8 +238,8 @@ B200 = GpuEntry(
     rates={
         "fp32": fp32(75, _B200),
         "bf16": half(2250, ACCELERATORS, 1745, MAMF),
-        "fp8": eight_bits(4500, ACCELERATORS),
-        **microscaled(4500, 9000, ACCELERATORS, f"{_B200}: 72 PFLOP/s dense on eight"),
+        "fp8": _B200_EIGHT,
+        **microscaled(4500, 9000, ACCELERATORS, f"{_B200}: 72 PFLOP/s dense on eight", _B200_EIGHT),
     },
     memory_gb=Published(180, ACCELERATORS),
     reserved_gb=RESERVED,
@@ -248,11 +255,12 @@ B200 = GpuEntry(
 B300 = replace(
     B200,
     name="B300",
+    architecture="blackwell-ultra",
     rates={
         "fp32": fp32(75, _B300),
         "bf16": half(2250, ACCELERATORS, 1769, MAMF),
-        "fp8": eight_bits(4500, _B300),
-        **microscaled(4500, 13500, _B300, f"{_B300}: 108 PFLOP/s dense on eight"),
+        "fp8": _B300_EIGHT,
+        **microscaled(4500, 13500, _B300, f"{_B300}: 108 PFLOP/s dense on eight", _B300_EIGHT),
     },
     memory_gb=Published(270, f"DGX B300; {_RECIPES}"),
     tiling=tiling(148, _B300),
@@ -264,8 +272,8 @@ GB200 = replace(
     rates={
         "fp32": fp32(80, _GB200),
         "bf16": half(2500, ACCELERATORS, 1822, MAMF),
-        "fp8": eight_bits(5000, _GB200),
-        **microscaled(5000, 10000, _GB200, f"{_GB200}: 720 PFLOP/s dense on 72"),
+        "fp8": _GB200_EIGHT,
+        **microscaled(5000, 10000, _GB200, f"{_GB200}: 720 PFLOP/s dense on 72", _GB200_EIGHT),
     },
     memory_gb=Published(186, ACCELERATORS),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
@@ -278,11 +286,12 @@ GB200 = replace(
 GB300 = replace(
     GB200,
     name="GB300",
+    architecture="blackwell-ultra",
     rates={
         "fp32": fp32(80, _GB300),
-        "bf16": half(2500, ACCELERATORS, 1822, "taken from GB200, whose matmuls were measured"),
-        "fp8": eight_bits(5000, _GB300),
-        **microscaled(5000, 15000, _GB300, f"{_GB300}: 1,080 PFLOP/s dense on 72"),
+        "bf16": half(2500, ACCELERATORS, 1822, _FROM_GB200, watts=_GB300_WATTS),
+        "fp8": _GB300_EIGHT,
+        **microscaled(5000, 15000, _GB300, f"{_GB300}: 1,080 PFLOP/s dense on 72", _GB300_EIGHT),
     },
     memory_gb=Published(279, _RECIPES),
     bandwidth_gb_s=Published(8000, _RECIPES),

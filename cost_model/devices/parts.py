@@ -48,27 +48,30 @@ def half(
     source: str,
     best_tflops: float,
     why: str,
-    attention: Assumed | Fit = SUSTAINED,
-    constant: str = "sustained",
+    *,
+    watts: float = 1.0,
+    attention: Assumed | Fit | None = None,
 ) -> RateEntry:
-    """best_tflops: the highest rate measured on any shape. constant: what is left of it in a training step."""
+    """best_tflops: the highest rate measured on any shape. watts: as of ``Fit``, here of attention too by default."""
     return RateEntry(
         peak_tflops=Published(tflops, source),
-        efficiency=Fit(constant, why, best_tflops / tflops),
-        attention=attention,
+        efficiency=Fit("sustained", why, best_tflops / tflops, watts),
+        attention=replace(SUSTAINED, watts=watts) if attention is None else attention,
     )
 
 
-def eight_bits(tflops: float, source: str) -> RateEntry:
-    """Matrix rate in 8-bit floats with scales. A fit of its own is not possible: there are few published runs."""
+H200_EIGHT = "an H200 reaches 1,519 of 1,979 TFLOP/s on its best shape (benchmarks/results/2026-11-26-gpu-kernels.md)"
+
+
+def eight_bits(
+    tflops: float, source: str, best: float = 1519 / 1979, why: str = H200_EIGHT, *, watts: float = 1.0
+) -> RateEntry:
+    """Matrix rate in 8-bit floats with scales. A fit of its own is not possible: there are few published runs.
+
+    best: the highest rate measured on any shape, of the peak. watts: as of ``Fit``.
+    """
     return RateEntry(
-        peak_tflops=Published(tflops, source),
-        efficiency=Fit(
-            "sustained",
-            "an H200 reaches 1,519 of 1,979 TFLOP/s on its best shape (benchmarks/results/2026-11-26-gpu-kernels.md)",
-            1519 / 1979,
-        ),
-        attention=None,
+        peak_tflops=Published(tflops, source), efficiency=Fit("sustained", why, best, watts), attention=None
     )
 
 
@@ -82,13 +85,12 @@ def by_tile(rate: RateEntry) -> RateEntry:
     return replace(rate, efficiency=replace(rate.efficiency, reason=why))
 
 
-def microscaled(eight: float, four: float, source: str, four_source: str) -> dict[str, RateEntry]:
-    """Rates by tiles of 32 8-bit floats and of 16 4-bit ones, of so many TFLOP/s."""
-    why = "a guess, not measured on such a device: what an H200 reaches in 8-bit floats with one scale"
+def microscaled(eight: float, four: float, source: str, four_source: str, one: RateEntry) -> dict[str, RateEntry]:
+    """Rates of 8-bit floats by tiles of 32 and of 4-bit ones by 16, in TFLOP/s. one: of 8-bit floats with one scale."""
+    assert isinstance(one.efficiency, Fit), "the rate of 8-bit floats is what a training step leaves of a kernel's"
+    reached = replace(one.efficiency, reason="a guess, not measured: what the device reaches with one scale")
     return {
-        name: RateEntry(
-            peak_tflops=Published(tflops, said), efficiency=Fit("sustained", why, 1519 / 1979), attention=None
-        )
+        name: RateEntry(peak_tflops=Published(tflops, said), efficiency=reached, attention=None)
         for name, tflops, said in (("mxfp8", eight, source), ("nvfp4", four, four_source))
     }
 

@@ -35,11 +35,15 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``scale`` times the constant called ``constant`` of ``fitted_constants``. reason: where the scale is from."""
+    """``scale`` times the constant called ``constant`` of ``fitted_constants``. reason: where the scale is from.
+
+    watts: power limit of the device over that of the one that the scale was measured on.
+    """
 
     constant: str
     reason: str
     scale: float = 1.0
+    watts: float = 1.0
 
     @property
     def value(self) -> float:
@@ -48,7 +52,7 @@ class Fit:
 
     def by(self, fitted: Fitted) -> float:
         """The figure with other constants."""
-        return self.scale * float(getattr(fitted, self.constant))
+        return self.scale * float(getattr(fitted, self.constant)) * self.watts**fitted.power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

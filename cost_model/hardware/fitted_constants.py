@@ -14,7 +14,7 @@ class Fitted:
     half_depth: depth of a product at which half of its rate is reached.
     memory: achieved fraction of memory bandwidth.
     launch_us: floor of the time of a kernel.
-    power_500w: rate of an H100 of 500 W, of one of 700 W.
+    power: exponent of the rate of a GPU that its power limits: twice the watts compute 2^power times as much.
     hidden: share of a tensor-parallel collective that a stack which overlaps it with a product hides.
     early_attention: rate of the first FlashAttention, of what its successor's paper says of it.
     """
@@ -23,14 +23,9 @@ class Fitted:
     half_depth: float
     memory: float
     launch_us: float
-    power_500w: float
+    power: float
     hidden: float
     early_attention: float
-
-    @property
-    def sustained_500w(self) -> float:
-        """The same on devices limited to 500 W."""
-        return self.sustained * self.power_500w
 
 
 FITTED = Fitted(
@@ -38,7 +33,7 @@ FITTED = Fitted(
     half_depth=121.0,
     memory=0.80,
     launch_us=3.28,
-    power_500w=0.85,
+    power=0.48,
     hidden=0.60,
     early_attention=1.33,
 )

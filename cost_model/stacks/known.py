@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from autopar.cost_model.stacks import known_memory
 from autopar.cost_model.stacks.attention_kernels import (
     CUDNN_BLACKWELL,
+    CUDNN_BLACKWELL_ULTRA,
     CUDNN_HOPPER,
     FLASH1_AMPERE,
     FLASH1_HOPPER,
@@ -52,6 +53,7 @@ _CUDNN: dict[Architecture, AttentionKernel] = {
     "ampere": FLASH2_AMPERE,
     "hopper": CUDNN_HOPPER,
     "blackwell": CUDNN_BLACKWELL,
+    "blackwell-ultra": CUDNN_BLACKWELL_ULTRA,
 }
 _FLASH2: dict[Architecture, AttentionKernel] = {**_CUDNN, "hopper": FLASH2_HOPPER}
 
@@ -107,6 +109,7 @@ MEGATRON_CORE = Stack(
     grouped=_GROUPED_BY_CUBLAS,
     expert_by_expert=True,
     adds_in_products=True,
+    gathers_ahead=True,
     casts_once=True,
     local_scales=True,
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
@@ -114,7 +117,8 @@ MEGATRON_CORE = Stack(
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
     "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; "
     "products add to float32 gradients (gradient_accumulation_fusion); experts are its layers, one by one or grouped, "
-    "as other products are (SequentialMLP and TEGroupedMLP of Megatron-Core)",
+    "as other products are (SequentialMLP and TEGroupedMLP of Megatron-Core); between virtual stages its schedule "
+    "calls param_sync_func for the next model chunk (megatron/core/pipeline_parallel/schedules.py)",
 )
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
@@ -175,7 +179,7 @@ NANOTRON = Stack(
 LLM_FOUNDRY = Stack(
     name="llm-foundry-2023",
     memory=known_memory.LLM_FOUNDRY,
-    attention={"ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER, "blackwell": CUDNN_BLACKWELL},
+    attention={**_CUDNN, "ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER},
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED,

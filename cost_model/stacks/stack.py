@@ -18,7 +18,7 @@ from autopar.ir.redistribution import Collective
 _ROW_BY_ROW = (8.0, 4.0)
 
 # Generations of devices that kernels are written for.
-Architecture = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "cpu"]
+Architecture = Literal["volta", "ampere", "hopper", "blackwell", "blackwell-ultra", "cdna", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,8 @@ class Stack:
     several experts of a node travels there once and is copied inside it. expert_by_expert: whether each expert has
     kernels of its own for its products and casts; launches_of_bias: those for its bias on the way out, forward and
     backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
-    microbatches, in float32. why: where all this is from.
+    microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
+    while it computes the stage before, for all microbatches that come first there. why: where all this is from.
     """
 
     name: str
@@ -58,3 +59,4 @@ class Stack:
     expert_by_expert: bool = False
     launches_of_bias: tuple[int, int] = (0, 0)
     adds_in_products: bool = False
+    gathers_ahead: bool = False

@@ -9,6 +9,7 @@ import pytest
 from autopar.cost_model.catalogue import CATALOGUE, find_gpu, known_gpus, make_cluster
 from autopar.cost_model.cluster_file import cluster_from_yaml
 from autopar.cost_model.hardware.catalogue_entry import Assumed, Fit, Published
+from autopar.cost_model.hardware.fitted_constants import FITTED
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.ops.scalings import RATES
@@ -76,6 +77,18 @@ def test_only_blackwell_multiplies_small_tiles_and_only_hopper_tiles_of_128() ->
     assert have["fp8-block"] == {"h100-sxm", "h100-pcie", "h100-96gb", "h200"}
     gb300 = make_cluster("gb300", 8).device
     assert gb300.peak_flops("nvfp4") == 3 * gb300.peak_flops("mxfp8") == 15e15
+
+
+def test_a_higher_power_limit_and_faster_exponentials_are_all_that_gb300_gains_on_gb200_in_16_bits() -> None:
+    old, new = (make_cluster(name, 72).device.matmul_rate("bf16") for name in ("gb200", "gb300"))
+    power = (1400 / 1200) ** FITTED.power
+    assert new.efficiency == pytest.approx(power * old.efficiency)
+    forward, backward = (
+        ours / theirs
+        for ours, theirs in zip(*(rate.attention_rates(8192, 128, causal=True) for rate in (new, old)), strict=True)
+    )
+    # The exponentials are a larger part of a forward, which has fewer products beside them.
+    assert 1.05 * power < backward < forward < 1.35 * power
 
 
 def test_names() -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.report.trace import write_trace
 from autopar.search.api import estimate_captured
+from autopar.search.predict.predict import Predicted
 from autopar.search.predict.step_tasks import STREAMS
 from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
@@ -32,9 +34,10 @@ def captured() -> CapturedModel:
         return normalise(capture(Chain(WIDTHS), rows))
 
 
-def estimate(gpus: int = 8, **settings: Any) -> SearchResult:
+def estimate(gpus: int = 8, stack: str = "autopar", per_node: int = 8, **settings: Any) -> SearchResult:
     given = {"precision": "bf16", "remat": "none"} | settings
-    return estimate_captured(captured(), make_cluster("h100-sxm", gpus, 8), Constraints(**given))
+    cluster = make_cluster("h100-sxm", gpus, per_node, stack=find_stack(stack))
+    return estimate_captured(captured(), cluster, Constraints(**given))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,26 @@ def test_a_block_waits_for_its_gather_and_no_gather_is_early() -> None:
         assert gathers[span.name].end_s <= span.start_s + 1e-12
         if number > 2:
             assert gathers[span.name].start_s >= compute[number - 3].end_s - 1e-12
+
+
+def test_later_stages_are_gathered_beside_earlier_ones_where_the_stack_does_so() -> None:
+    shape = {"pp": 2, "dp": 8, "num_microbatches": 2, "schedule": "interleaved", "virtual_stages": 4}
+    # Two GPUs a node, so that gathers between nodes take longer than a forward.
+    ours, ahead, whole = (
+        estimate(gpus=16, per_node=2, stack=stack, zero=zero, **shape).predicted
+        for stack, zero in (("autopar", 1), ("megatron-core-2024", 1), ("megatron-core-2024", 0))
+    )
+
+    def longest_ahead(predicted: Predicted) -> float:
+        """Seconds between the beginning of a gather and the end of the pass that waits for it, the most of rank 0."""
+        ends = {span.name.split(" ")[0]: span.end_s for span in predicted.spans if span.stream == "compute"}
+        gathers = [span for span in predicted.spans if span.stream == "gather" and span.rank == 0]
+        return max(ends[span.name.split(" ")[0]] - span.start_s for span in gathers)
+
+    assert longest_ahead(ahead) > longest_ahead(ours)
+    assert ahead.step_time_s - whole.step_time_s < 0.5 * (ours.step_time_s - whole.step_time_s)
+    for predicted in (ours, ahead):
+        assert predicted.overlapped_s == pytest.approx(predicted.step_time_s, rel=0.3)
 
 
 def test_the_trace_is_what_viewers_read(tmp_path: Path) -> None:

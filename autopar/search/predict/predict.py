@@ -18,10 +18,11 @@ from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
+from autopar.search.predict.once_a_step import exposed_gathers, exposed_reductions
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
 from autopar.search.pricing.block_moves import needs_of
-from autopar.search.pricing.block_prices import Priced, exposed_step_sync, layouts_of
+from autopar.search.pricing.block_prices import BlockPrice, Priced, layouts_of
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -78,23 +79,23 @@ def predict(
     cluster, delays = pricing.ops.cluster, StragglerDelays.of(pricing, assignment, priced, stages, shape)
     priced, pricing = delays.noise_free, delays.pricing
     blocks = priced.blocks
+    inside: list[Sequence[BlockPrice]] = []
     forward, backward, inputs, weights, gathered = [], [], [], [], []
     for number, stage in enumerate(stages):
-        inside = range(stage.first, stage.last + 1)
+        inside.append(blocks[stage.first : stage.last + 1])
         ahead, whole, exposed = pass_seconds(priced, stage, pricing.prefetch)
         whole += delays.backward_s[number]
-        later = sum(blocks[b].weights_s for b in inside)
+        later = sum(block.weights_s for block in inside[number])
         forward.append(ahead + delays.forward_s[number])
         backward.append(whole)
         gathered.append(exposed)
         # The first stage sends no gradient: its whole backward can wait.
         inputs.append(whole - later if number else 0.0)
-        weights.append(later + sum(blocks[b].twice_s for b in inside) if number else whole)
+        weights.append(later + sum(block.twice_s for block in inside[number]) if number else whole)
     held = [[stages[number] for number in shape.stages_of(rank)] for rank in range(shape.num_ranks)]
-    optimiser, sync = [], []
-    for rank, own in enumerate(held):
+    optimiser = []
+    for own in held:
         mine = [blocks[b] for stage in own for b in range(stage.first, stage.last + 1)]
-        sync.append(exposed_step_sync(mine)[1] + delays.sync_s[rank])
         optimiser.append(sum(b.optimiser_s for b in mine) + cluster.device.kernel_launch_s)
     links = [
         cluster.send_link(pricing.mesh, shape.rank_of(number), shape.rank_of(number + 1))
@@ -112,12 +113,16 @@ def predict(
         for passes in (forward, backward, inputs):
             passes[:] = map(sum, zip(passes, copies, strict=True))
     # The first microbatch waits in every stage for what is gathered once a step.
-    opening = [exposed_step_sync([blocks[b] for b in range(stage.first, stage.last + 1)])[0] for stage in stages]
+    opening = exposed_gathers(inside, shape, ahead=cluster.device.stack.gathers_ahead)
     each = [
         [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
         for own, first in zip(forward, opening, strict=True)
     ]
     timeline = simulate(shape, each, backward, (inputs, weights), p2p_forward_s=sends, p2p_backward_s=returns)
+    sync = [
+        exposed_reductions({number: inside[number] for number in shape.stages_of(rank)}, events) + delays.sync_s[rank]
+        for rank, events in enumerate(timeline.events)
+    ]
     summed = [(events[-1].end_s if events else 0.0) + s for events, s in zip(timeline.events, sync, strict=True)]
     shared = sums_over_stages(pricing, priced, stages, shape)
     for holders, seconds in shared.items():
@@ -175,6 +180,7 @@ def predict(
             shared_s=shared,
             passing_s=[own + passes / 2 for own, passes in zip(copies, delays.of_passes(), strict=True)],
             prefetch=pricing.prefetch,
+            gathers_ahead=cluster.device.stack.gathers_ahead,
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
         ),

@@ -7,8 +7,9 @@ One rank of each place in the pipeline, block by block:
     reduce                                              gradients of a block, once it is through
     send                  activations                            gradients of what was received
 
-A gather is issued ``prefetch`` blocks before the block that waits for it. Communication inside blocks, over tensor,
-sequence and expert axes, is waited for where it stands, so it counts as part of the compute stream.
+A gather is issued ``prefetch`` blocks before the block that waits for it; of a stack that gathers ahead, those of once
+a step when the rank begins the stage before. Communication inside blocks, over tensor, sequence and expert axes, is
+waited for where it stands, so it counts as part of the compute stream.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StepCosts:
     sends, returns: seconds from each stage to the next, and of the gradients back. prelude_s: of every microbatch of
     every stage. names: of the blocks. launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute
     spent on sends and receives in a pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to
-    all-reduce their gradients.
+    all-reduce their gradients. gathers_ahead: as of ``Stack``.
     """
 
     blocks: Sequence[BlockPrice]
@@ -44,6 +45,7 @@ class StepCosts:
     sends: Sequence[float]
     returns: Sequence[float]
     prefetch: int
+    gathers_ahead: bool
     prelude_s: float
     launch_s: float
     passing_s: Sequence[float]
@@ -110,14 +112,19 @@ class StepTasks:
         passed: list[int] = []
         reductions: list[int] = []
         left = dict.fromkeys(self.costs.shape.stages_of(rank), self.costs.shape.num_microbatches)
-        fresh = set(left)
+        # Stage -> the compute task before its first forward, if there is one; and that of the stage before, to gather.
+        begun: dict[int, list[int]] = {}
+        ready: list[int] | None = None
         for action in order:
             stage, kind, _ = action
-            first = kind == "F" and stage in fresh
-            fresh -= {stage} if kind == "F" else set()
+            first = kind == "F" and stage not in begun
+            if first:
+                ready = list(begun.values())[-1] if begun and self.costs.gathers_ahead else None
+                begun[stage] = passed[-1:]
             if kind in "BW":
                 left[stage] -= 1
-            self._action(rank, action, passed, reductions, first=first, last=kind in "BW" and not left[stage])
+            last = kind in "BW" and not left[stage]
+            self._action(rank, action, passed, reductions, ready, first=first, last=last)
         mine = [b for stage in left for b in self.costs.blocks_of(stage)]
         seconds = sum(self.costs.blocks[b].optimiser_s for b in mine) + self.costs.launch_s
         sharing = {holders: seconds for holders, seconds in self.costs.shared_s.items() if rank in holders}
@@ -134,8 +141,17 @@ class StepTasks:
         return self.summed[rank]
 
     def _action(
-        self, rank: int, action: Action, passed: list[int], reductions: list[int], *, first: bool, last: bool
+        self,
+        rank: int,
+        action: Action,
+        passed: list[int],
+        reductions: list[int],
+        begins: list[int] | None,
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
+        """begins: what the gathers of a first forward wait for, if not for the compute before their blocks."""
         costs, shape = self.costs, self.costs.shape
         stage, kind, microbatch = action
         after = self._predecessors(rank, action)
@@ -151,6 +167,7 @@ class StepTasks:
                 name = f"{action} {costs.names[one.block]}"
                 if gather:
                     ready = passed[-costs.prefetch - 1 : -costs.prefetch] if len(passed) > costs.prefetch else []
+                    ready = begins if first and begins is not None else ready
                     after = [*after, self._add(rank, GATHER, name, gather, ready, [one])]
                 passed.append(self._add(rank, COMPUTE, name, self._work(one), after, [one]))
                 after = []
