@@ -37,7 +37,7 @@ Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
-SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "zb-2p", "naive")
 
 
 class NoOption(InfeasiblePlan):
