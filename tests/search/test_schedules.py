@@ -23,7 +23,7 @@ from autopar.search.problem.workload import Workload
 from tests.search.test_search import Model
 
 SCHEDULES: list[tuple[Schedule, int]] = [
-    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("interleaved", 2), ("zb-v", 2),
+    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("interleaved", 2), ("zb-v", 2),
     ("dualpipe-v", 2),
 ]  # fmt: skip
 PIPELINE = Constraints(pp=2, num_microbatches=4)
