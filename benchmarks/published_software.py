@@ -24,10 +24,10 @@ a step of P tensors of n elements in all on d ranks takes, once:
 ``all_gather_coalesced`` in distributed.py, ``_all_gather_params`` in optim/zero.py.)
 
 **Zero Bubble's post-validation.** Under its own schedules a rank updates its parameters as soon as it has the sum of
-squared gradients of the ranks before, and begins the next step; whether a value overflowed or the norm was to be clipped
-comes later, and undoes the update. So no rank waits at the end of a step, which takes ``Predicted.period_s``. (Qi et al.,
-arXiv:2401.10241, section 4; github.com/sail-sg/zero-bubble-pipeline-parallelism: ``--enable-optimizer-post-validation``
-in examples/pretrain_zero_bubble.sh, for all its schedules in 16 bits and not for 1F1B.)
+squared gradients of the ranks before it, and begins the next step; whether a value overflowed, or the norm was to be
+clipped, is known later and undoes the update. So no rank waits for others at the end of a step, which takes
+``Predicted.period_s``. (Qi et al., arXiv:2401.10241, section 4; github.com/sail-sg/zero-bubble-pipeline-parallelism:
+``--enable-optimizer-post-validation`` in examples/pretrain_zero_bubble.sh, in 16 bits, and not for 1F1B.)
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def _pipeline(strategy: Strategy, notes: list[str]) -> Fields:
         schedule = _ZB_H1
     elif plan.schedule not in _SCHEDULES:
         notes.append(
-            f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank. Bubbles and memory are "
-            "other ones."
+            f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank. Bubbles and memory "
+            "are other ones."
         )
     found: Fields = {
         "pipeline_parallel_degree": strategy.pipeline,

@@ -52,7 +52,9 @@ def test_virtual_stages_divide_the_bubble(ranks: int, rounds: int, virtual: int,
     assert timeline.step_time_s == pytest.approx(pipeline_time(shape, [(forward + back) / virtual] * stages))
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zero_bubble_waits_less_than_half_as_long_as_1f1b(schedule: Schedule, virtual: int, ranks: int) -> None:
     """With equal seconds for forward, inputs and weights."""
