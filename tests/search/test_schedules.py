@@ -81,8 +81,6 @@ def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> No
     peaks = [predicted.peak_bytes for predicted in pinned]
     assert peaks == sorted(peaks) and pinned[2].step_time_s < 0.9 * pinned[1].step_time_s
     assert found(limits, 1e12)[0] == "zb-2p"
-    share = found(limits, 1e12)[1].peak_bytes / peaks[2]
-    assert share == pytest.approx(1.0)
     assert found(limits, 0.95 * peaks[2])[0] == "zb-h1"
 
 
