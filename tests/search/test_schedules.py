@@ -105,6 +105,14 @@ def test_virtual_stages_that_are_considered() -> None:
     assert even_virtual_stages((1, 4, 1), 8) == (1,)
 
 
+def test_a_single_microbatch_is_not_tried_under_schedules_with_the_same_passes() -> None:
+    def names(count: int) -> list[str]:
+        return [shape.schedule for shape in Constraints(virtual_stages=1).shapes(4, count, (1, 8, 1))]
+
+    assert names(1) == ["1f1b", "zb-h1"]
+    assert names(2) == ["1f1b", "zb-h1", "zb-2p", "naive"]
+
+
 @pytest.mark.parametrize(
     ("layers", "ranks", "virtual"),
     [
