@@ -71,6 +71,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 interleaved": (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4}),
     "pp2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4}),
     "dp2 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4}),
+    "pp4 zb-2p": (4, {"pp": 4, "schedule": "zb-2p", "num_microbatches": 4}),
     "tp2 pp2 zb-v": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 zb-v": (2, {"pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 dualpipe-v": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),

@@ -105,7 +105,7 @@ DEFINITIONS = ("allocated", "reserved", "nvidia-smi")
 # Bubble's peaks are those of whole activations.
 KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Those of Zero Bubble's schedules that a plan can have.
-SPLIT = {"ZB-1p": "zb-h1", "ZB-V": "zb-v"}
+SPLIT = {"ZB-1p": "zb-h1", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
 # Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
 FULL_ATTENTION = ("nanotron",)
 # Attention spelt out in products, later than elsewhere: by the memory that Zero Bubble's runs print.

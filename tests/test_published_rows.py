@@ -254,8 +254,9 @@ def test_how_state_is_divided_is_read_or_asked_for() -> None:
 def test_schedules_of_split_backwards() -> None:
     piped = {"n_gpus": "64", "dp": "8", "pp": "8", "vpp": "1", "zero_stage_or_fsdp": "none"}
     assert row(**piped, schedule="ZB-1p").constraints().schedule == "zb-h1"
-    with pytest.raises(Missing, match="ZB-2p"):
-        row(**piped, schedule="ZB-2p").constraints()
+    assert row(**piped, schedule="ZB-2p").constraints().schedule == "zb-2p"
+    with pytest.raises(Missing, match="ZB-H3"):
+        row(**piped, schedule="ZB-H3").constraints()
 
 
 def test_part_of_a_rack_is_a_smaller_node() -> None:

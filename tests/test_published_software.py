@@ -1,5 +1,5 @@
-"""Published runs of ZeRO-3 until 2021 are taken to gather each parameter by itself, in place, and nanotron's of ZeRO-1
-to reduce gradients after the backward, in pieces."""
+"""Published runs of ZeRO-3 until 2021 are taken to gather each parameter by itself, in place, nanotron's of ZeRO-1 to
+reduce gradients after the backward, in pieces, and Zero Bubble's not to wait at the end of a step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.redistribution import Collective
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
+from autopar.search.problem.constraints import Constraints
 from benchmarks.published_software import (
     gathers_in_place,
     in_pieces_s,
     in_place_s,
     reduces_in_pieces,
     step_time_s,
+    validates_later,
 )
+from tests.search.test_search import captured as chain_of_layers
 from tests.test_published_rows import row
 
 SC21 = {
@@ -121,3 +124,24 @@ def test_nothing_runs_beside_what_pieces_wait_for() -> None:
     assert step_time_s(given, captured, found.plan, found.predicted) == pytest.approx(
         found.predicted.step_time_s - today + expected
     )
+
+
+ZERO_BUBBLE = {
+    "source": "Zero Bubble PP (tables 3 and 4)", "gpu": "A100-80GB", "n_gpus": "2", "pp": "2", "dp": "1", "vpp": "1",
+    "zero_stage_or_fsdp": "none", "precision": "fp16", "schedule": "ZB-2p",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "later"),
+    [({}, True), ({"schedule": "ZB-V"}, True), ({"schedule": "1F1B"}, False), ({"source": "a page"}, False)],
+)
+def test_zero_bubbles_authors_validate_an_update_in_the_next_step(cells: dict[str, str], later: bool) -> None:
+    given = row(**{**ZERO_BUBBLE, **cells})
+    assert validates_later(given) is later
+    constraints = Constraints(pp=2, num_microbatches=8, schedule="zb-2p", precision="bf16")
+    model = chain_of_layers(256)
+    found = estimate_captured(model, given.cluster(), constraints)
+    expected = found.predicted.period_s if later else found.predicted.step_time_s
+    assert step_time_s(given, model, found.plan, found.predicted) == expected
+    assert found.predicted.period_s < 0.99 * found.predicted.step_time_s

@@ -164,8 +164,9 @@ def shortened(plan: Plan, programs: Sequence[StageProgram]) -> tuple[Plan, tuple
     """The plan with as many microbatches of the same size as show all that happens in a step."""
     count = plan.batch.num_microbatches
     ranks = plan.num_pipeline_ranks
-    # After a rank's share of forwards, 1F1B repeats itself.
-    least = 2 if plan.num_stages == 1 else ranks + 1 if plan.schedule == "1f1b" else 2 * ranks
+    # After a rank's share of forwards, 1F1B and ZB-2p repeat themselves.
+    steady = {"1f1b": ranks + 1, "zb-2p": 2 * ranks + 1}.get(plan.schedule, 2 * ranks)
+    least = 2 if plan.num_stages == 1 else steady
     for fewer in range(least, count):
         if replace(plan.pipelining, num_microbatches=fewer).obstacle() is None:
             batch = Batch(global_size=plan.batch.global_size // count * fewer, num_microbatches=fewer)

@@ -38,6 +38,7 @@ class ScheduleName(str, Enum):
     one_f_one_b = "1f1b"
     interleaved = "interleaved"
     zb_h1 = "zb-h1"
+    zb_2p = "zb-2p"
     zb_v = "zb-v"
     dualpipe_v = "dualpipe-v"
 

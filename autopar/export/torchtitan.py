@@ -147,7 +147,10 @@ def _pipeline(strategy: Strategy, notes: list[str]) -> Fields:
     if plan.schedule == "zb-h1" and plan.virtual_stages > 1:
         schedule = _ZB_H1
     elif plan.schedule not in _SCHEDULES:
-        notes.append(f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank.")
+        notes.append(
+            f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank. Bubbles and memory "
+            "are other ones."
+        )
     found: Fields = {
         "pipeline_parallel_degree": strategy.pipeline,
         "pipeline_parallel_schedule": schedule,

@@ -12,6 +12,7 @@ An action is one pass of one microbatch through one stage, spelt as in ``torch.d
     1f1b          1               loop       B          any
     interleaved   2 or more       loop       B          a multiple of the rounds max(1, M // P)
     zb-h1         1 or more       loop       I, W       as interleaved, if there are virtual stages
+    zb-2p         1               loop       I, W       any
     zb-v          2               v          I, W       any
     dualpipe-v    2               v          B, I, W    at least 2 P
 
@@ -22,7 +23,7 @@ the rest back from P - 1 to 0. Stages next to each other on one rank pass tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -30,8 +31,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from autopar.ir.errors import InvalidPlan
+from autopar.ir.list_scheduling import list_schedule
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Kind = Literal["F", "B", "I", "W"]
 
@@ -132,7 +134,7 @@ class Pipelining:
 
 def splits_backward(schedule: str) -> bool:
     """Whether ``schedule`` has backward passes that leave the weights for later."""
-    return schedule in ("zb-h1", *_IN_A_V)
+    return schedule in ("zb-h1", "zb-2p", *_IN_A_V)
 
 
 def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
@@ -149,9 +151,14 @@ STEADY_ROUNDS = 2
 @lru_cache(maxsize=256)
 def _orders(shape: Pipelining) -> tuple[Order, ...]:
     shape.check()
-    make = {"zb-v": _zb_v, "dualpipe-v": _dualpipe_v, "interleaved": _looped, "zb-h1": _looped}.get(
-        shape.schedule, _plain
-    )
+    made_by: dict[str, Callable[[Pipelining, int], Iterator[Action]]] = {
+        "zb-v": _zb_v,
+        "zb-2p": _zb_2p,
+        "dualpipe-v": _dualpipe_v,
+        "interleaved": _looped,
+        "zb-h1": _looped,
+    }
+    make = made_by.get(shape.schedule, _plain)
     return tuple(tuple(make(shape, rank)) for rank in range(shape.num_ranks))
 
 
@@ -169,6 +176,8 @@ def _live(shape: Pipelining) -> tuple[int, ...]:
         # On the way down a rank runs ahead until the first microbatch is back; what comes up leaves at once.
         down = [min(count, 2 * ranks - rank) for rank in range(ranks)]
         return *down, *(min(count, rank + 1) for rank in reversed(range(ranks)))
+    if shape.schedule == "zb-2p":
+        return (min(count, _alive_of_zb_2p(shape)),) * ranks
     return tuple(_filling(shape, rank) for rank in range(ranks))
 
 
@@ -253,6 +262,17 @@ def _live_in_a_loop(shape: Pipelining) -> tuple[int, ...]:
         begun = np.arange(1, len(number) + 1)
         peaks.append((begun[:, None] - ended[np.maximum(0, number[:, None] - lead)]).max(axis=0))
     return tuple(int(peak) for own_peaks in peaks for peak in own_peaks)
+
+
+def _alive_of_zb_2p(shape: Pipelining) -> int:
+    """The most microbatches that a rank has memory for: twice as many as the first rank of 1F1B."""
+    return 2 * shape.num_ranks
+
+
+def _zb_2p(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """ZB-2p of Qi et al., arXiv:2401.10241, by list scheduling."""
+    for kind, microbatch in list_schedule(shape.num_ranks, shape.num_microbatches, _alive_of_zb_2p(shape))[rank]:
+        yield Action(rank, kind, microbatch)
 
 
 class _Counter:

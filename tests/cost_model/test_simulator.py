@@ -52,7 +52,9 @@ def test_virtual_stages_divide_the_bubble(ranks: int, rounds: int, virtual: int,
     assert timeline.step_time_s == pytest.approx(pipeline_time(shape, [(forward + back) / virtual] * stages))
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zero_bubble_waits_less_than_half_as_long_as_1f1b(schedule: Schedule, virtual: int, ranks: int) -> None:
     """With equal seconds for forward, inputs and weights."""
@@ -64,6 +66,48 @@ def test_zero_bubble_waits_less_than_half_as_long_as_1f1b(schedule: Schedule, vi
         assert timeline.bubble_fraction < plain.bubble_fraction / 2
         assert timeline.step_time_s - 3 * count == pytest.approx((ranks - 1) / virtual)
         assert timeline.step_time_s == pytest.approx(pipeline_time(shape, [3 / virtual] * stages))
+
+
+def idle_s(shape: Pipelining, passes: tuple[float, float, float], send_s: float = 0.0) -> tuple[float, float]:
+    """Most seconds that a rank waits in a step, and between its own first and last pass, of equal stages.
+
+    passes: seconds forward, to the inputs, to the weights. The first stage sends no gradient.
+    """
+    forward, inputs, weights = passes
+    later = shape.num_stages - 1
+    split = [0.0, *[inputs] * later], [inputs + weights, *[weights] * later]
+    stages = shape.num_stages
+    timeline = simulate(shape, [forward] * stages, [inputs + weights] * stages, split, p2p_forward_s=send_s)
+    own = [rank[-1].end_s - rank[0].start_s - busy for rank, busy in zip(timeline.events, timeline.busy_s, strict=True)]
+    return timeline.step_time_s - min(timeline.busy_s), max(own)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [2, 3, 5])
+def test_no_rank_is_idle_from_its_first_to_its_last_pass_under_zb_2p(ranks: int, rounds: int) -> None:
+    """With equal passes. The step still waits for the last rank, which begins P - 1 forwards after the first."""
+    count = rounds * ranks
+    in_step, between = idle_s(Pipelining("zb-2p", ranks, count), (1.0, 1.0, 1.0))
+    assert between == pytest.approx(0.0) and in_step == pytest.approx(ranks - 1)
+    in_step, between = idle_s(Pipelining("zb-h1", ranks, count), (1.0, 1.0, 1.0))
+    assert between == pytest.approx(ranks - 1) and in_step == pytest.approx(ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [2, 4])
+@pytest.mark.parametrize("passes", [(1.0, 1.2, 0.8), (1.0, 1.4, 0.6), (1.0, 1.0, 0.5), (1.0, 0.9, 1.1)])
+@pytest.mark.parametrize("send_s", [0.0, 0.2])
+def test_zb_2p_waits_no_longer_than_zb_h1(
+    ranks: int, rounds: int, passes: tuple[float, float, float], send_s: float
+) -> None:
+    """Shorter by a fifth at least where weight gradients are the shorter part or sends take time."""
+    two, one = (
+        idle_s(Pipelining(name, ranks, rounds * ranks), passes, send_s)  # type: ignore[arg-type]
+        for name in ("zb-2p", "zb-h1")
+    )
+    assert two[0] <= one[0] + 1e-9 and two[1] < one[1]
+    if send_s or passes[1] > passes[2] + 0.3:
+        assert two[0] < 0.8 * one[0]
 
 
 @given(shapes(), st.lists(st.tuples(seconds, seconds, st.floats(0, 1)), min_size=24, max_size=24), st.floats(0, 2))
@@ -138,7 +182,7 @@ def test_microbatches_may_take_different_times() -> None:
     assert uneven.step_time_s == 10.0
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v"])
 @pytest.mark.parametrize("send_s", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (2, 8), (2, 32), (4, 8), (4, 32)])
 def test_closed_form_of_slow_links(schedule: Schedule, send_s: float, ranks: int, count: int) -> None:

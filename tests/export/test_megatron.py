@@ -212,6 +212,9 @@ def test_a_zero_bubble_schedule_is_interleaved_and_said(stub: Path) -> None:
     check(plan, stub)
     notes = " ".join(export(plan, "megatron").notes)
     assert "Megatron has no zb-v" in notes and "turn at the last rank" in notes
+    plan = decoder_plan(pp=2, num_microbatches=4, schedule="zb-2p")
+    check(plan, stub)
+    assert "The schedule is 1F1B: Megatron has no zb-2p." in " ".join(export(plan, "megatron").notes)
 
 
 def test_rounds_of_more_microbatches_than_ranks(stub: Path) -> None:

@@ -15,7 +15,7 @@ from tests.export.plans import decoder_plan
 
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
-    [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)],
+    [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)],
 )
 def test_every_pass_is_there(schedule: str, virtual: int) -> None:
     plan = decoder_plan(pp=2, tp=2, virtual_stages=virtual, num_microbatches=4, schedule=schedule, predicted=True)

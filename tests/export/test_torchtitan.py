@@ -133,7 +133,8 @@ def test_uneven_stages_are_lists_of_modules(titan: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "virtual", "expected"),
     [("1f1b", 1, "1F1B"), ("gpipe", 1, "GPipe"), ("interleaved", 2, "Interleaved1F1B"), ("zb-v", 2, "ZBVZeroBubble"),
-     ("dualpipe-v", 2, "DualPipeV"), ("zb-h1", 2, "InterleavedZeroBubble"), ("zb-h1", 1, "1F1B"), ("naive", 1, "1F1B")],
+     ("dualpipe-v", 2, "DualPipeV"), ("zb-h1", 2, "InterleavedZeroBubble"), ("zb-h1", 1, "1F1B"), ("zb-2p", 1, "1F1B"),
+     ("naive", 1, "1F1B")],
 )  # fmt: skip
 def test_schedules_are_torchs(schedule: str, virtual: int, expected: str, titan: str) -> None:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -142,7 +143,7 @@ def test_schedules_are_torchs(schedule: str, virtual: int, expected: str, titan:
     assert configured(plan).parallelism.pipeline_parallel_schedule == expected
     assert issubclass(get_schedule_class(expected), PipelineScheduleMulti) == (virtual > 1)
     said = any(f"torchtitan has no {schedule}" in note for note in export(plan, "torchtitan").notes)
-    assert said == (schedule in ("naive", "zb-h1") and virtual == 1)
+    assert said == (schedule in ("naive", "zb-h1", "zb-2p") and virtual == 1)
 
 
 @pytest.mark.parametrize(

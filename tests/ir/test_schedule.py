@@ -44,6 +44,8 @@ def test_golden() -> None:
     assert text(Pipelining("1f1b", 3, 4), 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     assert text(Pipelining("interleaved", 2, 2, 2), 1) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
     assert text(Pipelining("zb-h1", 2, 3), 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    assert text(Pipelining("zb-2p", 2, 5), 0) == "0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4"
+    assert text(Pipelining("zb-2p", 2, 5), 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1F4 1I4 1W1 1W2 1W3 1W4"
     assert text(Pipelining("zb-v", 2, 1, 2), 0) == "0F0 3F0 3I0 3W0 0I0 0W0"
 
 
@@ -147,6 +149,9 @@ def test_live_microbatches(shape: Pipelining) -> None:
         assert shape.live() == (count,) * ranks
     elif shape.schedule == "1f1b":
         assert shape.live() == tuple(min(count, ranks - i) for i in range(ranks))
+    elif shape.schedule == "zb-2p":
+        # Twice as many as on the first rank of 1F1B.
+        assert shape.live() == (min(count, 2 * ranks),) * ranks
     elif shape.virtual_stages == 1:
         assert max(shape.live()) <= min(count, ranks), "ZB-H1 holds no more than the first stage of 1F1B"
     elif shape.schedule in ("zb-v", "dualpipe-v"):
@@ -160,6 +165,7 @@ def test_live_microbatches(shape: Pipelining) -> None:
     [
         (Pipelining("zb", 2, 4), "unknown schedule 'zb'; known: naive, gpipe, 1f1b, interleaved"),  # type: ignore[arg-type]
         (Pipelining("1f1b", 2, 4, 2), "1f1b has 1 virtual stages a rank, not 2.\n  try: virtual_stages=1"),
+        (Pipelining("zb-2p", 2, 4, 2), "zb-2p has 1 virtual stages a rank, not 2.\n  try: virtual_stages=1"),
         (Pipelining("interleaved", 2, 4), "interleaved has at least 2 virtual stages a rank, not 1"),
         (Pipelining("zb-v", 2, 4, 3), "zb-v has 2 virtual stages a rank, not 3"),
         (Pipelining("interleaved", 1, 4, 2), "2 virtual stages need a pipeline of 2 ranks or more"),

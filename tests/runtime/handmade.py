@@ -77,8 +77,7 @@ def plan_for(
     offload: bool = False,
     **rest: Any,
 ) -> Plan:
-    per_stage = 4 // stages
-    ranges = [StagePlan(first=i * per_stage, last=(i + 1) * per_stage - 1, offload=offload) for i in range(stages)]
+    ranges = [StagePlan(first=4 * i // stages, last=4 * (i + 1) // stages - 1, offload=offload) for i in range(stages)]
     return Plan(
         model=ModelRef(name="Tied", fingerprint="none"),
         cluster=ClusterRef(gpu="cpu", num_gpus=4, gpus_per_node=4),

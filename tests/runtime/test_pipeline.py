@@ -24,6 +24,7 @@ CASES: dict[Schedule, tuple[int, int]] = {
     "1f1b": (2, 8),
     "interleaved": (4, 8),
     "zb-h1": (2, 8),
+    "zb-2p": (2, 8),
     "zb-v": (4, 8),
     "dualpipe-v": (4, 8),
 }

@@ -87,6 +87,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ("naive", 2, 4),
             ("zb-h1", 2, 4),
             ("zb-h1", 4, 4),
+            ("zb-2p", 2, 4),
             ("interleaved", 4, 4),
             ("zb-v", 4, 1),
             ("zb-v", 4, 4),
@@ -95,6 +96,9 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     },
     "pp2 1f1b": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "1f1b"}, {"clip": 0.05}),
     "pp2 gpipe": ({"mesh": {}, "stages": 2, "chunks": 4, "schedule": "gpipe"}, {"clip": 0.05}),
+}
+THREE_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pp3 zb-2p with an uneven stage": ({"mesh": {}, "stages": 3, "chunks": 8, "schedule": "zb-2p"}, {"clip": 0.05}),
 }
 FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{f"dp2 dp2 zero{zero}": ({"mesh": {"outer": 2, "inner": 2}, "zero": zero}, {"clip": 0.05}) for zero in (0, 3)},
@@ -127,6 +131,7 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for schedule, stages, levels in [
             ("zb-h1", 2, (0, 1, 2)),
+            ("zb-2p", 2, (0, 2)),
             ("interleaved", 4, (0, 3)),
             ("zb-v", 4, (0, 1, 2)),
             ("dualpipe-v", 4, (2,)),
@@ -153,8 +158,12 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             {"mesh": {}, "stages": 4, "chunks": 2, "schedule": schedule},
             {},
         )
-        for schedule in ("1f1b", "zb-h1")
+        for schedule in ("1f1b", "zb-h1", "zb-2p")
     },
+    "pp4 zb-2p with twice as many microbatches": (
+        {"mesh": {}, "stages": 4, "chunks": 8, "schedule": "zb-2p"},
+        {"clip": 0.05},
+    ),
     "pp4 tied over the outer stages": ({"mesh": {}, "stages": 4, "chunks": 4}, {}),
 }
 
@@ -166,14 +175,14 @@ def _train_each(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict
 @pytest.fixture(scope="module")
 def trained() -> dict[int, list[dict[str, Any]]]:
     """Results of every case by number of ranks, then rank. One job each: starting ranks takes longer than steps."""
-    cases = {2: TWO_RANKS, 4: FOUR_RANKS}
+    cases = {2: TWO_RANKS, 3: THREE_RANKS, 4: FOUR_RANKS}
     return {ranks: run_ranks(_train_each, ranks, some) for ranks, some in cases.items()}
 
 
-@pytest.mark.parametrize("case", [*TWO_RANKS, *FOUR_RANKS])
+@pytest.mark.parametrize("case", [*TWO_RANKS, *THREE_RANKS, *FOUR_RANKS])
 def test_training(case: str, trained: dict[int, list[dict[str, Any]]]) -> None:
-    ranks = 2 if case in TWO_RANKS else 4
-    _, options = (TWO_RANKS | FOUR_RANKS)[case]
+    ranks = 2 if case in TWO_RANKS else 3 if case in THREE_RANKS else 4
+    _, options = (TWO_RANKS | THREE_RANKS | FOUR_RANKS)[case]
     results = [result[case] for result in trained[ranks]]
     _check(results, _reference(options.get("clip")))
     if case == "pp2 1f1b":

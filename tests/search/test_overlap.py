@@ -48,6 +48,7 @@ def estimate(gpus: int = 8, stack: str = "autopar", per_node: int = 8, **setting
         {"gpus": 4, "pp": 4, "num_microbatches": 8},
         {"gpus": 4, "pp": 4, "num_microbatches": 8, "schedule": "interleaved", "virtual_stages": 2},
         {"gpus": 4, "pp": 4, "num_microbatches": 8, "schedule": "zb-h1"},
+        {"gpus": 4, "pp": 4, "num_microbatches": 8, "schedule": "zb-2p"},
         {"gpus": 4, "pp": 4, "num_microbatches": 8, "schedule": "zb-v"},
         {"gpus": 4, "pp": 4, "num_microbatches": 8, "schedule": "dualpipe-v"},
         {"gpus": 8, "pp": 2, "tp": 4, "num_microbatches": 8},

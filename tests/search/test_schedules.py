@@ -18,12 +18,13 @@ from autopar.ir.schedule import Schedule
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.predict.predict import Predicted
 from autopar.search.problem.constraints import Constraints, even_virtual_stages
 from autopar.search.problem.workload import Workload
-from tests.search.test_search import Model
+from tests.search.test_search import Model, captured
 
 SCHEDULES: list[tuple[Schedule, int]] = [
-    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("interleaved", 2), ("zb-v", 2),
+    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("interleaved", 2), ("zb-v", 2),
     ("dualpipe-v", 2),
 ]  # fmt: skip
 PIPELINE = Constraints(pp=2, num_microbatches=4)
@@ -63,6 +64,38 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, workload: Wo
     assert pinned["gpipe", 1].peak_bytes > pinned["1f1b", 1].peak_bytes
 
 
+def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> None:
+    """Four blocks, so a stage a rank; a microbatch is sent in as long as a stage computes."""
+    model = captured(1024, 2, batch=32)
+    workload, cluster = Workload.of(model, "fp32"), make_cluster("a100-80gb", 4, 1)
+    cluster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=2e9, alone=None))
+    limits = Constraints(pp=4, num_microbatches=8)
+
+    def found(limits: Constraints, room: float) -> tuple[str, Predicted]:
+        device = replace(cluster.device, memory_bytes=int(room) + cluster.device.reserved_bytes)
+        result = search_captured(model, replace(cluster, device=device), limits, workload=workload)
+        return result.plan.schedule, result.predicted
+
+    names: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-2p")
+    pinned = [found(replace(limits, schedule=name), 1e12)[1] for name in names]
+    peaks = [predicted.peak_bytes for predicted in pinned]
+    assert peaks == sorted(peaks) and pinned[2].step_time_s < 0.9 * pinned[1].step_time_s
+    assert found(limits, 1e12)[0] == "zb-2p"
+    assert found(limits, 0.95 * peaks[2])[0] == "zb-h1"
+
+
+def test_steps_of_zb_2p_would_follow_each_other_without_a_bubble(tied: CapturedModel, workload: Workload) -> None:
+    """The end of a step, where ranks wait for the last one, is in its seconds and not in its period."""
+    cluster = make_cluster("a100-80gb", 2, 2)
+    for schedule, virtual in SCHEDULES:
+        limits = replace(PIPELINE, schedule=schedule, virtual_stages=virtual)
+        predicted = estimate_captured(tied, cluster, limits, workload=workload).predicted
+        waits = predicted.step_time_s - predicted.period_s
+        assert waits >= -1e-9
+        if schedule == "zb-2p":
+            assert waits == pytest.approx(predicted.forward_s[0], rel=0.5)
+
+
 def test_virtual_stages_that_are_considered() -> None:
     """Those whose stages are most even, as long as each has a block."""
     limits = Constraints(schedule="interleaved")
@@ -70,6 +103,14 @@ def test_virtual_stages_that_are_considered() -> None:
     assert [shape.virtual_stages for shape in limits.shapes(16, 16, (1, 98, 1))] == [2, 3, 4]
     assert [shape.virtual_stages for shape in limits.shapes(8, 16, (1, 96, 1))] == [2, 3, 4, 5, 6, 7, 12]
     assert even_virtual_stages((1, 4, 1), 8) == (1,)
+
+
+def test_a_single_microbatch_is_not_tried_under_schedules_with_the_same_passes() -> None:
+    def names(count: int) -> list[str]:
+        return [shape.schedule for shape in Constraints(virtual_stages=1).shapes(4, count, (1, 8, 1))]
+
+    assert names(1) == ["1f1b", "zb-h1"]
+    assert names(2) == ["1f1b", "zb-h1", "zb-2p", "naive"]
 
 
 @pytest.mark.parametrize(

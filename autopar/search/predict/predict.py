@@ -35,7 +35,8 @@ class Predicted:
     memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for
     later ones. explain: makes ``breakdown_s``; costs: of the tasks that ``spans`` runs. memory_profile: of a rank of
     the pipeline, the bytes held in each of its passes, in order. after_s: of a rank of each place in the pipeline,
-    seconds from its last pass to the end of its step.
+    seconds from its last pass to the end of its step; working_after_s: of those, seconds in which it does not wait for
+    other places.
     """
 
     step_time_s: float
@@ -46,6 +47,7 @@ class Predicted:
     memory: tuple[MemoryParts, ...]
     kept_bytes: tuple[float, ...]
     after_s: tuple[float, ...]
+    working_after_s: tuple[float, ...]
     timeline: Timeline
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
     memory_profile: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
@@ -65,6 +67,16 @@ class Predicted:
     def overlapped_s(self) -> float:
         """Seconds of a step by ``spans``, where ``step_time_s`` has a closed form for what overlaps."""
         return self.spans[-1].end_s
+
+    @property
+    def period_s(self) -> float:
+        """Seconds from a step to the next, if each rank began the next one as soon as it is through with its own part.
+
+        ``step_time_s`` counts from the first pass of the first rank to the end of the last one, since ranks meet at the
+        end of a step for the loss and the norm of the gradients.
+        """
+        own = zip(self.timeline.events, self.working_after_s, strict=True)
+        return max(after + (events[-1].end_s - events[0].start_s if events else 0.0) for events, after in own)
 
     @property
     def peak_bytes(self) -> float:
@@ -157,6 +169,7 @@ def predict(
         after_s=tuple(
             end - (events[-1].end_s if events else 0.0) for end, events in zip(ends, timeline.events, strict=True)
         ),
+        working_after_s=tuple(tails),
         explain=partial(
             _breakdown,
             pricing,

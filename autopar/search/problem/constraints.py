@@ -37,7 +37,7 @@ Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
-SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "naive")
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "zb-2p", "naive")
 
 
 class NoOption(InfeasiblePlan):
@@ -204,18 +204,21 @@ class Constraints:
         """Schedules to consider for a pipeline of ``num_ranks``, the plainest first.
 
         block_counts: instances of each distinct block, of which a stage has one at least. remat: whether every block is
-        rematerialised. GPipe is not among them unless it is pinned, as 1F1B takes the same time in less memory.
+        rematerialised. GPipe is not among them unless it is pinned, as 1F1B takes the same time in less memory. Of a
+        single microbatch, schedules with the same passes as one before them are left out.
         """
         names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
         sizes = even_virtual_stages(block_counts, num_ranks) if self.virtual_stages is None else (self.virtual_stages,)
-        found = []
+        found: list[Pipelining] = []
         for name in names if self.schedule is None else (self.schedule,):
             for size in sizes:
                 shape = Pipelining(name, num_ranks, num_microbatches, size)
                 possible = shape.num_stages <= sum(block_counts) and shape.obstacle() is None
                 if self.whole_backward and shape.splits_backward and self.schedule is None:
                     continue
-                if possible and split_obstacle(name, zero, remat=remat) is None:
+                if not possible or split_obstacle(name, zero, remat=remat) is not None:
+                    continue
+                if num_microbatches > 1 or all(shape.orders() != other.orders() for other in found):
                     found.append(shape)
         return tuple(found)
 
