@@ -120,7 +120,7 @@ V100 = GpuEntry(
             "bigscience-workshop/bigscience gpt2 experiment notes @9e64ede",
             95,
             "recalled: cuBLAS on V100 reaches 80-95 TFLOP/s on large fp16 matmuls",
-            attention=Assumed(0.25, "a guess, not measured: no FlashAttention on V100, but the memory-efficient kernel"),
+            attention=Assumed(0.25, "a guess, not measured: without FlashAttention, the memory-efficient kernel"),
         ),
     },
     memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
