@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
+from autopar.cost_model.devices.parts import efa
+from autopar.cost_model.hardware.catalogue_entry import Published
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.cost_model.stacks.known import find_stack
@@ -56,6 +58,8 @@ YEARS = {
     # Its commits of these tables are of 2024.
     "torchtitan docs/performance.md": 24,
 }
+# Words of a source -> the network between its nodes, where it is not the usual one of its GPUs: eight NICs of 400 Gb/s.
+NETWORKS = {"nanotron": efa(Published(50, "AWS p5: 32 EFA of 100 Gb/s a node"))}
 # How a row says that the state of data-parallel ranks is divided -> ZeRO stage; and over how many of them.
 ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 SHARD_GROUP = re.compile(r"[Ss]hard group (\d+)")
@@ -272,7 +276,9 @@ class Row:
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        return make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted, stack=self.stack)
+        made = make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted, stack=self.stack)
+        network = next((link for words, link in NETWORKS.items() if words in self.source), None)
+        return made if network is None else replace(made, inter_node=network.link())
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""

@@ -52,8 +52,9 @@ class LinkDescription(_Model):
 
     bandwidth_gb_s: per GPU and direction, decimal. base_latency_us: of a collective; latency_us: of each step of a
     ring. relative_time: kind of collective -> seconds a byte, of those of an all-reduce; FSDP's are zero_gather and
-    zero_scatter. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap: share of an
-    all-reduce that can run beside compute.
+    zero_scatter. trees: whether an all-reduce between nodes goes up and down a tree of them; else round a ring of all
+    GPUs, as over Amazon's EFA. alone_gb_s: of one GPU, achieved while no other of its node uses the link. overlap:
+    share of an all-reduce that can run beside compute.
     """
 
     bandwidth_gb_s: PositiveFloat | None = None
@@ -61,6 +62,7 @@ class LinkDescription(_Model):
     base_latency_us: Annotated[float, Field(ge=0)] | None = None
     latency_us: Annotated[float, Field(ge=0)] | None = None
     relative_time: dict[Kind, PositiveFloat] = {}
+    trees: bool | None = None
     alone_gb_s: PositiveFloat | None = None
     overlap: Annotated[float, Field(ge=0, le=1)] | None = None
 
@@ -77,6 +79,8 @@ class LinkDescription(_Model):
             link = replace(link, hop_latency_s=self.latency_us * 1e-6)
         if self.relative_time:
             link = replace(link, relative_time=tuple(self.relative_time.items()))
+        if self.trees is not None:
+            link = replace(link, trees=self.trees)
         if self.alone_gb_s is not None:
             link = replace(link, alone=self.alone_gb_s * GB)
         if self.overlap is not None:

@@ -111,15 +111,15 @@ def _ring_bandwidth(collective: Collective, group: Group, cluster: Cluster) -> f
 
 def _latency(collective: Collective, group: Group, intra: Link, inter: Link) -> float:
     link = inter if group.spans_nodes else intra
-    latency = link.base_latency_s + latency_rounds(collective, group) * link.hop_latency_s
-    if group.spans_nodes and collective is Collective.ALL_REDUCE:
+    latency = link.base_latency_s + latency_rounds(collective, group, trees=link.trees) * link.hop_latency_s
+    if group.spans_nodes and link.trees and collective is Collective.ALL_REDUCE:
         latency += 2 * (group.ranks_per_node - 1) * intra.hop_latency_s
     return latency
 
 
-def latency_rounds(collective: Collective, group: Group) -> int:
+def latency_rounds(collective: Collective, group: Group, *, trees: bool = True) -> int:
     """Messages one after the other over the slowest link: the steps of a ring, or of a tree of nodes and back."""
-    if group.spans_nodes and collective is Collective.ALL_REDUCE:
+    if group.spans_nodes and trees and collective is Collective.ALL_REDUCE:
         return 2 * ceil(log2(group.num_nodes))
     if group.spans_nodes and collective is Collective.ALL_TO_ALL:
         return group.num_nodes - 1

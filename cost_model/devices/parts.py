@@ -118,6 +118,13 @@ def network(name: str, bandwidth_gb_s: Published | Assumed) -> LinkEntry:
     )
 
 
+def efa(bandwidth_gb_s: Published | Assumed) -> LinkEntry:
+    """Amazon's network. On 32 B200 an all-reduce of 1 MiB took 0.38 ms, of 64 MiB 0.83 and of 256 MiB 2.3 (nccl-tests;
+    stas00/ml-engineering network/README.md @744d01e): 62 steps of a ring, 5 us each, and the bytes give 0.34, 0.68 and
+    1.7 ms; a tree would take 0.06, 0.4 and 1.5."""
+    return replace(network("EFA", bandwidth_gb_s), trees=False)
+
+
 def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> HostEntry:
     """A host on PCI Express, in GB/s: link of a GPU, its share of the memory bandwidth."""
     return HostEntry(

@@ -105,7 +105,7 @@ class TilingEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEntry:
-    """A kind of link: GB/s (decimal) per device and direction, microseconds."""
+    """A kind of link: GB/s (decimal) per device and direction, microseconds. trees: as of ``Link``."""
 
     name: str
     bandwidth_gb_s: Published | Assumed
@@ -114,6 +114,7 @@ class LinkEntry:
     hop_latency_us: Assumed
     peer_gb_s: Published | None = None
     switch_reduce_gb_s: Published | None = None
+    trees: bool = True
 
     def link(self) -> Link:
         """The link, in bytes and seconds."""
@@ -125,6 +126,7 @@ class LinkEntry:
             hop_latency_s=self.hop_latency_us.value * 1e-6,
             peer_bandwidth=self.peer_gb_s.value * GB if self.peer_gb_s else None,
             switch_reduce=self.switch_reduce_gb_s.value * GB if self.switch_reduce_gb_s else None,
+            trees=self.trees,
         )
 
 

@@ -183,7 +183,9 @@ class Link:
     a switch), else None.
     switch_reduce: all-reduce bytes/s of a switch that reduces in the network (NVLink SHARP), used by groups of
     at least five devices; None without. relative_time: kind -> seconds a byte, of those of a ring all-reduce; kinds
-    that are not named take as long. alone: achieved bytes/s of one device while no other of its node uses the link;
+    that are not named take as long. trees: whether an all-reduce between nodes goes up and down a tree of them, so that
+    its latency grows with their logarithm; else it goes round a ring of all devices. alone: achieved bytes/s of one
+    device while no other of its node uses the link;
     None if that is as with all of them. overlap: share of an all-reduce that can run beside compute; the rest needs the
     device itself, as where its cores copy what is sent.
     """
@@ -196,6 +198,7 @@ class Link:
     peer_bandwidth: float | None = None
     switch_reduce: float | None = None
     relative_time: tuple[tuple[str, float], ...] = ()
+    trees: bool = True
     alone: float | None = None
     overlap: float = 1.0
 

@@ -18,6 +18,8 @@ from autopar.cost_model.communication.collectives import (
     volume_bytes,
 )
 from autopar.cost_model.communication.redistribution_table import redistribution_time
+from autopar.cost_model.devices.parts import efa
+from autopar.cost_model.hardware.catalogue_entry import Published
 from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Partial, Replicate, Shard
@@ -217,3 +219,17 @@ def test_point_to_point_latency_and_bandwidth() -> None:
     link = make_cluster("h100-sxm", 16).inter_node
     assert point_to_point_time(0, link) > 0
     assert point_to_point_time(45e9, link) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("mebibytes", "milliseconds"), [(1, 0.38), (64, 0.83), (256, 2.27), (1024, 5.75)])
+def test_all_reduces_over_efa_go_round_a_ring(mebibytes: int, milliseconds: float) -> None:
+    """Against nccl-tests on 32 B200 in 4 nodes; a tree is too fast by half and more up to 64 MiB."""
+    cluster = make_cluster("b200", 32)
+    mesh = Mesh.of(dp=32)
+    rings = replace(cluster, inter_node=efa(Published(50, "8 x 400 Gb/s a node")).link())
+    ring, tree = (
+        1e3 * collective_time(Collective.ALL_REDUCE, mebibytes * 2**20, one.group(mesh, 0), one)
+        for one in (rings, cluster)
+    )
+    assert ring == pytest.approx(milliseconds, rel=0.3)
+    assert tree < ring and (mebibytes > 64 or tree < 0.6 * milliseconds)
