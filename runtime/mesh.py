@@ -91,6 +91,14 @@ class JobMesh:
         names = self._names(axes)
         return self.device_mesh[names] if names else None
 
+    def joined(self, groups: Sequence[Sequence[int]]) -> DeviceMesh | None:
+        """The mesh with one dimension for each group of axes of this rank's stage. Made by all ranks together at the
+        first call."""
+        if all(len(axes) == 1 for axes in groups):
+            return self.submesh([axis for (axis,) in groups])
+        found = [mesh for mesh in map(self.flat, groups) if mesh is not None]
+        return beside(found) if len(found) > 1 else found[0] if found else None
+
     def flat(self, axes: Sequence[int]) -> DeviceMesh | None:
         """One-dimensional mesh over some axes of this rank's stage, the earlier axis the major one.
 

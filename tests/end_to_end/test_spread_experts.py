@@ -23,6 +23,7 @@ from tests.parity import relative
 pytest.importorskip("transformers")
 
 STEPS = 3
+_NAMED = ("pp", "dp", "cp", "ep", "tp", "zero")
 LAYERS = {"qwen3_moe": 2, "olmoe": 2, "mixtral": 4}
 
 
@@ -40,7 +41,8 @@ class Cell:
     sharded: list[str] | None = None
 
     def __str__(self) -> str:
-        return "-".join([self.model, *(f"{name}{value}" for name, value in self.constraints.items())])
+        given = (f"{name}{degree}" for name, degree in self.constraints.items() if name in _NAMED)
+        return "-".join([self.model, *given])
 
 
 FAST = [
@@ -50,7 +52,11 @@ FAST = [
 ]
 WIDE = [
     Cell("qwen3_moe", {"tp": 2, "ep": 4, "dp": 2, "zero": 1, "shard": 4}, ("ep", "tp"), 4, ["dp", "ep"]),
-    Cell("qwen3_moe", {"cp": 2, "tp": 2, "ep": 8, "zero": 0}, ("cp", "ep", "tp"), 8),
+    Cell("qwen3_moe", {"cp": 2, "tp": 2, "ep": 8, "zero": 2, "shard": 4}, ("cp", "ep", "tp"), 8, ["cp", "ep"]),
+    Cell(
+        "olmoe", {"cp": 2, "tp": 2, "dp": 2, "experts_within": ("tp", "cp"), "zero": 1, "shard": 4},
+        ("cp", "tp"), 4, ["dp", "cp"],
+    ),
     Cell("mixtral", {"cp": 2, "ep": 4, "dp": 2, "zero": 3, "shard": 8}, ("cp", "ep"), 4, ["dp", "cp", "ep"]),
     Cell("mixtral", {"pp": 2, "tp": 2, "ep": 4, "num_microbatches": 2, "zero": 1}, ("ep", "tp"), 4, ["ep"]),
 ]

@@ -17,6 +17,10 @@ from autopar.ir.placement import Layout, Partial, Replicate
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, redistribute
 
+# Largest piece of a dimension that ZeRO cuts unevenly, as a multiple of an even share, up to which it does. Chosen: a
+# vocabulary may have any size, and other dimensions take one more copy in every gather.
+UNEVEN = 1.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -136,3 +140,14 @@ def zero_divides(zero_stage: int, *, requires_grad: bool, shape: Sequence[int]) 
     A scalar cannot be cut. A frozen parameter has neither a gradient nor moments for stages 1 and 2 to divide.
     """
     return bool(shape) and zero_stage >= (1 if requires_grad else 3)
+
+
+def zero_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dimension along which ZeRO cuts a parameter of a local ``shape`` into ``num_ranks`` pieces.
+
+    The first one, unless its largest piece would be far beyond an even share, as of two experts on eight ranks, and
+    another one divides. FSDP cuts others than the first evenly or not at all.
+    """
+    if not shape or -(-shape[0] // num_ranks) * num_ranks <= UNEVEN * shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size and size % num_ranks == 0), 0)
