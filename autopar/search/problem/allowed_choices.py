@@ -115,8 +115,8 @@ class Allowed(Protocol):
 class Rules:
     """The choices that each cluster may make on each axis of a mesh.
 
-    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts: on an axis for
-    experts, which then divides the step inputs, and elsewhere if tokens are dispatched to them.
+    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts. An axis for experts
+    then divides the step inputs.
     batch_axes: if given, exactly these axes divide the step inputs. batch_size: samples of a step, None if it is the
     captured batch.
     """
@@ -248,7 +248,9 @@ class Rules:
         if role_of_axis(name) != "cp":
             return False
         # Tokens of pieces of a sequence may travel to experts, and an attention may have heads for the sequence.
-        return known.others == {"cp"} if role == "ep" else role == "tp" and is_attention(group.leader)
+        if role == "ep":
+            return known.others == {"cp"} and self.constraints.may_spread_over("cp")
+        return role == "tp" and is_attention(group.leader)
 
     def _stores(self, group: OpCluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
@@ -257,7 +259,7 @@ class Rules:
             return known.stores != "partial"
         if role_of_axis(self.mesh.names[axis]) == "ep":
             return known.experts and (self.batch_axes is None or axis in self.batch_axes)
-        return known.experts and bool(known.others)
+        return known.experts
 
 
 @dataclass(frozen=True, slots=True)

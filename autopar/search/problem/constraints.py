@@ -273,6 +273,11 @@ class Constraints:
             return allowed and self.sequence_parallel is not False
         return not self.pins(role)
 
+    def may_spread_over(self, role: str) -> bool:
+        """Whether experts may be on axes of ``role`` too: where asked for, or where no degree says on how many ranks
+        they are."""
+        return role in self.experts_within or self.ep is None
+
     def meshes(self, size: int, gpus_per_node: int | None = None, max_free: int = 2) -> tuple[Mesh, ...]:
         """Stage meshes of ``size`` ranks to consider: pinned axes, and up to ``max_free`` free ones between them.
 
