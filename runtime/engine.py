@@ -32,7 +32,7 @@ from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
 from autopar.runtime.optimizer_settings import OptimizerSettings
 from autopar.runtime.outputs import scale_outputs
-from autopar.runtime.parameters import blank_state, cut_axes, fill
+from autopar.runtime.parameters import blank_state, cut_axes, fill, make_meshes
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.state import Stored, load_full
@@ -82,6 +82,7 @@ class Engine:
             )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
+        make_meshes(programs, self.mesh)
         own = tuple(programs[stage] for stage in self.mesh.stages)
         self.program = program = own[-1]
         self._programs = tuple(programs)
@@ -158,11 +159,7 @@ class Engine:
 
     def _stored(self, name: str, layout: ParameterLayout) -> Stored:
         managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)
-        return Stored(
-            layout,
-            summed_axes=layout.zero_axes if managed else (),
-            zero_axes=tuple(a for a in layout.zero_axes if a in self.program.shard_axes) if managed else (),
-        )
+        return Stored.of(layout, self.program.shard_axes, self.mesh) if managed else Stored(layout)
 
     def _apply_zero(self, stage: LocalStage, meshes: Mapping[str, DeviceMesh]) -> ZeroEngine | None:
         zero = apply_zero(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.primitives.group_communication import axes_of_group
 from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.ir.schedule import Pipelining
 from autopar.runtime.torch_private import beside, flattened
@@ -19,10 +20,11 @@ from autopar.runtime.torch_private import beside, flattened
 PIPELINE_AXIS = "pp"
 
 _Made = dict[
-    tuple[str, tuple[int, ...], tuple[str, ...]], tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None]]
+    tuple[str, tuple[int, ...], tuple[str, ...]],
+    tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None], dict[str, str]],
 ]
 # What was made on the default group: device meshes by device type, sizes and names, with the groups over some of their
-# stages by the ranks of the pipeline. A mesh holds the group that it was made on, so what was made on earlier ones is
+# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on, so what was made on earlier ones is
 # dropped when there is another.
 _MADE: dict[dist.ProcessGroup, _Made] = {}
 
@@ -58,6 +60,7 @@ class JobMesh:
     pipeline_rank: int
     coordinates: tuple[int, ...]
     _over_stages: dict[tuple[int, ...], dist.ProcessGroup | None]
+    _group_names: dict[str, str]
 
     @classmethod
     def build(cls, plan: Plan, device_type: str) -> JobMesh:
@@ -71,20 +74,30 @@ class JobMesh:
             del _MADE[gone]
         made = _MADE.setdefault(world, {})
         if (device_type, sizes, names) not in made:
-            made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}
-        device_mesh, over_stages = made[device_type, sizes, names]
+            made[device_type, sizes, names] = init_device_mesh(device_type, sizes, mesh_dim_names=names), {}, {}
+        device_mesh, over_stages, group_names = made[device_type, sizes, names]
+        group_names.update((name, device_mesh.get_group(name).group_name) for name in stage_mesh.names)
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages)
+        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names)
 
-    def group_names(self) -> dict[str, str]:
-        """Mesh axis of a stage -> name of this rank's process group along it, as collectives in graphs want it."""
-        return {name: self.device_mesh.get_group(name).group_name for name in self.stage_mesh.names}
+    def group_names(self) -> Mapping[str, str]:
+        """Mesh axis of a stage, or several as ``joint_groups`` names them -> name of this rank's process group along
+        them, as collectives in graphs want it. Of several, those that ``make_groups`` has made."""
+        return self._group_names
 
     def submesh(self, axes: Sequence[int]) -> DeviceMesh | None:
         """The mesh over some axes of this rank's stage; axes of size 1 are left out. None if none is left."""
         names = self._names(axes)
         return self.device_mesh[names] if names else None
+
+    def joined(self, groups: Sequence[Sequence[int]]) -> DeviceMesh | None:
+        """The mesh with one dimension for each group of axes of this rank's stage. Made by all ranks together at the
+        first call."""
+        if all(len(axes) == 1 for axes in groups):
+            return self.submesh([axis for (axis,) in groups])
+        found = [mesh for mesh in map(self.flat, groups) if mesh is not None]
+        return beside(found) if len(found) > 1 else found[0] if found else None
 
     def flat(self, axes: Sequence[int]) -> DeviceMesh | None:
         """One-dimensional mesh over some axes of this rank's stage, the earlier axis the major one.
@@ -158,6 +171,10 @@ class JobMesh:
         for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
+        for name in sorted({name for program in programs for name in program.joint_groups}):
+            axes = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
+            group = self.group(axes) or self.device_mesh.get_group(self.stage_mesh.names[axes[0]])
+            self._group_names[name] = group.group_name
         shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:

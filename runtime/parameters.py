@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.errors import InvalidInput
+from autopar.ir.errors import InvalidInput, PlanMismatch
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.ir.torch_private import is_fake, own_buffers, own_parameters, with_own
 from autopar.runtime.mesh import JobMesh
+
+
+# Axes of a DTensor, ZeRO's aside, that FSDP2 takes.
+MOST_AXES = 2
 
 
 def cut_axes(programs: Iterable[StageProgram]) -> tuple[int, ...]:
@@ -62,15 +67,41 @@ def blank_state(
         own = torch.device("meta") if name in later and not is_fake(source) else device
         whole = torch.empty(parameter.shape, device="meta")
         piece = source.new_empty(local_shard(whole, layout.layout, mesh).shape, dtype=parameter.dtype, device=own)
-        axes = [axis for axis in cut if axis not in layout.zero_axes]
-        submesh = mesh.submesh(axes)
+        groups = _axes_of(layout, cut)
+        if len(groups) > MOST_AXES and name in later:
+            placements = ", ".join(f"{mesh.stage_mesh.names[axes[0]]} {layout.layout[axes[0]]}" for axes in groups)
+            raise PlanMismatch(
+                f"zero: parameter {name} is placed in {len(groups)} ways on mesh axes beside those of ZeRO "
+                f"({placements}); FSDP2 shards parameters of at most {MOST_AXES}.\n"
+                "  try: zero: 0, or a plan with fewer of tensor, context and expert parallelism"
+            )
+        submesh = mesh.joined(groups)
         if submesh is not None:
-            placements = [layout.layout[axis] for axis in axes]
+            placements = [layout.layout[group[0]] for group in groups]
             piece = DTensor.from_local(
                 piece, submesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
         state[name] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
     return state | {name: named[name].new_empty(named[name].shape, device=device) for name in buffers}
+
+
+def make_meshes(programs: Sequence[StageProgram], mesh: JobMesh) -> None:
+    """Make the meshes that parameters are DTensors over. All ranks call together, with all programs."""
+    cut = cut_axes(programs)
+    every = {tuple(_axes_of(layout, cut)) for program in programs for layout in program.held.values()}
+    for groups in sorted(every):
+        mesh.joined(groups)
+
+
+def _axes_of(layout: ParameterLayout, cut: Sequence[int]) -> list[tuple[int, ...]]:
+    """The mesh axes of each dimension of a parameter's mesh: those of ``cut`` that ZeRO does not have.
+
+    One each, or where that are too many for FSDP, one for neighbours on which the parameter is placed alike.
+    """
+    axes = [axis for axis in cut if axis not in layout.zero_axes]
+    if len(axes) <= MOST_AXES:
+        return [(axis,) for axis in axes]
+    return [tuple(group) for _, group in groupby(axes, key=layout.layout.__getitem__)]
 
 
 def fill(

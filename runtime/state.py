@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.errors import InvalidInput
 from autopar.ir.graph import Parameter
-from autopar.ir.placement import Shard
+from autopar.ir.placed.storage import zero_dim
+from autopar.ir.placement import Shard, local_shape
 from autopar.ir.primitives.group_communication import group_all_gather
 from autopar.ir.primitives.read_parameter import local_of
 from autopar.ir.program import ParameterLayout
@@ -25,20 +26,29 @@ from autopar.runtime.torch_private import norms_of_all, scale_all
 class Stored:
     """How this rank stores one parameter.
 
-    summed_axes: mesh axes over which FSDP sums its gradient. zero_axes: those of them over which FSDP cuts it further.
+    summed_axes: mesh axes over which FSDP sums its gradient. zero_axes: those of them over which FSDP cuts it further,
+    along ``zero_dim``.
     """
 
     layout: ParameterLayout
-    summed_axes: tuple[int, ...]
-    zero_axes: tuple[int, ...]
+    summed_axes: tuple[int, ...] = ()
+    zero_axes: tuple[int, ...] = ()
+    zero_dim: int = 0
+
+    @classmethod
+    def of(cls, layout: ParameterLayout, shard_axes: Sequence[int], mesh: JobMesh) -> Stored:
+        """Of a parameter that FSDP shards over those of ``shard_axes`` that are its own."""
+        axes = tuple(axis for axis in layout.zero_axes if axis in shard_axes)
+        shape = local_shape(layout.parameter.shape, layout.layout, mesh.stage_mesh)
+        return cls(layout, summed_axes=layout.zero_axes, zero_axes=axes, zero_dim=zero_dim(shape, mesh.size(axes)))
 
     def local_part(self, full: torch.Tensor, mesh: JobMesh) -> torch.Tensor:
         """This rank's part of a whole tensor."""
         piece = local_shard(full, self.layout.layout, mesh)
         flat = mesh.flat(self.zero_axes)
         if flat is not None:
-            # FSDP cuts dimension 0 as torch.chunk does; ranks beyond the last piece hold nothing.
-            pieces = torch.chunk(piece, flat.size(), dim=0)
+            # FSDP cuts as torch.chunk does; ranks beyond the last piece hold nothing.
+            pieces = torch.chunk(piece, flat.size(), dim=self.zero_dim)
             rank = flat.get_local_rank()
             piece = pieces[rank] if rank < len(pieces) else piece[:0]
         return piece
@@ -51,7 +61,9 @@ class Stored:
             if isinstance(placement, Shard) and mesh.stage_mesh.sizes[axis] > 1
         ]
         flat = mesh.flat(self.zero_axes)
-        if flat is not None:
+        if flat is not None and self.zero_dim:
+            part = group_all_gather(part, self.zero_dim, flat.get_group().group_name)
+        elif flat is not None:
             rows = self.layout.parameter.shape[0] // mesh.size(axis for dim, axis in cuts if dim == 0)
             padded = part.new_zeros(-(-rows // flat.size()), *part.shape[1:])
             padded[: part.shape[0]] = part

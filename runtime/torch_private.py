@@ -7,7 +7,7 @@ and 2.14.1. Pipelines, whose import takes a second, have a module of their own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 # Tensors.
 
@@ -160,8 +160,9 @@ def end_backward(root: FSDPModule) -> None:
     cast(Any, root._get_fsdp_state())._root_post_backward_final_callback()
 
 
-def shard_placements(meshes: Sequence[DeviceMesh]) -> dict[DeviceMesh, Any]:
-    """Mesh -> what a ``shard_placement_fn`` returns for a parameter that is sharded over it, by its last dimension.
+def shard_placements(wanted: Collection[tuple[DeviceMesh, int]]) -> dict[tuple[DeviceMesh, int], Any]:
+    """(mesh, dimension of a parameter) -> what a ``shard_placement_fn`` returns where FSDP cuts that dimension over the
+    last one of the mesh.
 
     Public: a dimension of the tensor, not a mesh. Raises ImportError before torch 2.12, which has one mesh a module.
     """
@@ -172,6 +173,8 @@ def shard_placements(meshes: Sequence[DeviceMesh]) -> dict[DeviceMesh, Any]:
         mesh: FSDPMeshInfo(mesh, shard_mesh_dim=0)
         if mesh.ndim == 1
         else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-        for mesh in meshes
+        for mesh, _ in wanted
     }
-    return {mesh: ShardPlacementResult(placement=None, mesh_info=info) for mesh, info in described.items()}
+    return {
+        (mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted
+    }

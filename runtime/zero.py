@@ -30,11 +30,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.ir.errors import PlanMismatch
+from autopar.ir.placed.storage import zero_dim
 from autopar.ir.plan import Plan
 from autopar.ir.precision import narrow_dtype
+from autopar.ir.primitives.read_parameter import local_of
 from autopar.ir.program import StageProgram
 from autopar.ir.torch_private import local_tensor, placed, placement_of
 from autopar.runtime.blocks import BlockModule, Slot
@@ -198,18 +200,24 @@ def apply_zero(
 
 
 def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) -> Callable[[nn.Parameter], Any] | None:
-    """Which mesh FSDP shards each parameter over; None where it is ``usual`` for all of them."""
+    """How FSDP shards each parameter: over which mesh, along which dimension; None where that is the first dimension
+    over ``usual`` for all of them."""
+    wanted = {
+        parameter: (own, zero_dim(local_of(parameter).shape, own.size(own.ndim - 1)))
+        for parameter, own in meshes.items()
+    }
     if all(own == usual for own in meshes.values()):
-        return None
+        along = {parameter: Shard(dim) for parameter, (_, dim) in wanted.items() if dim}
+        return along.get if along else None
     try:
-        others = shard_placements([own for own in dict.fromkeys(meshes.values()) if own != usual])
+        placements = shard_placements(list(dict.fromkeys(wanted.values())))
     except ImportError as error:
         raise PlanMismatch(
             "shard_axes: experts have a mesh axis of their own, and ZeRO works over that axis and another, so that a "
             f"block's parameters are on two meshes; torch {torch.__version__} shards them over one.\n"
             "  try: torch 2.12 or later, or one of the axes in shard_axes"
         ) from error
-    return lambda parameter: others.get(meshes[parameter])
+    return lambda parameter: placements[wanted[parameter]]
 
 
 def _prefetch(modules: list[FSDPModule], count: int, frozen: int) -> None:

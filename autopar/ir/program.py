@@ -137,6 +137,12 @@ class StageProgram:
         return {**self.parameters, **self.unread}
 
     @property
+    def joint_groups(self) -> frozenset[str]:
+        """Names of the groups over several mesh axes, or one, that tokens are dispatched over."""
+        nodes = (node for block in (*self.totals, *self.blocks) for node in block.graph.nodes)
+        return frozenset(name for node in nodes for name in node.kwargs.get("dispatch_groups", ()))
+
+    @property
     def given(self) -> tuple[str, ...]:
         """Names of what every microbatch is given: step inputs, and sums over the whole batch."""
         return (*self.inputs, *(name for block in self.totals for name in block.outputs))

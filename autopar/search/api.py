@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from math import gcd, inf
+from math import gcd, inf, prod
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
@@ -31,6 +31,7 @@ from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.annotation_limits import check_annotations
 from autopar.search.problem.constraints import Constraints, NoOption
 from autopar.search.problem.forbidden_placements import check_forbidden
+from autopar.search.problem.spread_experts import spread_experts
 from autopar.search.problem.workload import Workload
 from autopar.search.recipe_choice import fastest_for_each
 from autopar.search.result import Baseline, SearchResult
@@ -61,6 +62,7 @@ def search_captured(
     if workload is None and prices is None and len(constraints.recipes) > 1:
         return _fastest_recipes(captured, cluster, constraints, batch_size=batch_size, known=known, report=report)
     batches = captured.batch_size // (batch_size or captured.batch_size)
+    constraints = spread_experts(constraints, cluster.num_gpus)
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
     if prices is not None:
         workload = prices.workload
@@ -217,6 +219,7 @@ def estimate_captured(
     constraints = constraints or Constraints()
     if constraints.schedule is None:
         constraints = replace(constraints, schedule="interleaved" if (constraints.virtual_stages or 1) > 1 else "1f1b")
+    constraints = spread_experts(constraints, cluster.num_gpus)
     constraints.check(cluster.num_gpus, batch_size or captured.batch_size)
     if constraints.axes is None:
         pp, tp, cp, ep = (getattr(constraints, name) or 1 for name in ("pp", "tp", "cp", "ep"))
@@ -325,7 +328,7 @@ def _check_microbatches(workload: Workload, constraints: Constraints) -> None:
 
 
 def _check_experts(workload: Workload, constraints: Constraints) -> None:
-    degree = constraints.degree("ep") or 1
+    degree = prod(constraints.degree(role) or 1 for role in ("ep", *constraints.experts_within))
     if degree == 1:
         return
     counts = {workload.rule(node).sizes[factor] for node, own in workload.expert_factors.items() for factor in own}

@@ -75,16 +75,17 @@ def lowering_time(
     total, local_scales = OpTime(), fabric.cluster.device.stack.local_scales
     # A chunked loss has the same ones for every chunk.
     for one, count in Counter(INSIDE[name](node, rule, sizes)).items():
-        if sizes.size(one.axis) == 1 or (name in _SCALED and one.kind == "all_reduce" and local_scales):
+        axes = [mesh.index(axis) for axis in one.axes]
+        if prod(mesh.sizes[axis] for axis in axes) == 1 or (name in _SCALED and one.kind == "all_reduce" and local_scales):
             continue
         collective, payload, reorder = Collective(one.kind), one.payload_bytes, 0.0
         if collective is Collective.ALL_TO_ALL:
             # Ranks wait for the one that most tokens go to; what arrives is put in the order of the experts.
             payload *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing_ranks(assignment, mesh))
             reorder = fabric.cluster.device.kernel_launch_s + fabric.cluster.device.memory_seconds(2 * payload)
-            sent_s = fabric.dispatch_time(payload, mesh.index(one.axis), _rows_per_token(node, rule, assignment, mesh))
+            sent_s = fabric.dispatch_time(payload, axes, _rows_per_token(node, rule, assignment, mesh))
         else:
-            sent_s = fabric.time(collective, payload, mesh.index(one.axis))
+            sent_s = fabric.time(collective, payload, axes)
         seconds = count * (sent_s + reorder)
         total += OpTime(seconds) if one.phase == "forward" else OpTime(0.0, seconds)
     return total

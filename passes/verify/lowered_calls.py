@@ -28,6 +28,7 @@ from autopar.ir.lowered import (
     ring,
 )
 from autopar.ir.ops import composite
+from autopar.ir.primitives.group_communication import joint_groups
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice
 from autopar.ir.rules.call import op_name, parameters
 from autopar.ir.rules.moe import EXPERTS
@@ -242,6 +243,7 @@ def _moe(sharded: Sharded) -> LocalCall | None:
     own = {
         "expert_groups": experts,
         "dispatched": tuple(name in joint for name in experts),
+        "dispatch_groups": joint_groups([name for name in experts if name in joint]),
         "inner_groups": sharded.axes({"f"}),
         "token_groups": tokens,
         "row_groups": rows,

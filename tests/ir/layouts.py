@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Layout, Shard
+from autopar.ir.primitives.group_communication import joint_groups
+from autopar.runtime.torch_private import flattened
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -20,9 +22,14 @@ def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def axis_groups(mesh: Mesh) -> dict[str, str]:
-    """Axis name -> name of this process's group along it. Call on every rank, with the process group up."""
+    """Axis name, and the joint one of all axes -> name of this process's group along it. Call on every rank, with the
+    process group up."""
     device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
-    return {name: device_mesh.get_group(name).group_name for name in mesh.names}
+    names = {name: device_mesh.get_group(name).group_name for name in mesh.names}
+    if len(mesh) > 1:
+        (joint,) = joint_groups(mesh.names)
+        names[joint] = flattened(device_mesh).get_group().group_name
+    return names
 
 
 def piece(whole: Tensor, layout: Layout, mesh: Mesh, rank: int, *, seed: int = 7) -> Tensor:

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,10 +15,11 @@ from autopar.ir.lowered.moe import moe
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.primitives.collective_counter import CollectiveCounter, Issued
+from autopar.ir.primitives.group_communication import joint_groups
 from tests.harness import run_ranks
 from tests.ir.layouts import axis_groups
 
-HIDDEN, INNER, EXPERTS, TOP_K = 3, 4, 6, 2
+HIDDEN, INNER, EXPERTS, TOP_K = 3, 4, 12, 2
 WIDTH = HIDDEN * 8  # bytes of a row
 OPTIONS: dict[str, Any] = {"activation": "silu", "gated": True}
 
@@ -48,26 +50,32 @@ def _routing(seed: int) -> Routing:
     numbers = random.Random(seed)
     weights = numbers.choices([0.0, 0.01, 1.0, 10.0], [2, 1, 1, 1], k=EXPERTS)
     weights[numbers.randrange(EXPERTS)] = 1.0
-    return Routing(tokens=2 * numbers.randint(1, 9), weights=tuple(weights), seed=seed)
+    return Routing(tokens=4 * numbers.randint(1, 5), weights=tuple(weights), seed=seed)
 
 
 Found = tuple[Tensor, list[Tensor], list[Issued]]
 
 
-def _dispatch(cases: list[Routing]) -> list[Found]:
+def _dispatch(mesh: Mesh, cases: list[Routing]) -> list[Found]:
     """Per routing: this rank's result, gradients of x, the weights and both matrices, and collectives."""
-    group, rank = axis_groups(Mesh.of(ep=2))["ep"], dist.get_rank()
+    names, rank = axis_groups(mesh), dist.get_rank()
+    groups = {
+        "expert_groups": tuple(names[axis] for axis in mesh.names),
+        "dispatched": (True,) * len(mesh),
+        "dispatch_groups": tuple(names[joint] for joint in joint_groups(mesh.names)),
+    }
     found = []
     for case in cases:
-        local = [x.detach().chunk(2)[rank].requires_grad_(x.is_floating_point()) for x in case.tensors()]
+        local = [x.detach().chunk(mesh.size)[rank].requires_grad_(x.is_floating_point()) for x in case.tensors()]
         with CollectiveCounter() as counter:
-            out = moe(*local, **OPTIONS, expert_groups=(group,), dispatched=(True,))
+            out = moe(*local, **OPTIONS, **groups)
             out.square().sum().backward()  # type: ignore[no-untyped-call]
         found.append((out.detach(), [x.grad for x in local if x.grad is not None], counter.issued))
     return found
 
 
 def _check(case: Routing, ranks: list[Found]) -> None:
+    size = len(ranks)
     tensors = case.tensors()
     whole = composite.moe(*tensors, **OPTIONS)
     whole.square().sum().backward()  # type: ignore[no-untyped-call]
@@ -75,20 +83,23 @@ def _check(case: Routing, ranks: list[Found]) -> None:
     for number, expected in enumerate(x.grad for x in tensors if x.grad is not None):
         torch.testing.assert_close(torch.cat([grads[number] for _, grads, _ in ranks]), expected)
 
-    home = tensors[1] // (EXPERTS // 2)
+    home = (tensors[1] // (EXPERTS // size)).chunk(size)
     for rank, (_, _, issued) in enumerate(ranks):
-        away = int((home.chunk(2)[rank] != rank).sum())
-        arriving = int((home.chunk(2)[1 - rank] == rank).sum())
+        away = int((home[rank] != rank).sum())
+        arriving = sum(int((home[other] == rank).sum()) for other in range(size) if other != rank)
         all_to_alls = [one for one in issued if one.kind == "all_to_all"]
         assert [one.phase for one in all_to_alls] == ["forward", "forward", "backward", "backward"]
         assert [one.sent_bytes // WIDTH for one in all_to_alls] == [away, arriving, away, arriving]
         sizes = [one for one in issued if one.kind != "all_to_all"]
-        assert [(one.kind, one.payload_bytes) for one in sizes] == [("all_gather", 2 * EXPERTS * 8)]
+        assert [(one.kind, one.payload_bytes) for one in sizes] == [("all_gather", size * EXPERTS * 8)]
 
 
-def test_rows_sent_equal_the_routing() -> None:
+@pytest.mark.parametrize("mesh", [Mesh.of(ep=2), Mesh.of(ep=2, tp=2)], ids=str)
+def test_rows_sent_equal_the_routing(mesh: Mesh) -> None:
+    """Over several axes in one all_to_all each way, as over one."""
     cases = [_routing(seed) for seed in range(60)]
-    cases.append(Routing(tokens=8, weights=(0.0, 0.0, 0.0, 0.0, 1.0, 0.0), seed=1))  # one expert gets everything
-    ranks = run_ranks(_dispatch, 2, cases)
+    only = tuple(float(expert == 7) for expert in range(EXPERTS))
+    cases.append(Routing(tokens=8, weights=only, seed=1))  # one expert gets everything
+    ranks = run_ranks(_dispatch, mesh.size, mesh, cases)
     for number, case in enumerate(cases):
         _check(case, [rank[number] for rank in ranks])

@@ -273,8 +273,8 @@ def _two_meshes_on_a_rank() -> list[tuple[int, ...]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     wide, both = private.flattened(mesh["a", "b"]), mesh["a", "b"]
-    placements = private.shard_placements([both, mesh["b"]])
-    chosen = {id(model[0].weight): placements[both], id(model[1].weight): placements[mesh["b"]]}
+    placements = private.shard_placements([(both, 0), (mesh["b"], 1)])
+    chosen = {id(model[0].weight): placements[both, 0], id(model[1].weight): placements[mesh["b"], 1]}
     fully_shard(model, mesh=wide, shard_placement_fn=lambda parameter: chosen[id(parameter)])
     assert isinstance(model, FSDPModule)
     return [tuple(part.weight.to_local().shape) for part in model]  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def _two_meshes() -> None:
             private.shard_placements([])
         return
     # Both are cut in two along "b"; "a" replicates the first and has nothing to do with the second.
-    assert run_ranks(_two_meshes_on_a_rank, 4) == [[(2, 4), (2, 4)]] * 4
+    assert run_ranks(_two_meshes_on_a_rank, 4) == [[(2, 4), (4, 2)]] * 4
 
 
 # Pipelines.

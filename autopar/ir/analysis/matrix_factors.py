@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
-from autopar.ir.graph import tensor_operands
+from autopar.ir.graph import op_nodes, tensor_operands
 from autopar.ir.rules.moe import expert_factors
 
 
@@ -25,6 +25,18 @@ def find_expert_factors(analysis: Analysis, nodes: Collection[fx.Node]) -> Mappi
             own = {factor for made, used in dims if found.get(user, frozenset()).intersection(used) for factor in made}
             found[node] = found.get(node, frozenset()) | own
     return {node: factors for node, factors in found.items() if factors}
+
+
+def find_stacks_of_experts(analysis: Analysis) -> frozenset[str]:
+    """Placeholder names of the parameters that have a dimension of experts."""
+    ops = list(op_nodes(analysis.captured.graph))
+    factors = find_expert_factors(analysis, dict.fromkeys(map(analysis.representative, ops)))
+    found = set()
+    for node in ops:
+        own = factors.get(analysis.representative(node), frozenset())
+        operands = zip(tensor_operands(node), analysis.rule(node).operands, strict=True) if own else ()
+        found |= {operand.name for operand, dims in operands if any(own.intersection(dim) for dim in dims)}
+    return frozenset(found & analysis.captured.parameters.keys())
 
 
 def factors_of_matrices(analysis: Analysis, node: fx.Node) -> frozenset[str]:

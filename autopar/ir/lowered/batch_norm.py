@@ -139,7 +139,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     payload = 2 * max(4, x.dtype.itemsize) * x.shape[1] * sizes.share((rule.operands[0][1],))
     groups = axes_lowered("batch_norm", rule, sizes.assignment, sizes.mesh)
     for axis in reversed(groups):
-        yield Inside("all_gather", "forward", axis, payload * sizes.size(axis))
+        yield Inside("all_gather", "forward", (axis,), payload * sizes.size(axis))
     if sizes.flows(0):
         for axis in groups:
-            yield Inside("all_reduce", "backward", axis, payload)
+            yield Inside("all_reduce", "backward", (axis,), payload)

@@ -154,4 +154,4 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     for start in range(0, ceil(rows), at_once or ceil(rows)):
         payload = numbers * max(4, logits.dtype.itemsize) * min(at_once or rows, rows - start)
         for axis in reversed(axes):
-            yield Inside("all_gather", "forward", axis, payload * sizes.size(axis), once=at_once is not None)
+            yield Inside("all_gather", "forward", (axis,), payload * sizes.size(axis), once=at_once is not None)

@@ -24,15 +24,15 @@ Phase = Literal["forward", "backward"]
 class Inside(NamedTuple):
     """One collective inside a lowered op.
 
-    kind: ``all_gather``, ``send`` and so on, as counted when it runs. axis: of the mesh. payload_bytes: of one
-    microbatch on one rank, of the tensor before a scatter or after a gather. dispatch: part of the dispatch of
-    tokens to experts, which decide its size; ``payload_bytes`` is the mean over the ranks. once: no recomputation runs
-    it again.
+    kind: ``all_gather``, ``send`` and so on, as counted when it runs. axes: of the mesh, one group over all of them.
+    payload_bytes: of one microbatch on one rank, of the tensor before a scatter or after a gather. dispatch: part of
+    the dispatch of tokens to experts, which decide its size; ``payload_bytes`` is the mean over the ranks. once: no
+    recomputation runs it again.
     """
 
     kind: str
     phase: Phase
-    axis: str
+    axes: tuple[str, ...]
     payload_bytes: float
     dispatch: bool = False
     once: bool = False

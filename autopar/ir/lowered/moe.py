@@ -2,13 +2,17 @@
 
     moe(x, index, weight, w_up, w_down)                                    w_up (E, u, h), w_down (E, h, i)
     moe(.., expert_groups=('tp',), dispatched=(False,))                    w_up (E / tp, u, h): a summand over tp
-    moe(.., expert_groups=('ep',), dispatched=(True,))                     x (b / ep, ..): rows travel to their experts
+    moe(.., expert_groups=('ep',), dispatched=(True,),                     x (b / ep, ..): rows travel to their experts
+            dispatch_groups=('ep',))
+    moe(.., expert_groups=('ep', 'tp'), dispatched=(True, True),           x (b / ep, s / tp, ..): over both at once
+            dispatch_groups=('ep,tp',))
     moe(.., capacity_factor=1.25, token_groups=('dp', 'ep'))               rows beyond what an expert takes are dropped
 
 A row is a token on its way to one of its K experts. Where the ranks of an axis have the same tokens, each keeps the
 rows for its own experts, and the results are summands. Where they have different tokens the tokens are dispatched: an
 all_gather of how many go to each expert, an all_to_all of exactly these rows, the experts, and an all_to_all back.
-Nothing is padded; a rank may receive nothing. Backward, the gradients take the same two ways in reverse.
+Nothing is padded; a rank may receive nothing. Backward, the gradients take the same two ways in reverse. Experts that
+are spread over several axes get their rows in one all_to_all over all of them.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from autopar.ir.primitives.group_communication import (
     group_all_to_all_rows,
     group_rank,
     group_size,
+    joint_groups,
 )
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
@@ -78,6 +83,7 @@ def moe(
     capacity_factor: float | None = None,
     expert_groups: Groups = (),
     dispatched: tuple[bool, ...] = (),
+    dispatch_groups: Groups = (),
     inner_groups: Groups = (),
     token_groups: Groups = (),
     recipe: Recipe | None = None,
@@ -87,9 +93,10 @@ def moe(
 
     x: (.., h), expert_index, expert_weight: (.., K): this rank's tokens; the indices are global. w_up and the
     other parameters: this rank's experts, the first of ``expert_groups`` being the major axis. dispatched: for each
-    of them, whether its ranks have different tokens. inner_groups: these cut the inner width, and divide a bias on
-    the way out among them. token_groups: these cut the first token dimension; a capacity counts the tokens of all.
-    row_groups: these have other rows of this rank's experts, and by a recipe share their scales.
+    of them, whether its ranks have different tokens; dispatch_groups: one group over all those axes, none without any.
+    inner_groups: these cut the inner width, and divide a bias on the way out among them. token_groups: these cut the
+    first token dimension; a capacity counts the tokens of all. row_groups: these have other rows of this rank's
+    experts, and by a recipe share their scales.
     """
     if b_down is not None and inner_groups:
         b_down = b_down / shard_count(inner_groups)
@@ -107,16 +114,14 @@ def moe(
         inner_groups=inner_groups,
     )
     if not has_values(x):  # shapes only: as if every row stayed
-        expert_groups, dispatched = (), ()
+        expert_groups, dispatched, dispatch_groups = (), (), ()
     chosen, num_local = expert_index.reshape(-1), w_up.shape[0]
     record_load(chosen, num_local * shard_count(expert_groups))
     kept = torch.ones_like(chosen, dtype=torch.bool)
     if capacity_factor is not None and has_values(x):
         kept = _within_capacity(chosen, num_local * shard_count(expert_groups), capacity_factor, token_groups)
     rows, address = _route(chosen, kept, num_local, expert_groups, dispatched)
-    travelled = tuple(group for group, moves in zip(expert_groups, dispatched, strict=True) if moves)
-    num_addresses = num_local * shard_count(travelled)
-    return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_addresses, travelled, experts))
+    return combine(x, expert_weight, rows, lambda sent: _through(sent, address, num_local, dispatch_groups, experts))
 
 
 def _within_capacity(expert: Tensor, num_experts: int, capacity_factor: float, groups: Groups) -> Tensor:
@@ -134,7 +139,7 @@ def _route(
 ) -> tuple[Tensor, Tensor]:
     """Those of the rows ``kept`` that are in play, sorted by address, and their addresses.
 
-    An address is (places on the axes of dispatch, number of the expert there) as one number. A row whose expert is
+    An address is (place on the axes of dispatch, number of the expert there) as one number. A row whose expert is
     elsewhere on an axis without dispatch is another rank's to compute.
     """
     address = torch.zeros_like(expert)
@@ -153,22 +158,21 @@ def _route(
     return rows[order], address
 
 
-def _through(rows: Tensor, address: Tensor, num_addresses: int, groups: Groups, experts: Experts) -> Tensor:
-    """Rows, sorted by address, through their experts and back into the same order."""
+def _through(rows: Tensor, address: Tensor, num_local: int, groups: Groups, experts: Experts) -> Tensor:
+    """Rows, sorted by address, through their experts and back into the same order. groups: of dispatch, at most one."""
     if not groups:
         return experts(rows, address)
-    group, *inner = groups
+    (group,) = groups
     size, rank = group_size(group), group_rank(group)
-    num_inner = num_addresses // size
-    counts = rows_of_experts(address, num_addresses)
-    incoming = group_all_gather_stacked(counts, group).view(size, size, num_inner)[:, rank]
-    totals = torch.stack([counts.view(size, num_inner).sum(1), incoming.sum(1)]).tolist()
+    counts = rows_of_experts(address, size * num_local)
+    incoming = group_all_gather_stacked(counts, group).view(size, size, num_local)[:, rank]
+    totals = torch.stack([counts.view(size, num_local).sum(1), incoming.sum(1)]).tolist()
     sent, received = map(tuple, totals)
     arrived = apply(_AllToAllRows, rows, sent, received, group)
-    arrived_address = torch.arange(num_inner, device=rows.device).repeat(size)
-    arrived_address = arrived_address.repeat_interleave(incoming.flatten(), output_size=sum(received))
-    arrived_address, order = arrived_address.sort(stable=True)
-    out = _through(arrived.index_select(0, order), arrived_address, num_inner, tuple(inner), experts)
+    expert = torch.arange(num_local, device=rows.device).repeat(size)
+    expert = expert.repeat_interleave(incoming.flatten(), output_size=sum(received))
+    expert, order = expert.sort(stable=True)
+    out = experts(arrived.index_select(0, order), expert)
     out = torch.empty_like(out).index_copy(0, order, out)
     return cast(Tensor, apply(_AllToAllRows, out, received, sent, group))
 
@@ -181,6 +185,7 @@ def build(node: fx.Node, rule: FactorRule, assignment: Assignment, mesh: Mesh) -
     groups, moving = _expert_axes(rule, assignment, mesh)
     kwargs["expert_groups"] = groups
     kwargs["dispatched"] = tuple(group in moving for group in groups)
+    kwargs["dispatch_groups"] = joint_groups(moving)
     kwargs["inner_groups"] = axes_with({"f"}, assignment, mesh)
     if call["recipe"] is not None:
         kwargs |= {"recipe": call["recipe"], "row_groups": _row_axes(rule, assignment, mesh)}
@@ -215,18 +220,18 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     counts = _COUNT_BYTES * num_experts
     for axis in reversed(_token_axes(rule, sizes.assignment, mesh) if factor is not None else ()):
         counts *= sizes.size(axis)
-        yield Inside("all_gather", "forward", axis, counts, dispatch=True)
+        yield Inside("all_gather", "forward", (axis,), counts, dispatch=True)
     axes, moving = _expert_axes(rule, sizes.assignment, mesh)
     x, index = (operand.meta["val"] for operand in tensor_operands(node)[:2])
     rows = index.numel() * sizes.share(rule.operands[1]) * min(1.0, factor or 1.0)
     rows /= prod(sizes.size(axis) for axis in axes if axis not in moving)
     payload = rows * x.shape[-1] * sizes.itemsize(x.dtype)
-    addresses = num_experts // prod(sizes.size(axis) for axis in axes if axis not in moving)
-    for axis in moving:
-        yield Inside("all_gather", "forward", axis, _COUNT_BYTES * addresses * sizes.size(axis), dispatch=True)
-        addresses //= sizes.size(axis)
+    if moving:
+        addresses = num_experts // prod(sizes.size(axis) for axis in axes if axis not in moving)
+        num_ranks = prod(sizes.size(axis) for axis in moving)
+        yield Inside("all_gather", "forward", moving, _COUNT_BYTES * addresses * num_ranks, dispatch=True)
         for phase in ("forward", "forward", "backward", "backward"):
-            yield Inside("all_to_all", phase, axis, payload, dispatch=True)
+            yield Inside("all_to_all", phase, moving, payload, dispatch=True)
     if call["recipe"] is not None:
         yield from _maxima(call["recipe"], rule, sizes, rows)
 
@@ -265,4 +270,4 @@ def _maxima(recipe: Recipe, rule: FactorRule, sizes: LocalSizes, rows: float) ->
             if of_weight:
                 found += [("backward", axis, experts * (n + k), False) for axis in others]
         for phase, axis, count, of_rows in found:
-            yield Inside("all_reduce", phase, axis, _MAXIMUM_BYTES * count, dispatch=of_rows)
+            yield Inside("all_reduce", phase, (axis,), _MAXIMUM_BYTES * count, dispatch=of_rows)

@@ -366,12 +366,12 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     phases: tuple[Phase, ...] = ("forward", "backward") if any(map(sizes.flows, (0, 1, 2))) else ("forward",)
     for phase in phases:
         for hop in hops:
-            yield Inside("send", phase, keys[hop], pieces)
+            yield Inside("send", phase, (keys[hop],), pieces)
             if phase == "backward":
-                yield Inside("send", phase, keys[hop], gradients)
+                yield Inside("send", phase, (keys[hop],), gradients)
     for number, axis in enumerate(keys if len(phases) > 1 else ()):
         if hops.count(number) % sizes.size(axis):
-            yield Inside("send", "backward", axis, gradients)
+            yield Inside("send", "backward", (axis,), gradients)
     if (
         attention_arguments(node)[0][3] is not None
         and operands[3].shape[-2] == 1 < operands[3].shape[-1]
@@ -380,6 +380,6 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
         mask = operands[3].numel() * sizes.share(rule.operands[3]) * sizes.itemsize(operands[3].dtype)
         for axis in reversed(keys):
             mask *= sizes.size(axis)
-            yield Inside("all_gather", "forward", axis, mask)
+            yield Inside("all_gather", "forward", (axis,), mask)
             if sizes.flows(3):
-                yield Inside("reduce_scatter", "backward", axis, mask)
+                yield Inside("reduce_scatter", "backward", (axis,), mask)

@@ -53,7 +53,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
         if of_weight:
             found |= {(axis, "backward"): n + k for axis in rows}
     for (axis, phase), count in found.items():
-        yield Inside("all_reduce", phase, axis, _BYTES * count)
+        yield Inside("all_reduce", phase, (axis,), _BYTES * count)
 
 
 def _dims(rule: FactorRule) -> tuple[Any, Any, Any]:

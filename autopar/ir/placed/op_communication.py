@@ -168,13 +168,14 @@ class _Sweep:
         block = placed.analysis.block_of(node)
         again = self._runs_again(block, number, gathers=False)
         for one in INSIDE[lowering](node, rule, sizes):
-            if sizes.size(one.axis) == 1 or (one.phase == "backward" and node not in flow):
+            axes = tuple(axis for axis in one.axes if sizes.size(axis) > 1)
+            if not axes or (one.phase == "backward" and node not in flow):
                 continue
             repeated = again and one.phase == "forward" and not one.once
             phases: tuple[Phase, ...] = (one.phase, "backward") if repeated else (one.phase,)
             for phase in phases:
                 yield from self._records(
-                    "op", node.name, one.kind, phase, (one.axis,), one.payload_bytes, self.stages[node], one.dispatch
+                    "op", node.name, one.kind, phase, axes, one.payload_bytes, self.stages[node], one.dispatch
                 )
 
     def _runs_again(self, block: int, number: int, *, gathers: bool) -> bool:

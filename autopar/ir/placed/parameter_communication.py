@@ -19,6 +19,7 @@ from math import prod
 from autopar.ir.lowered.inside import Phase
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
+from autopar.ir.placed.storage import zero_dim
 from autopar.ir.placed.zero_units import ZeroUnit, parameter_readers, stages_that_read, zero_units
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
@@ -94,7 +95,8 @@ class _Step:
     def _shard_numel(self, name: str) -> int:
         """Elements of the piece of a parameter that one rank has under ZeRO, padded to be as large as any."""
         shape, size = self._shape(name), self._shards(self.placed.storage[name].zero_axes)
-        return -(-shape[0] // size) * prod(shape[1:])
+        dim = zero_dim(shape, size)
+        return -(-shape[dim] // size) * prod(shape[:dim]) * prod(shape[dim + 1 :])
 
     def _shards(self, zero_axes: tuple[int, ...]) -> int:
         return prod(self.placed.mesh.sizes[axis] for axis in zero_axes if axis in self.placed.shard_axes)

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
+from autopar.ir.analysis.matrix_factors import find_stacks_of_experts
 from autopar.ir.analysis.op_clusters import BATCH
 from autopar.ir.analysis.zigzag import ZigzagSequence
 from autopar.ir.errors import PlanMismatch
@@ -122,7 +123,7 @@ def place(analysis: Analysis, plan: Plan) -> PlacedModel:
         for position, operand in enumerate(tensor_operands(node)):
             if operand.op == "placeholder" and operand.name in needs:
                 needs[operand.name].append(layouts.need(node, position))
-    storage, shard_axes = store(needs, plan, layouts.inputs, captured.parameters)
+    storage, shard_axes = store(needs, plan, layouts.inputs, captured.parameters, find_stacks_of_experts(analysis))
     return _in_zigzag_order(
         PlacedModel(analysis=analysis, plan=plan, layouts=layouts, storage=storage, shard_axes=shard_axes)
     )

@@ -6,7 +6,7 @@ users' gradients are summands, instead of in every microbatch. ZeRO shards it ov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.errors import PlanMismatch
@@ -16,6 +16,10 @@ from autopar.ir.placed.layouts import Need
 from autopar.ir.placement import Layout, Partial, Replicate
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, redistribute
+
+# Largest piece of a dimension that ZeRO cuts unevenly, as a multiple of an even share, up to which it does. Chosen: a
+# vocabulary may have any size, and other dimensions take one more copy in every gather.
+UNEVEN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +70,14 @@ def stored(needs: Sequence[Need], num_axes: int, *, trains: bool) -> Storage:
     return Storage(layout=layout, partial_axes=tuple(partial))
 
 
-def find_data_axes(
-    parameters: Iterable[Storage], inputs: Sequence[object], asked: Sequence[int] = ()
-) -> tuple[int, ...]:
+def find_data_axes(parameters: Iterable[Storage], inputs: Sequence[object]) -> tuple[int, ...]:
     """Data axes: they divide the step inputs, or have every parameter whole; and on them some gradient is a summand.
 
     parameters: those that ops read, before ZeRO. inputs: choices of the step inputs, None where an axis does not divide
-    them. asked: axes that a plan shards over, which need no gradient to be summed.
+    them.
     """
     every = list(parameters)
-    summed = {axis for own in every for axis in own.partial_axes} | set(asked)
+    summed = {axis for own in every for axis in own.partial_axes}
     return tuple(axis for axis in sorted(summed) if inputs[axis] is not None or axis in whole_axes(every, len(inputs)))
 
 
@@ -86,15 +88,21 @@ def whole_axes(parameters: Iterable[Storage], num_axes: int) -> frozenset[int]:
 
 
 def store(
-    parameters: Mapping[str, Sequence[Need]], plan: Plan, inputs: Sequence[object], described: Mapping[str, Parameter]
+    parameters: Mapping[str, Sequence[Need]],
+    plan: Plan,
+    inputs: Sequence[object],
+    described: Mapping[str, Parameter],
+    experts: Container[str] = (),
 ) -> tuple[dict[str, Storage], tuple[int, ...]]:
     """Storage of every parameter under ``plan``, and the mesh axes that ZeRO shards over.
 
-    parameters: needs of the uses of each, in execution order. described: each by the same placeholder name.
+    parameters: needs of the uses of each, in execution order. described: each by the same placeholder name. experts:
+    names of those that are stacks of experts.
     ZeRO works on the parameters that are whole on a data axis, and their gradients are made summands there, as the
     engine sums all of them; others (experts, on the axis of their own) are left as they are. An axis on which some are
     cut is left out where the plan names others.
-    Raises PlanMismatch if the plan shards over an axis that is no data axis.
+    A plan may name data axes, whether gradients are summed there or not, and axes on which all parameters but experts
+    are whole. Raises PlanMismatch if it names another.
     """
     mesh = plan.stage_mesh
     asked = () if plan.shard_axes is None else tuple(sorted(mesh.index(name) for name in set(plan.shard_axes)))
@@ -102,16 +110,20 @@ def store(
         name: stored(needs, len(mesh), trains=described[name].requires_grad) for name, needs in parameters.items()
     }
     read = {name: own for name, own in storage.items() if parameters[name]}
-    data_axes, whole = find_data_axes(read.values(), inputs, asked), whole_axes(read.values(), len(mesh))
+    data_axes, whole = find_data_axes(read.values(), inputs), whole_axes(read.values(), len(mesh))
+    dense = {name: own for name, own in read.items() if name not in experts}
+    dividing = {axis for axis, choice in enumerate(inputs) if choice is not None}
+    able = sorted(dividing | whole_axes(dense.values(), len(mesh)))
     for axis in asked:
-        if axis not in data_axes:
-            name = next(name for name, own in read.items() if not own.layout[axis].is_replicate())
+        if axis not in able:
+            name = next(name for name, own in dense.items() if not own.layout[axis].is_replicate())
             raise PlanMismatch(
                 f"shard_axes: ZeRO cannot shard over mesh axis {mesh.names[axis]!r}, on which parameter "
                 f"{described[name].name} is {read[name].layout[axis]} already.\n"
-                "  expected: axes that divide the step inputs, or on which every parameter is whole; there are "
-                f"{[mesh.names[a] for a in data_axes]}"
+                "  expected: axes that divide the step inputs, or on which every parameter but experts is whole; there "
+                f"are {[mesh.names[a] for a in able]}"
             )
+    data_axes = tuple(sorted({*data_axes, *asked}))
     for name, own in read.items() if plan.zero else ():
         axes = tuple(
             axis
@@ -128,3 +140,14 @@ def zero_divides(zero_stage: int, *, requires_grad: bool, shape: Sequence[int]) 
     A scalar cannot be cut. A frozen parameter has neither a gradient nor moments for stages 1 and 2 to divide.
     """
     return bool(shape) and zero_stage >= (1 if requires_grad else 3)
+
+
+def zero_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dimension along which ZeRO cuts a parameter of a local ``shape`` into ``num_ranks`` pieces.
+
+    The first one, unless its largest piece would be far beyond an even share, as of two experts on eight ranks, and
+    another one divides. FSDP cuts others than the first evenly or not at all.
+    """
+    if not shape or -(-shape[0] // num_ranks) * num_ranks <= UNEVEN * shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size and size % num_ranks == 0), 0)

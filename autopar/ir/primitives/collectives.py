@@ -217,7 +217,8 @@ def step_call(step: Step, mesh: Mesh) -> tuple[Callable[..., Tensor], dict[str, 
 def bind_groups(graph: fx.Graph, names: Mapping[str, str]) -> None:
     """Rewrite, in place, every ``group`` and ``*groups`` keyword in ``graph`` from mesh axes to process groups.
 
-    names: axis name -> name of this rank's process group along it. Raises KeyError for an axis left out.
+    names: axis name -> name of this rank's process group along it; of several axes, as ``joint_groups`` names them.
+    Raises KeyError for one left out.
     """
     for node in graph.nodes:
         changed: dict[str, Any] = {}

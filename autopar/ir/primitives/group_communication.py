@@ -21,6 +21,19 @@ from autopar.ir.torch_private import constant_in_graphs, process_group, size_of_
 ReduceOp = Literal["sum", "max", "min"]
 
 
+def joint_groups(axes: Sequence[str]) -> tuple[str, ...]:
+    """Name of the one group over several mesh axes, the first being the major one; none for no axis.
+
+    As names of single axes it stands for a process group until ``bind_groups``.
+    """
+    return (",".join(axes),) if axes else ()
+
+
+def axes_of_group(name: str) -> tuple[str, ...]:
+    """The mesh axes of a group that is not bound yet."""
+    return tuple(name.split(","))
+
+
 class _Unbound(NamedTuple):
     size: int
     rank: int

@@ -231,7 +231,8 @@ class Seeds:
                         yield from self.roomy(outer.space.with_zero(root))
 
     def near(self, few: list[Configuration]) -> Iterator[Configuration]:
-        """The same configurations at other ZeRO stages, all of them first; then with fewer or more microbatches."""
+        """The same configurations at other ZeRO stages, all of them first; then with fewer or more microbatches, and with
+        ranks in other roles."""
         space = self.outer.space
         for reach, best in product((0, 1), few):
             options = space.microbatches(best.mesh, best.constraints)
@@ -239,6 +240,9 @@ class Seeds:
             for num in options[max(0, place - reach) : place + reach + 1]:
                 for root in space.roots(best.num_stages, best.mesh, num, best.constraints):
                     yield from space.with_zero(root)
+        for best in few:
+            for root in space.regrouped(best):
+                yield from self.roomy(space.with_zero(root))
 
 
 def _alike(configuration: Configuration) -> tuple[Hashable, Hashable]:

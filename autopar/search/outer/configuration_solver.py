@@ -143,22 +143,31 @@ class Solver:
         return state_memory(share, zero=0, data_size=1, precision="fp32").total
 
     def least_state_of(self, configuration: Configuration) -> float:
-        """Bytes of state that the fullest rank holds at least: equal stages, divided by all but data axes."""
-        mesh = configuration.mesh
-        # Experts are divided on their axis whatever ZeRO does with the rest there.
-        data = [n for n in configuration.data_axes if role_of_axis(mesh.names[n]) != "ep"]
-        dividing = [n for n, axis in enumerate(mesh.axes) if n not in data and role_of_axis(axis.name) != "dp"]
-        tensor = prod(mesh.sizes[axis] for axis in dividing)
+        """Bytes of state that the fullest rank holds at least: equal stages, divided by all but data axes.
+
+        Experts may be divided on any axis but one for data alone, also where ZeRO divides the rest.
+        """
+        mesh, data = configuration.mesh, set(configuration.data_axes)
+        roles = [role_of_axis(name) for name in mesh.names]
+        rows = {axis for axis, role in enumerate(roles) if role == "dp"}
+        whole = data | {axis for axis, role in enumerate(roles) if role in ("dp", "ep")}
+        experts = self.workload.expert_numel
+        dense = self.workload.trainable_numel - experts
         memory = self.cluster.device.stack.memory
-        return state_memory(
-            self.workload.trainable_numel / (configuration.num_stages * tensor),
-            zero=configuration.zero,
-            data_size=prod(mesh.sizes[axis] for axis in data),
-            precision=self.workload.precision if memory.lasting_gradients else "fp32",
-            stack=memory,
-            num_microbatches=configuration.num_microbatches,
-            offload=configuration.offload,
-        ).total
+
+        def held(numel: int, undivided: set[int]) -> float:
+            degree = prod(size for axis, size in enumerate(mesh.sizes) if axis not in undivided)
+            return state_memory(
+                numel / (configuration.num_stages * degree),
+                zero=configuration.zero,
+                data_size=prod(mesh.sizes[axis] for axis in data & undivided),
+                precision=self.workload.precision if memory.lasting_gradients else "fp32",
+                stack=memory,
+                num_microbatches=configuration.num_microbatches,
+                offload=configuration.offload,
+            ).total
+
+        return held(dense, whole) + held(experts, rows)
 
     def pricing(self, configuration: Configuration) -> Pricing:
         """Prices of a configuration on its mesh."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from math import gcd
+from math import gcd, prod
 
 from autopar.ir.mesh import Mesh
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.allowed_choices import divides_experts_axes
-from autopar.search.problem.constraints import Constraints, divisors, role_of_axis
+from autopar.search.problem.constraints import ROLES, Constraints, divisors, role_of_axis
+
+
+# Roles between which ranks move, from a baseline of a model with experts to the next.
+_MOVES = (
+    ("dp", "ep"), ("ep", "dp"), ("ep", "tp"), ("tp", "ep"), ("dp", "tp"), ("tp", "dp"), ("dp", "cp"), ("cp", "dp"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +136,24 @@ class Space:
                 continue
             size = num_gpus // num_stages
             for tensor in divisors(min(size, node)) if given.tp is None else (given.tp,):
-                for experts in self._expert_degrees(size, tensor):
+                for experts, within in self._expert_degrees(size, tensor):
                     inner = tensor * experts
                     if size % inner or (given.dp or size // inner) * inner != size or (given.cp or 1) > 1:
                         continue
                     data = size // inner
                     short = given.dp is None and given.cp is None and experts == 1
                     rows_for = gcd(data, self.solver.batch_size) if short else data
-                    constraints = replace(given, pp=num_stages, dp=rows_for, tp=tensor, cp=data // rows_for, ep=experts)
+                    if "cp" in within and not self._may_hold(data // rows_for):
+                        continue
+                    constraints = replace(
+                        given,
+                        pp=num_stages,
+                        dp=rows_for,
+                        tp=tensor,
+                        cp=data // rows_for,
+                        ep=experts,
+                        experts_within=within,
+                    )
                     for mesh in constraints.meshes(size, node if given.dp is None and experts == 1 else None):
                         # The dense part divides the batch over the ranks of the experts too.
                         rows = self.solver.batch_size // (rows_for * experts)
@@ -161,20 +177,63 @@ class Space:
                 pinned = all(getattr(given, role) in (None, degree) for role, degree in degrees.items())
                 if dp * tp * cp * ep != size or not pinned or (ep > 1 and not has_experts):
                     continue
-                constraints = replace(given, pp=num_stages, **degrees)  # type: ignore[arg-type]
-                for mesh in constraints.meshes(size):
-                    for num in self.microbatches(mesh, constraints):
-                        yield from self.roots(num_stages, mesh, num, constraints)
+                for within in self._within(degrees) if has_experts else ((),):
+                    constraints = replace(given, pp=num_stages, experts_within=within, **degrees)  # type: ignore[arg-type]
+                    for mesh in constraints.meshes(size):
+                        for num in self.microbatches(mesh, constraints):
+                            yield from self.roots(num_stages, mesh, num, constraints)
 
-    def _expert_degrees(self, size: int, tensor: int) -> tuple[int, ...]:
-        """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all."""
+    def _within(self, degrees: dict[str, int]) -> tuple[tuple[str, ...], ...]:
+        """The axes beside their own that experts may be asked to be spread over."""
         if self.constraints.ep is not None:
-            return (self.constraints.ep,)
-        if tensor > 1 or not self.solver.workload.experts:
-            return (1,)
-        possible = [e for e in divisors(min(self.solver.workload.experts)) if size % e == 0]
-        inside = max(e for e in possible if e <= self.solver.cluster.gpus_per_node)
-        return tuple(sorted({1, inside, max(possible)}))
+            return (self.constraints.experts_within,)
+        ways: tuple[tuple[str, ...], ...] = ((), ("tp",), ("cp",), ("tp", "cp"))
+        return tuple(
+            axes
+            for axes in ways
+            if all(degrees[axis] > 1 for axis in axes)
+            and (not axes or self._may_hold(degrees["ep"] * prod(degrees[axis] for axis in axes)))
+        )
+
+    def _expert_degrees(self, size: int, tensor: int) -> list[tuple[int, tuple[str, ...]]]:
+        """Degrees of expert parallelism on ``size`` ranks: none, the most inside a node, the most of all, and none but
+        on context ranks. Beside tensor parallelism there are more in ``regrouped``."""
+        given, workload = self.constraints, self.solver.workload
+        if given.ep is not None:
+            return [(given.ep, given.experts_within)]
+        if not workload.experts:
+            return [(1, ())]
+        possible = [e for e in divisors(min(workload.experts)) if size % e == 0 and tensor == 1]
+        inside = [e for e in possible if e <= self.solver.cluster.gpus_per_node]
+        own = sorted({few[-1] for few in (inside, possible) if few} - {1})
+        return [(1, ()), (1, ("cp",)), *((degree, ()) for degree in own)]
+
+    def regrouped(self, baseline: Configuration) -> Iterator[Configuration]:
+        """A baseline of a model with experts with half of the ranks of one role, or twice as many, in another; experts
+        beside tensor and context parallelism are spread over those ranks too. Without ZeRO."""
+        given, own = self.constraints, baseline.constraints
+        if given.ep is not None or not self.solver.workload.experts:
+            return
+        for taken, grown in _MOVES:
+            degrees = {role: getattr(own, role) or 1 for role in ROLES}
+            free = getattr(given, taken) is None and getattr(given, grown) is None
+            if not free or degrees[taken] % 2:
+                continue
+            degrees[taken] //= 2
+            degrees[grown] *= 2
+            within = tuple(role for role in ("tp", "cp") if degrees[role] > 1 and (role == "cp" or degrees["ep"] > 1))
+            if degrees["tp"] > self.solver.cluster.gpus_per_node or not self._may_hold(
+                degrees["ep"] * prod(degrees[role] for role in within)
+            ):
+                continue
+            constraints = replace(own, experts_within=within, **degrees)  # type: ignore[arg-type]
+            for mesh in constraints.meshes(baseline.mesh.size):
+                if baseline.num_microbatches in self.microbatches(mesh, constraints):
+                    yield from self.roots(baseline.num_stages, mesh, baseline.num_microbatches, constraints)
+
+    def _may_hold(self, ranks: int) -> bool:
+        """Whether the experts of every layer divide over ``ranks``, of which there are several."""
+        return ranks > 1 and all(count % ranks == 0 for count in self.solver.workload.experts)
 
     def with_zero(self, root: Configuration) -> list[Configuration]:
         """A baseline at every ZeRO stage, the one with the least memory last."""

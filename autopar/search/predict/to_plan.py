@@ -144,8 +144,10 @@ def name_axes(workload: Workload, mesh: Mesh, assignment: tuple[Assignment, ...]
         if name.startswith("free") or not name:
             found = {n: role_of(workload, n, _own(workload, n, assignment)[position]) for n in heavy}
             roles = {role for role in found.values() if role}
-            if roles == {"cp", "tp"} and all(is_attention(n) for n, role in found.items() if role == "tp"):
-                roles = {"cp"}
+            if roles - {"ep"} == {"cp", "tp"} and all(is_attention(n) for n, role in found.items() if role == "tp"):
+                roles -= {"tp"}
+            if roles == {"cp", "ep"}:
+                roles = {"cp"}  # pieces of sequences, whose tokens travel to their experts
             name = "ep" if "ep" in roles and roles <= {"ep", "dp"} else roles.pop() if len(roles) == 1 else "tp"
             if not roles and not heavy:
                 name = "dp"

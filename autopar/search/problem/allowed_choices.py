@@ -115,8 +115,8 @@ class Allowed(Protocol):
 class Rules:
     """The choices that each cluster may make on each axis of a mesh.
 
-    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts on an axis for
-    experts, which then divides the step inputs.
+    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts. An axis for experts
+    then divides the step inputs.
     batch_axes: if given, exactly these axes divide the step inputs. batch_size: samples of a step, None if it is the
     captured batch.
     """
@@ -191,14 +191,17 @@ class Rules:
         not divide, may still be repeated.
         """
         assert group.leader is not None
+        wanted_role = role_of_axis(self.mesh.names[axis])
+        has_experts = group.leader in self.workload.expert_factors
+        if has_experts and wanted_role in self.constraints.experts_within:
+            return self._spread(group, axis, allowed)
         if self.forbidden(group):
             return allowed  # what is left when its usual choice is ruled out is the question
-        wanted_role = role_of_axis(self.mesh.names[axis])
         flops = self.workload.rule(group.leader).flops * self.workload.repeats.get(group.leader, 1)
         heavy = flops >= HEAVY * self.workload.forward_flops
         between = wanted_role == "tp" and not heavy and self.constraints.sequence_parallel
         wanted = wanted_role if heavy or between else ""
-        if wanted == "ep" and group.leader not in self.workload.expert_factors:
+        if wanted == "ep" and not has_experts:
             batch = self.batch_size or self.workload.captured.batch_size
             wanted = "dp" if divides_experts_axes(batch, self.mesh, self.constraints) else ""
         roles = {wanted}
@@ -206,10 +209,28 @@ class Rules:
             roles = {"tp", "cp"}
         elif wanted == wanted_role == "cp" and is_attention(group.leader):
             roles = {"cp", "tp"}
+        elif has_experts and wanted in ("cp", "tp"):
+            roles = {"cp", "ep", wanted}
         used = [c for c in allowed if wanted and self._plays(group, axis, c) in roles]
-        alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in used)
-        dividing = [c for c, joint in zip(used, alone, strict=True) if group.allows(joint, self.mesh)]
-        return dividing or allowed
+        return self._dividing(group, axis, used) or allowed
+
+    def _spread(self, group: OpCluster, axis: int, allowed: list[Choice]) -> list[Choice]:
+        """The choices that spread experts over an axis. Raises NoOption where there is none."""
+        found = self._dividing(group, axis, [c for c in allowed if self.choices.of(group, c).experts])
+        if not found:
+            assert group.leader is not None
+            raise NoOption(
+                f"the experts of {group.leader.name} ({group.leader.meta.get('source', 'no source line')}) cannot be "
+                f"spread over mesh axis {self.mesh.names[axis]!r} of {self.mesh.sizes[axis]} ranks.\n"
+                f"  its choices there: {', '.join(str(c or '*') for c in allowed)}\n"
+                "  try: a smaller --ep, or no --expert-capacity, which counts tokens in the order of the sequence"
+            )
+        return found
+
+    def _dividing(self, group: OpCluster, axis: int, choices: list[Choice]) -> list[Choice]:
+        """Those of the choices that divide the sizes of all members, where they make none on other axes."""
+        alone = (tuple(c if a == axis else None for a in range(len(self.mesh))) for c in choices)
+        return [c for c, joint in zip(choices, alone, strict=True) if group.allows(joint, self.mesh)]
 
     def _plays(self, group: OpCluster, axis: int, choice: Choice) -> str:
         """The role of a choice on an axis: matrices of a stack are experts on one for experts, else of a tensor."""
@@ -224,15 +245,21 @@ class Rules:
             return role_of_axis(name) == "ep" or all(self.constraints.may(name, r) for r in known.others)
         if not role or self.constraints.may(name, role):
             return True
-        return role_of_axis(name) == "cp" and role == "tp" and is_attention(group.leader)
+        if role_of_axis(name) != "cp":
+            return False
+        # Tokens of pieces of a sequence may travel to experts, and an attention may have heads for the sequence.
+        if role == "ep":
+            return known.others == {"cp"} and self.constraints.may_spread_over("cp")
+        return role == "tp" and is_attention(group.leader)
 
     def _stores(self, group: OpCluster, axis: int, choice: Choice) -> bool:
         """A parameter cannot be stored as partial sums, nor sharded on a data axis."""
         known = self.choices.of(group, choice)
         if known.stores != "sharded" or axis not in self.data_axes:
             return known.stores != "partial"
-        experts = role_of_axis(self.mesh.names[axis]) == "ep" and known.experts
-        return experts and (self.batch_axes is None or axis in self.batch_axes)
+        if role_of_axis(self.mesh.names[axis]) == "ep":
+            return known.experts and (self.batch_axes is None or axis in self.batch_axes)
+        return known.experts
 
 
 @dataclass(frozen=True, slots=True)

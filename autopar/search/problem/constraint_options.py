@@ -41,6 +41,7 @@ class ConstraintOptions(TypedDict, total=False):
     tp: int | None
     cp: int | None
     ep: int | None
+    experts_within: tuple[str, ...]
     sequence_parallel: bool | Literal["on", "off"] | None
     sp: bool | Literal["on", "off"] | None
     zero: int | None

@@ -4,7 +4,7 @@ A pinned degree becomes a mesh axis of its own, on which every op may only do wh
 
     dp      its batch factor, or nothing
     tp      any factor but the batch; sequence factors only if sequence parallelism is not off
-    cp      sequence factors, and any factor but the batch inside attention (heads: Ulysses)
+    cp      sequence factors, and any factor but the batch inside attention (heads: Ulysses); experts with dispatch
     ep      experts; the batch for ops without experts
     other   every factor that belongs to no pinned degree
 
@@ -48,7 +48,9 @@ class NoOption(InfeasiblePlan):
 class Constraints:
     """None leaves a question to the search.
 
-    pp, dp, tp, cp, ep: degrees. sequence_parallel: whether sequence factors may be used on tensor axes.
+    pp, dp, tp, cp, ep: degrees. ep may take of the ranks of the others (``spread_experts``). experts_within: "tp", "cp",
+    or both: the experts are spread over those axes too. sequence_parallel: whether sequence factors may be used on
+    tensor axes.
     schedule, virtual_stages: of the pipeline. zero: stage 0 to 3. shard: data ranks that ZeRO shards over, the
     others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in host
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
@@ -68,6 +70,7 @@ class Constraints:
     tp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    experts_within: tuple[str, ...] = ()
     sequence_parallel: bool | None = None
     zero: int | None = None
     shard: int | None = None
@@ -272,6 +275,11 @@ class Constraints:
             allowed = not self.pins("cp") or not self.pins("tp")
             return allowed and self.sequence_parallel is not False
         return not self.pins(role)
+
+    def may_spread_over(self, role: str) -> bool:
+        """Whether experts may be on axes of ``role`` too: where asked for, or where no degree says on how many ranks
+        they are."""
+        return role in self.experts_within or self.ep is None
 
     def meshes(self, size: int, gpus_per_node: int | None = None, max_free: int = 2) -> tuple[Mesh, ...]:
         """Stage meshes of ``size`` ranks to consider: pinned axes, and up to ``max_free`` free ones between them.

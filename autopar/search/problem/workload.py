@@ -23,7 +23,7 @@ from autopar.ir.analysis.batch_and_sequence import Roles
 from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.analysis.eight_bits import recipes_by_rule
 from autopar.ir.analysis.gradient_flow import computed
-from autopar.ir.analysis.matrix_factors import find_expert_factors
+from autopar.ir.analysis.matrix_factors import find_expert_factors, find_stacks_of_experts
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
@@ -366,6 +366,12 @@ class Workload:
         return sum(
             parameter.numel for name, parameter in self.captured.parameters.items() if name in self.analysis.trained
         )
+
+    @cached_property
+    def expert_numel(self) -> int:
+        """Those of them that are stacks of experts."""
+        trained, stacks = self.analysis.trained, find_stacks_of_experts(self.analysis)
+        return sum(p.numel for name, p in self.captured.parameters.items() if name in trained and name in stacks)
 
     @cached_property
     def unread_bytes(self) -> float:
