@@ -14,6 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.ir.schedule import Pipelining
+from autopar.runtime.narrow_gathers import axes_of_stage
 from autopar.runtime.torch_private import beside, flattened
 
 PIPELINE_AXIS = "pp"
@@ -158,6 +159,8 @@ class JobMesh:
         for summed, axes in sorted({(layout.partial_axes, layout.zero_axes) for layout in layouts}):
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
+        for cut in sorted(set(map(axes_of_stage, programs))):
+            self.flat(cut)
         shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:

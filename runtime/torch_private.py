@@ -34,15 +34,6 @@ unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of a list by a factor, and set a flag to 1 if one is not finite, in one kernel. The public
 ``torch.amp.GradScaler`` does it for the parameters of an optimiser."""
 
-no_torch_function = torch._C._disabled_torch_function_impl
-"""A ``__torch_function__`` that passes every call on to the level below. Public: a mode that does, for a while."""
-
-
-def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class ``cls`` with a shape, a dtype and a device and no memory. Public: subclasses with memory."""
-    return cast(Any, Tensor)._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-
-
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another, which cannot be detached in place."""
     return tensor._is_view()
@@ -147,6 +138,15 @@ def adopt_parameters(module: FSDPModule) -> None:
     for group in _groups(module):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
+
+
+def extend_gather(piece: Tensor, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Have FSDP gather what ``before`` makes of a parameter that holds ``piece``, and read what ``after`` makes of that.
+
+    Public: for subclasses of tensors, which have the two as methods.
+    """
+    extended: Any = piece
+    extended.fsdp_pre_all_gather, extended.fsdp_post_all_gather = before, after
 
 
 def reduce_gradients(module: FSDPModule) -> None:

@@ -26,6 +26,10 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
     "dp2": (2, {"dp": 2, "zero": 0}, 1),
     "zero3": (2, {"dp": 2, "zero": 3}, 1),
     "zero3 remat": (2, {"dp": 2, "zero": 3, "remat": "full"}, 1),
+    "zero1": (2, {"dp": 2, "zero": 1}, 1),
+    "zero3 held": (2, {"dp": 2, "zero": 3, "reshard_after_forward": False}, 1),
+    "zero3 hsdp": (4, {"dp": 4, "zero": 3, "shard": 2}, 1),
+    "zero3 tp2": (4, {"tp": 2, "dp": 2, "zero": 3}, 1),
     "tp2": (2, {"tp": 2}, 1),
     "tp2 sp remat": (2, {"tp": 2, "sp": True, "remat": "alternate"}, 1),
     "tp2 dp2": (4, {"tp": 2, "dp": 2}, 1),
@@ -36,7 +40,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
 # Recipes, and the plans that show what can go wrong with each. Tiles are wide, and so are the models that have several.
 TILES = ("fp8-block", "mxfp8", "nvfp4")
 RUNS: list[Any] = [("fp8-row", plan) for plan in PLANS] + [("fp8-tensor", "tp2 dp2"), ("fp8-tensor", "cp2")]
-RUNS += [("fp8-block", "tp2 dp2"), ("fp8-block", "cp2")]
+RUNS += [("fp8-tensor", "zero3 tp2"), ("fp8-block", "tp2 dp2"), ("fp8-block", "cp2")]
 MORE = [("fp8-tensor", plan) for plan in PLANS] + [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "pp2 zb")]
 MORE += [("mxfp8", "tp2 dp2"), ("mxfp8", "cp2"), ("nvfp4", "tp2 dp2"), ("nvfp4", "pp2"), ("nvfp4", "cp2")]
 RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in MORE if run not in RUNS]

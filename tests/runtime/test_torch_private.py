@@ -106,21 +106,6 @@ def _lists() -> None:
     assert flag.item() == 1.0
 
 
-@case("wrapper", "no_torch_function")
-def _wrapper() -> None:
-    class Named(torch.Tensor):
-        __torch_function__ = private.no_torch_function  # type: ignore[assignment]
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-            return torch.zeros(5) if func is torch.ops.aten.mul.Tensor else NotImplemented
-
-    made = private.wrapper(Named, (2, 3), torch.float16, torch.device("cpu"))
-    assert isinstance(made, Named)
-    assert (tuple(made.shape), made.dtype, made.device.type) == ((2, 3), torch.float16, "cpu")
-    assert (made * 2).tolist() == [0.0] * 5
-
-
 @case("is_view")
 def _view() -> None:
     x = torch.ones(4, requires_grad=True) * 1

@@ -24,6 +24,7 @@ from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.uses import Move, Use
+from autopar.ir.placed.zero_units import zero_units
 from autopar.ir.precision import itemsize_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rules.saved import saved_for_backward
@@ -65,6 +66,11 @@ class _Sweep:
             if kept.operands or kept.results or kept.extra_bytes:
                 found[self.placed.analysis.block_of(node)] = number
         return found
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Parameters that are gathered in 8 bits."""
+        return frozenset().union(*(unit.narrow for unit in zero_units(self.placed)))
 
     @cached_property
     def stages(self) -> dict[fx.Node, set[int]]:
@@ -164,6 +170,7 @@ class _Sweep:
             zigzag_ranks=placed.zigzag_ranks,
             by_documents=placed.zigzag is not None and placed.zigzag.documents is not None,
             flows=lambda position: node in flow and operands[position] in flow,
+            gathered=lambda position: operands[position].name in self.narrow,
         )
         block = placed.analysis.block_of(node)
         again = self._runs_again(block, number, gathers=False)

@@ -161,7 +161,7 @@ class MeshPrices:
     _noise_free: MeshPrices | None = None
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
-    _rates: dict[tuple[tuple[int, ...], int, str, bool], SyncTime] = field(default_factory=dict)
+    _rates: dict[tuple[object, ...], SyncTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = LinkPrices.of(self.fabric)
@@ -226,13 +226,24 @@ class MeshPrices:
             )
         return found
 
-    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True) -> SyncTime:
-        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient."""
-        key = (axes, zero, precision, trains)
+    def sync_rate(
+        self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True, gathered: int | None = None
+    ) -> SyncTime:
+        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient.
+        gathered: bytes of an element that is gathered, if not those of compute."""
+        key = (axes, zero, precision, trains, gathered)
         found = self._rates.get(key)
         if found is None:
             one, two = (
-                sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision, trained=float(trains))
+                sync_time(
+                    self.fabric,
+                    n * _SAMPLE,
+                    axes,
+                    zero=zero,
+                    precision=precision,
+                    trained=float(trains),
+                    gathered=None if gathered is None else gathered * n * _SAMPLE,
+                )
                 for n in (1, 2)
             )
             found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)

@@ -93,6 +93,7 @@ class ParameterGroup:
 
     uses: (representative op, operand position) of every use in execution order; the first decides the storage. names:
     placeholder names. blocks: for each of them the blocks that use it, in that order. itemsize: bytes of an element.
+    narrow: whether ZeRO may gather it in 8 bits; reaches: then, whether the input of its product has a gradient.
     """
 
     numel: int
@@ -102,6 +103,8 @@ class ParameterGroup:
     uses: tuple[tuple[fx.Node, int], ...]
     names: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
+    narrow: bool = False
+    reaches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -356,9 +359,16 @@ class Workload:
                     uses=tuple(u[1:] for u in uses[names[0]]),
                     names=tuple(names),
                     blocks=tuple(tuple(dict.fromkeys(u[0] for u in uses[name])) for name in names),
+                    narrow=(narrow := names[0] in self.analysis.narrow_weights),
+                    reaches=narrow and tensor_operands(uses[names[0]][0][1])[0] in self.analysis.differentiable,
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def narrow_products(self) -> Mapping[fx.Node, ParameterGroup]:
+        """Representative products whose weights ZeRO may gather in 8 bits."""
+        return {group.uses[0][0]: group for group in self.parameters if group.narrow}
 
     @cached_property
     def trainable_numel(self) -> int:
