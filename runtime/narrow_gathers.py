@@ -1,4 +1,4 @@
-"""Parameters that ZeRO gathers in 8 bits, for products that read 8-bit floats by one scale (``ir.analysis.narrow_weights``).
+"""Weights that ZeRO gathers in 8 bits, as products read nothing else of them (``ir.analysis.narrow_weights``).
 
     once a call      largest magnitude of each parameter here  ── one all-reduce ──>  of the whole of each
     each gather      piece, float32  ── cast, quantised by that ──>  8 bits  ── all_gather ──>  NarrowTensor

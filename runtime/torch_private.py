@@ -34,6 +34,7 @@ unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of a list by a factor, and set a flag to 1 if one is not finite, in one kernel. The public
 ``torch.amp.GradScaler`` does it for the parameters of an optimiser."""
 
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another, which cannot be detached in place."""
     return tensor._is_view()
@@ -141,9 +142,8 @@ def adopt_parameters(module: FSDPModule) -> None:
 
 
 def extend_gather(piece: Tensor, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Have FSDP gather what ``before`` makes of a parameter that holds ``piece``, and read what ``after`` makes of that.
-
-    Public: for subclasses of tensors, which have the two as methods.
+    """Have FSDP gather what ``before`` makes of a parameter that holds ``piece``, and give blocks what ``after`` makes
+    of that. Public: for subclasses of tensors, which have the two as methods.
     """
     extended: Any = piece
     extended.fsdp_pre_all_gather, extended.fsdp_post_all_gather = before, after

@@ -292,8 +292,8 @@ class Variants:
             narrow = stage.zero.narrow if stage.zero is not None else None
             if narrow is not None and (read := read_otherwise(program, narrow.names)) is not None:
                 raise PlanMismatch(
-                    f"in {_mode(training)} mode {captured.name} reads {read} otherwise than in training, where it is the "
-                    "weight of a product in 8-bit floats: ZeRO gathers it in 8 bits.\n"
+                    f"in {_mode(training)} mode {captured.name} reads {read} otherwise than in training, where it is "
+                    "the weight of a product in 8-bit floats: ZeRO gathers it in 8 bits.\n"
                     "  expected: a product by the same recipe\n  try: a plan without a recipe for that layer"
                 )
         return captured, programs

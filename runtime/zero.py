@@ -67,8 +67,8 @@ class ZeroEngine:
     """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step.
 
     modules: with their ZeRO stages; the root, which holds parameters that several blocks share, comes last. managed:
-    names of the parameters in them. reshards: whether each reshards its parameters after its forward. narrow: those that
-    are gathered in 8 bits.
+    names of the parameters in them. reshards: whether each reshards its parameters after its forward. narrow: those
+    that are gathered in 8 bits.
     """
 
     modules: list[tuple[FSDPModule, int]]

@@ -148,8 +148,8 @@ def buffer_copies(
 ) -> tuple[float, float]:
     """Bytes that FSDP moves in device memory for its buffers: in forward and backward, a microbatch on average.
 
-    Gathered parameters, of ``gathered`` bytes an element, are copied out of a buffer, gradients are copied into one to be
-    reduce-scattered.
+    Gathered parameters, of ``gathered`` bytes an element, are copied out of a buffer, gradients are copied into one to
+    be reduce-scattered.
     """
     out, into = 2 * gathered * numel, (itemsize + _MASTER) * numel
     if zero == 1:

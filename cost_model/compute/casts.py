@@ -7,8 +7,8 @@
 Each operand of each of the three products of a linear layer is cast anew: backward needs other rows of what forward
 cast, or the other order in memory. None of it hides behind the product, which comes after.
 
-A weight that ranks gather in 8 bits (``Stack.gathers_narrow``) each has cast a piece of before; what is left is to copy it
-in the order of backward's product.
+Of a weight that ranks gather in 8 bits (``Stack.gathers_narrow``) each has cast a piece before; what is left is to copy
+it in the order of backward's product.
 
 A stack that casts once (``Stack.casts_once``) does so where the tensor is made, and transposes it once; its gradient is
 cast and transposed by one kernel, and weights, once a step, are not counted.

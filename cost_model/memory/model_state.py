@@ -13,8 +13,9 @@ Parameters stay float32 and are their own master copy; bf16 and fp16 compute add
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
 precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). ZeRO-0, 1 and 2 hold the
 copies from the first microbatch to the last; ZeRO-3 gathers block by block and holds the one that runs and those that
-are prefetched, one if the plan does not say more. Of a weight that is gathered in 8 bits a copy is n bytes. With one microbatch there is nothing to accumulate, and ZeRO-1
-scatters each gradient as it comes, like ZeRO-2. Between steps copies are gone: 16n under ZeRO-0, 16n/d under others.
+are prefetched, one if the plan does not say more. A weight that is gathered in 8 bits has a copy of n bytes. With one
+microbatch there is nothing to accumulate, and ZeRO-1 scatters each gradient as it comes, like ZeRO-2. Between steps
+copies are gone: 16n under ZeRO-0, 16n/d under others.
 ``tests/runtime/test_memory_held.py`` measures all of it.
 
 ZeRO-3 without resharding after forward holds cn like ZeRO-2, from a microbatch's forward to its backward. Offload

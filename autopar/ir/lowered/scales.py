@@ -5,7 +5,7 @@ scaled_linear(x, w, recipe='fp8-tensor', row_groups=('dp',), column_groups=('tp'
 
 A scale for a tensor is taken over all ranks that hold pieces of it; a scale for each row over those that hold pieces of
 the dimension that a product sums, which is another one for each of the three products. Of a tile no rank holds a piece.
-Of a weight that ranks gather in 8 bits (``ir.placed.zero_units``) the scale is known before.
+Of what ranks gather in 8 bits (``ir.placed.zero_units``, ``passes.narrow_gathers``) the scale is known before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
         for position, groups in enumerate(((*rows, *depth), (*columns, *depth))):
             maxima.update(() if sizes.gathered(position) else groups)
         found = {(axis, "forward"): float(count) for axis, count in maxima.items()}
-        if of_input or of_weight:
+        if (of_input or of_weight) and not sizes.gathers_gradient:
             found |= {(axis, "backward"): 1.0 for axis in backward}
     else:
         m, k, n = (prod(rule.sizes[f] for f in factors_of(dims)) * sizes.share(dims) for dims in _dims(rule))

@@ -29,17 +29,17 @@ _VIEWS = frozenset(
 class NarrowTensor(Tensor):
     """Stands for a tensor of ``dtype``.
 
-    values: its 8-bit floats, of its shape and strides. largest: (), float32: the magnitude that their scale was
+    floats: in 8 bits, of its shape and strides. largest: (), float32: the magnitude that their scale was
     computed of (``quantise.quantised``).
     """
 
-    values: Tensor
+    floats: Tensor
     largest: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor, largest: Tensor, dtype: torch.dtype) -> NarrowTensor:
-        made: NarrowTensor = wrapper(cls, values, dtype, values.device)
-        made.values, made.largest = values, largest
+    def __new__(cls, floats: Tensor, largest: Tensor, dtype: torch.dtype) -> NarrowTensor:
+        made: NarrowTensor = wrapper(cls, floats, dtype, floats.device)
+        made.floats, made.largest = floats, largest
         return made
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # ops arrive one level below
@@ -54,16 +54,16 @@ class NarrowTensor(Tensor):
                 "by tensor reads, and this op needs others.\n  try: its layer without a recipe in the plan"
             )
         own = args[0]
-        return NarrowTensor(func(own.values, *args[1:], **(kwargs or {})), own.largest, own.dtype)
+        return NarrowTensor(func(own.floats, *args[1:], **(kwargs or {})), own.largest, own.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """For ``torch.compile``: the tensors that it is made of."""
-        return ["values", "largest"], self.dtype
+        return ["floats", "largest"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> NarrowTensor:
         """For ``torch.compile``: it is made of its tensors again."""
-        return NarrowTensor(inner["values"], inner["largest"], dtype)
+        return NarrowTensor(inner["floats"], inner["largest"], dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"NarrowTensor(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.values.dtype})"
+        return f"NarrowTensor(shape={tuple(self.shape)}, dtype={self.dtype}, of {self.floats.dtype})"

@@ -45,7 +45,7 @@ def largest_of(matrix: Tensor, *, by_row: bool) -> Tensor:
 def quantised(matrix: Tensor, largest: Tensor | None, form: Format, scaling: Scaling, *, weight: bool) -> Quantised:
     """A matrix (r, d) rounded to ``form``. largest: what ``largest_of`` found over all ranks, if scales need it."""
     if isinstance(matrix, NarrowTensor):
-        return Quantised(matrix.values.contiguous(), _scale(matrix.largest, form, scaling).reciprocal())
+        return Quantised(matrix.floats.contiguous(), _scale(matrix.largest, form, scaling).reciprocal())
     if scaling.reach == "tile":
         return _by_tile(matrix, largest, form, scaling, scaling.tile if weight and scaling.square_weights else 1)
     assert largest is not None, "scales by tensor and by row are taken over ranks"

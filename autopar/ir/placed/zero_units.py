@@ -28,8 +28,8 @@ class ZeroUnit:
     zero_stage: 0 to 3. reshards: after each forward of the unit.
     parameters: by placeholder name; none where no parameter is shared.
     has_backward: a gradient comes to what the unit computes.
-    narrow: placeholder names of those that are gathered in 8 bits, by the largest magnitude of each, on which ranks agree
-    once a step.
+    narrow: placeholder names of those that are gathered in 8 bits, by the largest magnitude of each, on which ranks
+    agree once a step.
     """
 
     stage: int

@@ -114,7 +114,9 @@ def predict(
     # The first microbatch waits in every stage for what is gathered once a step.
     opening = [exposed_step_sync([blocks[b] for b in range(stage.first, stage.last + 1)])[0] for stage in stages]
     for number, stage in enumerate(stages):
-        opening[number] += pricing.maxima_s(p for b in range(stage.first, stage.last + 1) for p in priced.held.get(b, ()))
+        opening[number] += pricing.maxima_s(
+            p for b in range(stage.first, stage.last + 1) for p in priced.held.get(b, ())
+        )
     each = [
         [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
         for own, first in zip(forward, opening, strict=True)

@@ -313,7 +313,7 @@ class Pricing:
                 found += offload_time(own.numel / self._size(axes), device, **when)
             hidden, exposed = self._overlap(found, axes, zero)
             beside, waited = beside + hidden, waited + exposed
-            waited += hooks_time(own.count, device, zero=zero, reshard=reshard)
+            waited += hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
         return beside, waited
 
     def maxima_s(self, prices: Iterable[ParameterPrice]) -> float:
@@ -414,7 +414,7 @@ class Together(NamedTuple):
     as they are gathered."""
 
     numel: float
-    count: int
+    num_tensors: int
     trained: float
     gathered_bytes: float
 
