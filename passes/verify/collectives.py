@@ -22,8 +22,8 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.ops.narrow_collectives import narrow_all_gather, narrowing_reduce_scatter
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.primitives.collectives import (
     all_gather,
     all_reduce,

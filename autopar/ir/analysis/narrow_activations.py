@@ -1,7 +1,7 @@
 """Activations that ranks may gather in 8 bits: of which products read 8-bit floats by one scale, and nothing else does.
 
     forward     h = all_gather(x)          every reader of h in its block is a product of h by tensor
-    backward    g = all_gather(grad of z)  z = reduce_scatter(y): y is the result of a product by tensor, of nothing else
+    backward    g = all_gather(grad of z)  z = reduce_scatter(y): y is made by a product by tensor
 
 The chain of moves that makes h, or z, is that one collective, so that what is quantised is complete.
 """

@@ -176,24 +176,27 @@ class _Sweep:
         gathers = forward is Collective.ALL_GATHER
         narrow = gathers and known.is_narrow
         narrow_back = forward is Collective.REDUCE_SCATTER and is_only and known.is_narrow_backward
-        made: list[tuple[Collective, Phase, bool]] = []
+        # Whether it is in 8 bits, and whether ranks agree on the maximum before it.
+        made: list[tuple[Collective, Phase, bool, bool]] = []
         if forward.communicates:
-            made.append((forward, "forward", narrow))
+            made.append((forward, "forward", narrow, narrow))
             if self._runs_again(move.block, known.first, gathers=gathers):
-                made.append((forward, "backward", narrow))
+                # Between the levels a maximum is kept, as sums are.
+                again = narrow and self._runs_again(move.block, known.first, gathers=False)
+                made.append((forward, "backward", narrow, again))
         if backward.communicates and known.differentiable:
-            made.append((backward, "backward", narrow_back))
+            made.append((backward, "backward", narrow_back, narrow_back))
         stages = known.stages if move.block == PRELUDE else {placed.plan.stage_of(move.block)}
         if narrow:
             self.gathered.update((user, position) for _, user, position in known.uses)
         if narrow_back:
             self.gathered.add((move.tensor, None))
         cut = move.before if narrow else move.after
-        for kind, phase, eight in made:
+        for kind, phase, eight, agrees in made:
             payload = float(numel * (1 if eight else itemsize))
             yield from self._records("redistribution", name, kind.value, phase, axes, payload, stages)
             for axis, own in zip(placed.mesh.axes, cut, strict=True):
-                if eight and axis.size > 1 and not own.is_replicate():
+                if agrees and axis.size > 1 and not own.is_replicate():
                     yield from self._records("redistribution", name, "all_reduce", phase, (axis.name,), 4.0, stages)
 
     def _inside(self, node: fx.Node, number: int) -> Iterator[Record]:
@@ -211,9 +214,7 @@ class _Sweep:
             zigzag_ranks=placed.zigzag_ranks,
             by_documents=placed.zigzag is not None and placed.zigzag.documents is not None,
             flows=lambda position: node in flow and operands[position] in flow,
-            gathered=lambda position: (
-                operands[position].name in self.narrow or (node, position) in self.gathered
-            ),
+            gathered=lambda position: operands[position].name in self.narrow or (node, position) in self.gathered,
             gathers_gradient=(node, None) in self.gathered,
         )
         block = placed.analysis.block_of(node)

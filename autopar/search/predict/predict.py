@@ -268,7 +268,7 @@ def _by_axis(
             continue
         source = layouts.made(transfer.tensor.node, transfer.tensor.result)
         for need in needs_of(layouts, transfer):
-            for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
+            for step, _, time in priced_steps(pricing, transfer, source, *need):
                 spent[step.axis] += times * time.total_s
     blocks = workload.repetition.blocks
     kinds = Counter(blocks[b].kind for stage in stages for b in range(stage.first, stage.last + 1))

@@ -314,7 +314,7 @@ class _Builder:
         if pattern.numbers is None:
             fixed, per_byte = self._passed(pattern.states, pattern.wanted, rows, summed)
         else:
-            fixed, per_byte = moves.table(pattern.numbers, rows)
+            fixed, per_byte = moves.table(pattern.numbers, rows, self.pricing.shares(transfer))
         return FactorShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
 
     def _pattern(self, number: int, transfer: Transfer, variables: Sequence[int]) -> FactorPattern:

@@ -22,6 +22,7 @@ from autopar.cost_model.communication.gradient_sync import (
     optimizer_time,
     sync_time,
 )
+from autopar.cost_model.communication.redistribution_table import WHOLE, Shares
 from autopar.cost_model.compute.casts import spared_by_gather
 from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
 from autopar.cost_model.hardware.device import ITEMSIZE
@@ -37,7 +38,7 @@ from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.placement_codes import decode_need
 from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
-from autopar.search.problem.workload import ParameterGroup, Tensor, Workload
+from autopar.search.problem.workload import ParameterGroup, Tensor, Transfer, Workload
 
 MASTER = 4  # bytes of a stored parameter and of its gradient
 
@@ -161,12 +162,20 @@ class Pricing:
             return ZERO
         return self.moves.lowering(node, assignment, self.ops, self.parts)
 
-    def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
+    def shares(self, transfer: Transfer) -> Shares:
+        """Of the bytes that gathers of a transfer move, those that are left where products by tensor read them."""
+        if not self.ops.cluster.device.stack.gathers_narrow:
+            return WHOLE
+        forward, backward = (1.0 / transfer.tensor.itemsize if narrow else 1.0 for narrow in transfer.narrow)
+        return forward, backward
+
+    def move(self, transfer: Transfer, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""
+        tensor = transfer.tensor
         if source == value and not tensor.differentiable:
             return ZERO
         rows = tensor.rows_of_microbatch(self.parts)
-        affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
+        affine = self.moves.move(source, value, grad, tensor.differentiable, rows, self.shares(transfer))
         return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.parts))
 
     def feeding_s(self, choices: Assignment) -> float:

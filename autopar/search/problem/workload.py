@@ -24,6 +24,7 @@ from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.analysis.eight_bits import recipes_by_rule
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.matrix_factors import find_expert_factors
+from autopar.ir.analysis.narrow_activations import reads_narrow, takes_narrow_gradient
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
@@ -67,13 +68,15 @@ class Transfer:
     """A tensor and its uses inside one block.
 
     uses: (representative op, operand position). blocks: index of every block instance it looks like this in.
-    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude).
+    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude). narrow:
+    whether products by tensor alone read it, and whether one alone reads its gradient (``narrow_activations``).
     """
 
     tensor: Tensor
     uses: tuple[tuple[fx.Node, int], ...]
     blocks: tuple[int, ...]
     from_blocks: tuple[int, ...]
+    narrow: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -256,6 +259,10 @@ class Workload:
                 uses=first[key][2],
                 blocks=tuple(blocks),
                 from_blocks=tuple(from_blocks),
+                narrow=(
+                    all(reads_narrow(user, position) for user, position in first[key][2]),
+                    takes_narrow_gradient(first[key][0]) and len(first[key][0].users) == 1,
+                ),
             )
             for key, (blocks, from_blocks) in alike.items()
         )
