@@ -153,15 +153,15 @@ class Redistributions:
                 total[row + 1] += some * (prices.per_byte[kind, axis] * large + prices.copy_s * moved)
             local = after
             lead = lead * np.where(gather == 0, size, 1) / np.where(shard == 0, size, 1)
-        first = self.steps[:, :1, _FORWARD]
+        ahead = self.steps[:, :1, _FORWARD]
         single = (self.steps[:, 1:, _AXIS] < 0).all(axis=1)
         return Times(
             forward_fixed=total[0],
             forward_per_byte=total[1],
             backward_fixed=total[2],
             backward_per_byte=total[3],
-            gathers=single & (first == _GROWING).any(axis=1),
-            gathers_back=single & (first == _NUMBER[Collective.REDUCE_SCATTER]).any(axis=1),
+            gathers=single & (ahead == _GROWING).any(axis=1),
+            gathers_back=single & (ahead == _NUMBER[Collective.REDUCE_SCATTER]).any(axis=1),
         )
 
 
