@@ -14,10 +14,17 @@ from autopar.passes.localise_shapes import LocaliseShapes
 from autopar.passes.lower_ops import LowerOps
 from autopar.passes.lower_redistributions import LowerRedistributions
 from autopar.passes.narrow_compute import NarrowCompute
+from autopar.passes.narrow_gathers import NarrowGathers
 from autopar.passes.placed_program import PlacedProgram, run_program_passes
 from autopar.passes.split_stages import split_stages
 
-PASSES: tuple[Pass[PlacedProgram], ...] = (LocaliseShapes(), LowerOps(), LowerRedistributions(), NarrowCompute())
+PASSES: tuple[Pass[PlacedProgram], ...] = (
+    LocaliseShapes(),
+    LowerOps(),
+    LowerRedistributions(),
+    NarrowGathers(),
+    NarrowCompute(),
+)
 
 
 def partition(

@@ -301,8 +301,7 @@ class Engine:
             sums = {name: torch.stack(values).sum(0) for name, values in zip(names, zip(*parts), strict=True)}
             given = [{**microbatch, **sums} for microbatch in given]
         for stage in self.local:
-            stage.module.select(variant.name)
-            stage.module.updates = {}
+            stage.begin(variant.name)
         return given
 
     # A training step.

@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from autopar.ir.torch_private import TO_COPY, pytree
-from autopar.runtime.torch_private import no_torch_function, wrapper
+from autopar.ir.torch_private import TO_COPY, no_torch_function, pytree, wrapper
 
 # (start, length) of what is wanted along each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -35,7 +34,7 @@ class LazyTensor(torch.Tensor):
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> LazyTensor:
         """fetch: gives the plain tensor inside a box."""
         device = torch.device("cpu")
-        made: LazyTensor = wrapper(cls, shape, dtype, device)
+        made: LazyTensor = wrapper(cls, torch.empty(shape, device="meta"), dtype, device)
         made.fetch = fetch
         return made
 

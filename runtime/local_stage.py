@@ -19,6 +19,13 @@ class LocalStage:
     reducer: GradientReducer
     zero: ZeroEngine | None = None
 
+    def begin(self, variant: str) -> None:
+        """A call of a program of the stage begins. All ranks of the stage together."""
+        self.module.select(variant)
+        self.module.updates = {}
+        if self.zero is not None:
+            self.zero.begin()
+
     def before_backward(self, last: bool) -> None:
         """A whole backward of one microbatch follows."""
         if self.zero is not None:

@@ -15,6 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.primitives.group_communication import axes_of_group
 from autopar.ir.program import ParameterLayout, StageProgram, update_stages
 from autopar.ir.schedule import Pipelining
+from autopar.runtime.narrow_gathers import axes_of_stage
 from autopar.runtime.torch_private import beside, flattened
 
 PIPELINE_AXIS = "pp"
@@ -79,7 +80,9 @@ class JobMesh:
         group_names.update((name, device_mesh.get_group(name).group_name) for name in stage_mesh.names)
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names)
+        return cls(
+            device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names
+        )
 
     def group_names(self) -> Mapping[str, str]:
         """Mesh axis of a stage, or several as ``joint_groups`` names them -> name of this rank's process group along
@@ -175,6 +178,8 @@ class JobMesh:
             axes = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
             group = self.group(axes) or self.device_mesh.get_group(self.stage_mesh.names[axes[0]])
             self._group_names[name] = group.group_name
+        for cut in sorted(set(map(axes_of_stage, programs))):
+            self.flat(cut)
         shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.lowered.reductions import split_bias
+from autopar.ir.ops.narrow_collectives import narrow_all_gather, narrowing_reduce_scatter
 from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.program import Remat
@@ -72,12 +73,12 @@ def rematerialised(
 
 def mark(graph: fx.Graph, remat: Remat) -> None:
     """Wrap, in place, the costly calls in ``graph`` whose results ``remat`` does not save."""
-    sums = {all_reduce, reduce_scatter, all_to_all}
+    sums = {all_reduce, reduce_scatter, narrowing_reduce_scatter, all_to_all}
     products = [node for node in graph.nodes if is_product(node.args[0] if node.target is split_bias else node.target)]
     unread = {node for node in products if node.users and all(user.target in sums for user in node.users)}
     recomputed = set(every_second(products)) if remat == "alternate" else set()
     for node in graph.nodes:
-        if node.target is all_gather or node in unread:
+        if node.target in (all_gather, narrow_all_gather) or node in unread:
             node.target = _marked(node.target, "unread")
         elif node in recomputed:
             node.target = _marked(node.target, "recomputed")

@@ -34,14 +34,6 @@ unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of a list by a factor, and set a flag to 1 if one is not finite, in one kernel. The public
 ``torch.amp.GradScaler`` does it for the parameters of an optimiser."""
 
-no_torch_function = torch._C._disabled_torch_function_impl
-"""A ``__torch_function__`` that passes every call on to the level below. Public: a mode that does, for a while."""
-
-
-def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class ``cls`` with a shape, a dtype and a device and no memory. Public: subclasses with memory."""
-    return cast(Any, Tensor)._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-
 
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another, which cannot be detached in place."""
@@ -149,6 +141,14 @@ def adopt_parameters(module: FSDPModule) -> None:
             parameter.reset_sharded_param()
 
 
+def extend_gather(piece: Tensor, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Have FSDP gather what ``before`` makes of a parameter that holds ``piece``, and give blocks what ``after`` makes
+    of that. Public: for subclasses of tensors, which have the two as methods.
+    """
+    extended: Any = piece
+    extended.fsdp_pre_all_gather, extended.fsdp_post_all_gather = before, after
+
+
 def reduce_gradients(module: FSDPModule) -> None:
     """End of the backward of ``module``: reduce-scatter gradients and reshard, as it is set to."""
     for group in reversed(_groups(module)):
@@ -175,6 +175,4 @@ def shard_placements(wanted: Collection[tuple[DeviceMesh, int]]) -> dict[tuple[D
         else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for mesh, _ in wanted
     }
-    return {
-        (mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted
-    }
+    return {(mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted}

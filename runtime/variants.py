@@ -27,6 +27,7 @@ from autopar.runtime.call_sizes import CallSizes, Sizes
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import cast_reads
+from autopar.runtime.narrow_gathers import read_otherwise
 from autopar.runtime.outputs import Outputs
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
@@ -288,6 +289,13 @@ class Variants:
                         "pipeline, which does not hold it: in train mode it is read elsewhere, or not at all.\n"
                         "  try: pp=1, or evaluate the plain model of full_state_dict()"
                     )
+            narrow = stage.zero.narrow if stage.zero is not None else None
+            if narrow is not None and (read := read_otherwise(program, narrow.names)) is not None:
+                raise PlanMismatch(
+                    f"in {_mode(training)} mode {captured.name} reads {read} otherwise than in training, where it is "
+                    "the weight of a product in 8-bit floats: ZeRO gathers it in 8 bits.\n"
+                    "  expected: a product by the same recipe\n  try: a plan without a recipe for that layer"
+                )
         return captured, programs
 
 

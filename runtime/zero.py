@@ -41,6 +41,7 @@ from autopar.ir.program import StageProgram
 from autopar.ir.torch_private import local_tensor, placed, placement_of
 from autopar.runtime.blocks import BlockModule, Slot
 from autopar.runtime.mesh import JobMesh
+from autopar.runtime.narrow_gathers import NarrowGathers, axes_of_stage, narrow_names
 from autopar.runtime.stage_module import StageModule
 from autopar.runtime.torch_private import (
     adopt_parameters,
@@ -68,18 +69,26 @@ class ZeroEngine:
     """FSDP2 over the blocks of a stage, told before each backward whether it is the last of the step.
 
     modules: with their ZeRO stages; the root, which holds parameters that several blocks share, comes last. managed:
-    names of the parameters in them. reshards: whether each reshards its parameters after its forward.
+    names of the parameters in them. reshards: whether each reshards its parameters after its forward. narrow: those
+    that are gathered in 8 bits.
     """
 
     modules: list[tuple[FSDPModule, int]]
     managed: frozenset[str]
     reshards: dict[FSDPModule, bool]
+    narrow: NarrowGathers | None = None
     _last: bool | None = None
 
     @property
     def root(self) -> FSDPModule:
         """The outermost module, which holds parameters that several blocks share."""
         return self.modules[-1][0]
+
+    def begin(self) -> None:
+        """A call begins. All ranks of the stage together, with sharded parameters in place."""
+        if self.narrow is not None:
+            self.reshard()
+            self.narrow.agree()
 
     def reshard(self) -> None:
         """Put the sharded parameters in place; prefetched parameters of a block that did not run are dropped."""
@@ -196,7 +205,10 @@ def apply_zero(
     # No gradient goes further back than the first parameter that has one.
     frozen = next(number for number, unit in enumerate(program.zero_units) if unit.has_backward)
     _prefetch([module for module, _ in modules], plan.prefetch, frozen)
-    return ZeroEngine(modules, frozenset(meshes), reshards)
+    gathers = None
+    if names := narrow_names(program):
+        gathers = NarrowGathers(names, find, narrow, mesh.group(axes_of_stage(program)))
+    return ZeroEngine(modules, frozenset(meshes), reshards, gathers)
 
 
 def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) -> Callable[[nn.Parameter], Any] | None:

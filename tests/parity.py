@@ -275,6 +275,23 @@ def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     return worst
 
 
+_IN_PARTS = {
+    "embedding": ("embedding",),
+    "layers.*": ("attention_norm/rms_norm", "mlp_norm/rms_norm", "add", "add:2"),
+    "head": ("norm/rms_norm",),
+}
+
+
+def with_norms_in_parts(plan: autopar.Plan) -> autopar.Plan:
+    """A tensor-parallel plan of ``examples.gpt`` whose norms and residual sums are computed in parts of the sequence,
+    as Megatron's sequence parallelism has it and a search for large models finds."""
+    fields = plan.model_dump(mode="json")
+    for block in fields["blocks"]:
+        for key in _IN_PARTS[block["name"]]:
+            block["ops"].setdefault(key, {})["tp"] = "d1"
+    return autopar.Plan.model_validate(fields)
+
+
 def with_attention(plan: autopar.Plan, factors: Mapping[str, str], layout: str | None = None) -> autopar.Plan:
     """A plan with these factors on these mesh axes for every attention (``{"cp": "s&t"}``: a ring), its other axes as
     they are, and with a sequence layout of its own if one is given. Every attention has to be sharded already, since a

@@ -62,8 +62,7 @@ Argument = torch._C.Argument
 
 
 def schema_of(op: OpOverload) -> FunctionSchema:
-    """Schema of an op: arguments, results, and the operands that it writes or returns views of. Public: the text of it
-    alone."""
+    """Schema of an op: arguments, results, which operands it writes or returns views of. Public: its text alone."""
     return op._schema
 
 
@@ -427,6 +426,15 @@ def same_hooks_on_all_modules() -> Iterator[None]:
 def distributions_check_values() -> bool:
     """The value that ``Distribution.set_default_validate_args`` has set last."""
     return bool(Distribution._validate_args)
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""A ``__torch_function__`` that passes every call on to the level below. Public: a mode that does, for a while."""
+
+
+def wrapper(cls: type[Tensor], like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """A ``cls`` of the shape and strides of ``like``, without memory. Public: subclasses with memory."""
+    return cast(Any, Tensor)._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
 
 
 # Process groups.

@@ -9,7 +9,8 @@ Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of 
     3       all_gather cn (forward), all_gather cn and             -
             reduce_scatter 4n (backward)
 
-A stack that adds gradients up in 16 bits reduces 2n in place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in
+A weight that is gathered in 8 bits counts as n in place of cn. A stack that adds gradients up in 16 bits reduces 2n in
+place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in
 float32. Without resharding after forward it gathers once.
 
 Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
@@ -92,10 +93,12 @@ def sync_time(
     num_collectives: int = 1,
     reshard: bool = True,
     trained: float = 1.0,
+    gathered: float | None = None,
 ) -> SyncTime:
     """Seconds of gradient synchronisation of ``numel`` parameter elements of a rank over mesh ``axes`` (jointly).
 
-    trained: share of them that has a gradient to scatter; ZeRO-3 gathers the others too.
+    trained: share of them that has a gradient to scatter; ZeRO-3 gathers the others too. gathered: bytes of them as
+    they are gathered, if not as they are computed with.
     num_collectives: buckets or blocks the elements come in, each with its latency. Ranks do not wait for each other
     at a bucket that is reduced beside compute, only at the step's end, which every plan has.
     """
@@ -103,7 +106,7 @@ def sync_time(
         return SyncTime()
     count = max(1, num_collectives)
     width = fabric.cluster.device.stack.memory.gradient_bytes(precision)
-    gradient, copy = width * numel / count, ITEMSIZE[precision] * numel / count
+    gradient, copy = width * numel / count, (ITEMSIZE[precision] * numel if gathered is None else gathered) / count
     if zero == 0:
         once = fabric.time(Collective.ALL_REDUCE, gradient, axes) - fabric.cluster.device.jitter_s
         return SyncTime(step_s=count * once)
@@ -141,13 +144,14 @@ def branch_s(device: Device) -> float:
 
 
 def buffer_copies(
-    numel: float, *, zero: int, itemsize: int, num_microbatches: int, reshard: bool = True
+    numel: float, *, zero: int, itemsize: int, gathered: int, num_microbatches: int, reshard: bool = True
 ) -> tuple[float, float]:
     """Bytes that FSDP moves in device memory for its buffers: in forward and backward, a microbatch on average.
 
-    Gathered parameters are copied out of a buffer, gradients are copied into one to be reduce-scattered.
+    Gathered parameters, of ``gathered`` bytes an element, are copied out of a buffer, gradients are copied into one to
+    be reduce-scattered.
     """
-    out, into = 2 * itemsize * numel, (itemsize + _MASTER) * numel
+    out, into = 2 * gathered * numel, (itemsize + _MASTER) * numel
     if zero == 1:
         return out / num_microbatches, into / num_microbatches
     if zero == 2:
@@ -174,6 +178,17 @@ def master_work(
         return forward, _MASTER * numel / num_microbatches
     first = cast if num_accumulated or not zero else 0.0
     return forward, (first + (itemsize + 2 * _MASTER) * numel * num_accumulated) / num_microbatches
+
+
+def narrow_work(
+    numel: float, shards: int, *, zero: int, itemsize: int, num_microbatches: int, reshard: bool = True
+) -> tuple[float, float]:
+    """Bytes moved, beside ``master_work``, for parameters that are gathered in 8 bits, of the part of them that a rank
+    has: it looks for the largest magnitude once a step, and quantises before each gather."""
+    looked, quantised = _MASTER * numel / shards / num_microbatches, (itemsize + 1) * numel / shards
+    if zero < 3:
+        return looked + quantised / num_microbatches, 0.0
+    return looked + quantised, quantised if reshard else 0.0
 
 
 def offload_time(

@@ -9,7 +9,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 
 import numpy as np
@@ -24,6 +24,10 @@ from autopar.ir.redistribution import Collective, Step
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+# Of the bytes that a gather moves forward, and backward, the part that is left where it is in narrow floats.
+Shares = tuple[float, float]
+WHOLE: Shares = (1.0, 1.0)
 
 _KINDS = tuple(Collective)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
@@ -61,29 +65,34 @@ def steps_row(steps: Sequence[Step], source: Layout) -> tuple[list[list[int]], l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds as fixed + per_byte * global bytes of the tensor, forward and backward, of every redistribution."""
+    """Seconds as fixed + per_byte * global bytes of the tensor, forward and backward, of every redistribution.
+
+    gathers, gathers_back: whether it is one step, which is an all-gather, or a reduce-scatter, whose backward is one.
+    """
 
     forward_fixed: Floats
     forward_per_byte: Floats
     backward_fixed: Floats
     backward_per_byte: Floats
+    gathers: Bools
+    gathers_back: Bools
 
-    def at(self, number: int) -> Affine:
+    def at(self, number: int, shares: Shares = WHOLE) -> Affine:
         """Seconds of redistribution ``number``, affine in the bytes of the tensor."""
-        return Affine(
-            float(self.forward_fixed[number]),
-            float(self.forward_per_byte[number]),
-            float(self.backward_fixed[number]),
-            float(self.backward_per_byte[number]),
+        forward, backward = (float(own) for own in self.per_byte(np.array(number), shares))
+        return Affine(float(self.forward_fixed[number]), forward, float(self.backward_fixed[number]), backward)
+
+    def per_byte(self, numbers: Ints, shares: Shares = WHOLE) -> tuple[Floats, Floats]:
+        """Seconds per byte of some, forward and backward."""
+        return (
+            self.forward_per_byte[numbers] * np.where(self.gathers[numbers], shares[0], 1.0),
+            self.backward_per_byte[numbers] * np.where(self.gathers_back[numbers], shares[1], 1.0),
         )
 
     def followed_by(self, other: Times) -> Times:
         """These redistributions, then those of ``other``."""
         return Times(
-            forward_fixed=np.concatenate([self.forward_fixed, other.forward_fixed]),
-            forward_per_byte=np.concatenate([self.forward_per_byte, other.forward_per_byte]),
-            backward_fixed=np.concatenate([self.backward_fixed, other.backward_fixed]),
-            backward_per_byte=np.concatenate([self.backward_per_byte, other.backward_per_byte]),
+            **{own.name: np.concatenate([getattr(self, own.name), getattr(other, own.name)]) for own in fields(self)}
         )
 
 
@@ -144,11 +153,15 @@ class Redistributions:
                 total[row + 1] += some * (prices.per_byte[kind, axis] * large + prices.copy_s * moved)
             local = after
             lead = lead * np.where(gather == 0, size, 1) / np.where(shard == 0, size, 1)
+        ahead = self.steps[:, :1, _FORWARD]
+        single = (self.steps[:, 1:, _AXIS] < 0).all(axis=1)
         return Times(
             forward_fixed=total[0],
             forward_per_byte=total[1],
             backward_fixed=total[2],
             backward_per_byte=total[3],
+            gathers=single & (ahead == _GROWING).any(axis=1),
+            gathers_back=single & (ahead == _NUMBER[Collective.REDUCE_SCATTER]).any(axis=1),
         )
 
 
@@ -206,6 +219,8 @@ def redistribution_time(
     return redistribution(prices, steps, source, inf if rows is None else rows).at(numel * itemsize)
 
 
-def redistribution(prices: LinkPrices, steps: Sequence[Step], source: Layout, rows: float = inf) -> Affine:
+def redistribution(
+    prices: LinkPrices, steps: Sequence[Step], source: Layout, rows: float = inf, shares: Shares = WHOLE
+) -> Affine:
     """Seconds of one redistribution, by the global bytes of the tensor (of one microbatch)."""
-    return Redistributions.of([steps_row(steps, source)], len(prices.sizes)).times(prices, rows).at(0)
+    return Redistributions.of([steps_row(steps, source)], len(prices.sizes)).times(prices, rows).at(0, shares)

@@ -7,6 +7,9 @@
 Each operand of each of the three products of a linear layer is cast anew: backward needs other rows of what forward
 cast, or the other order in memory. None of it hides behind the product, which comes after.
 
+Of a weight that ranks gather in 8 bits (``Stack.gathers_narrow``) each has cast a piece before; what is left is to copy
+it in the order of backward's product.
+
 A stack that casts once (``Stack.casts_once``) does so where the tensor is made, and transposes it once; its gradient is
 cast and transposed by one kernel, and weights, once a step, are not counted.
 """
@@ -64,6 +67,16 @@ def casts_of_product(
     if 1 in differentiable:
         backward += _moving(result, reads, transposed), _moving(rows, reads, transposed)
     return (_moving(rows, reads, plain), _moving(weight, reads, plain)), tuple(backward)
+
+
+def spared_by_gather(device: Device, scaling: Scaling, itemsize: int, *, backward: bool) -> tuple[float, float]:
+    """Bytes an element of a weight that ``casts_of_product`` counts, forward and backward, and that are not moved where
+    ranks gather it in narrow floats. itemsize: of the weight. backward: whether the input has a gradient."""
+    if device.stack.casts_once:
+        return 0.0, 0.0
+    one = MovedTensor(float(itemsize), frozenset(), False, itemsize)
+    (_, ahead), behind = casts_of_product((one, one), one, (0,) if backward else (), device, scaling, shared=False)
+    return ahead.num_bytes, behind[1].num_bytes - 2 * scaling.bytes_of_number if backward else 0.0
 
 
 def casts_of_experts(

@@ -13,8 +13,9 @@ Parameters stay float32 and are their own master copy; bf16 and fp16 compute add
 fp32 and the float32 part of bf16 are 4 + 4 + 8 = 16 bytes a parameter, the same 16 as Megatron's mixed
 precision (2 + 2 + 4 + 8: bf16 parameter and gradient, float32 master, two moments). ZeRO-0, 1 and 2 hold the
 copies from the first microbatch to the last; ZeRO-3 gathers block by block and holds the one that runs and those that
-are prefetched, one if the plan does not say more. With one microbatch there is nothing to accumulate, and ZeRO-1
-scatters each gradient as it comes, like ZeRO-2. Between steps copies are gone: 16n under ZeRO-0, 16n/d under others.
+are prefetched, one if the plan does not say more. A weight that is gathered in 8 bits has a copy of n bytes. With one
+microbatch there is nothing to accumulate, and ZeRO-1 scatters each gradient as it comes, like ZeRO-2. Between steps
+copies are gone: 16n under ZeRO-0, 16n/d under others.
 ``tests/runtime/test_memory_held.py`` measures all of it.
 
 ZeRO-3 without resharding after forward holds cn like ZeRO-2, from a microbatch's forward to its backward. Offload
@@ -82,13 +83,15 @@ def state_memory(
     itemsize: int = _MASTER,
     stack: StackMemory = AUTOPAR,
     reduced: bool = False,
+    gathered: int | None = None,
 ) -> MemoryParts:
     """Bytes of ``numel`` parameter elements that this rank holds after tensor sharding, with AdamW.
 
     ``data_size``: ranks over which ZeRO shards. num_microbatches: None for many. reshard: whether ZeRO-3 reshards
     parameters after forward. offload: count only what stays on the device. itemsize: of a parameter as it is stored,
     which is narrower than a master if it is frozen and of a narrow model. stack: what the software keeps. reduced:
-    whether data-parallel ranks reduce its gradient. Excludes parameters that ZeRO-3 gathers; see ``gathered_bytes``.
+    whether data-parallel ranks reduce its gradient. gathered: bytes of an element that ZeRO has gathered, if not those
+    of compute. Excludes parameters that ZeRO-3 gathers; see ``gathered_bytes``.
     """
     compute = ITEMSIZE[precision]
     copy = compute if compute < itemsize else 0
@@ -99,7 +102,7 @@ def state_memory(
         return MemoryParts(parameters=(itemsize + copy) * numel, gradients=_MASTER * numel, optimizer=_ADAM * numel)
     shard = 0.0 if offload else numel / data_size
     return MemoryParts(
-        parameters=itemsize * shard + (min(compute, itemsize) * numel if zero < 3 or not reshard else 0.0),
+        parameters=itemsize * shard + (min(gathered or compute, itemsize) * numel if zero < 3 or not reshard else 0.0),
         gradients=_MASTER * (numel if zero == 1 and num_microbatches != 1 else shard),
         optimizer=_ADAM * shard,
     )
@@ -122,12 +125,12 @@ def _buffered(shard: float, numel: float, precision: str, stack: StackMemory, re
     )
 
 
-def gathered_bytes(numel: float, *, zero: int, precision: str, reshard: bool = True) -> float:
-    """Bytes of gathered parameters of ``numel`` elements that ZeRO-3 reshards when their block has run.
+def gathered_bytes(gathered: float, *, zero: int, reshard: bool = True) -> float:
+    """Bytes of gathered parameters, ``gathered`` in all, that ZeRO-3 reshards when their block has run.
 
     It holds those of the block that runs and of prefetched blocks.
     """
-    return ITEMSIZE[precision] * numel if zero == 3 and reshard else 0.0
+    return gathered if zero == 3 and reshard else 0.0
 
 
 def scattered_bytes(numel: float, *, zero: int, num_microbatches: int | None = None) -> float:

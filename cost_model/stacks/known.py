@@ -63,6 +63,7 @@ AUTOPAR = Stack(
     attention=_CUDNN,
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
+    gathers_narrow=True,
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )
@@ -147,8 +148,10 @@ TORCHTITAN = Stack(
     expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
     local_scales=True,
+    gathers_narrow=True,
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
-    "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1)",
+    "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1); scaling by tensor is for float8 "
+    "all-gathers (docs/float8.md: enable_fsdp_float8_all_gather, precompute_float8_dynamic_scale_for_fsdp)",
 )
 TORCHTITAN_EAGER = replace(
     TORCHTITAN,

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.narrow_collectives import narrow_all_gather, narrowing_reduce_scatter
 from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.ir.primitives.collectives import (
     all_gather,
@@ -149,6 +150,14 @@ def _all_to_all(gather_dim: int, shard_dim: int) -> _Ends:
     return Shard(gather_dim), Shard(shard_dim), False
 
 
+def _narrow_all_gather(dim: int, recipe: str, maxima_groups: tuple[str, ...], backward: str = "split") -> _Ends:
+    return _all_gather(dim, backward)
+
+
+def _narrowing_reduce_scatter(dim: int, recipe: str, maxima_groups: tuple[str, ...]) -> _Ends:
+    return _reduce_scatter(dim)
+
+
 _MOVES: dict[Any, Callable[..., _Ends]] = {
     identity: _identity,
     divide: _divide,
@@ -157,4 +166,6 @@ _MOVES: dict[Any, Callable[..., _Ends]] = {
     all_reduce: _all_reduce,
     reduce_scatter: _reduce_scatter,
     all_to_all: _all_to_all,
+    narrow_all_gather: _narrow_all_gather,
+    narrowing_reduce_scatter: _narrowing_reduce_scatter,
 }

@@ -145,7 +145,7 @@ def draw() -> Picture:
         picture.text(LEFT - 12, y + TALL / 2 + 4, phase, "soft", anchor="end")
         if edge.function is run_program_passes:
             for number, step in enumerate(PASSES):
-                picture.text(FILES, y + 5 + 14 * number, step.name, "code soft", size=11)
+                picture.text(FILES, y + 2 + 12 * number, step.name, "code soft", size=11)
         for number, (reader, _) in enumerate(edge.readers):
             _reader(picture, y + number * 26 - 13 * (len(edge.readers) - 1), y, reader)
     picture.height = y + TALL + 24

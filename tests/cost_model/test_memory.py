@@ -59,9 +59,9 @@ def test_with_one_microbatch_level_one_accumulates_nothing() -> None:
 
 
 def test_zero3_gathers_and_gradients_that_come_are_scattered() -> None:
-    assert gathered_bytes(N, zero=3, precision="bf16") == 2 * N
-    assert gathered_bytes(N, zero=3, precision="bf16", reshard=False) == 0
-    assert gathered_bytes(N, zero=2, precision="bf16") == 0
+    assert gathered_bytes(2 * N, zero=3) == 2 * N
+    assert gathered_bytes(2 * N, zero=3, reshard=False) == 0
+    assert gathered_bytes(2 * N, zero=2) == 0
     assert [scattered_bytes(N, zero=zero) for zero in range(4)] == [0, 0, 4 * N, 4 * N]
     assert scattered_bytes(N, zero=1, num_microbatches=1) == 4 * N
 

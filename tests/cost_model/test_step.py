@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,9 +64,11 @@ def test_offload_copies_a_shard_with_each_gather_and_each_scatter() -> None:
 
 def test_device_memory_moved_for_buffers_and_masters() -> None:
     # Gathered copies are read and written; gradients read as computed and written in float32.
-    assert buffer_copies(N, zero=1, itemsize=2, num_microbatches=2) == (2 * 2 * N / 2, 6 * N / 2)
-    assert buffer_copies(N, zero=3, itemsize=2, num_microbatches=2) == (4 * N, (4 + 6) * N)
-    assert buffer_copies(N, zero=3, itemsize=2, num_microbatches=2, reshard=False) == (4 * N, 6 * N)
+    copies = partial(buffer_copies, N, itemsize=2, num_microbatches=2)
+    assert copies(zero=1, gathered=2) == (2 * 2 * N / 2, 6 * N / 2)
+    assert copies(zero=3, gathered=2) == (4 * N, (4 + 6) * N)
+    assert copies(zero=3, gathered=2, reshard=False) == (4 * N, 6 * N)
+    assert copies(zero=3, gathered=1) == (2 * N, (2 + 6) * N)
     # One microbatch adds up nothing; bfloat16 is cast both ways.
     assert master_work(N, 1, zero=0, itemsize=4, num_microbatches=1) == (0, 0)
     assert master_work(N, 1, zero=0, itemsize=2, num_microbatches=1) == (6 * N, 6 * N)

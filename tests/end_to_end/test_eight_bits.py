@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.errors import InvalidCluster
 from benchmarks.issued import compared
 from examples.gpt import GPT, Config
 from tests.harness import run_ranks
-from tests.parity import relative, with_attention
+from tests.parity import relative, with_attention, with_norms_in_parts
 
 STEPS = 2
 # Ranks and constraints; of each the microbatches that one process has to have too.
@@ -26,7 +27,14 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
     "dp2": (2, {"dp": 2, "zero": 0}, 1),
     "zero3": (2, {"dp": 2, "zero": 3}, 1),
     "zero3 remat": (2, {"dp": 2, "zero": 3, "remat": "full"}, 1),
+    "zero1": (2, {"dp": 2, "zero": 1}, 1),
+    "zero3 held": (2, {"dp": 2, "zero": 3, "reshard_after_forward": False}, 1),
+    "zero3 hsdp": (4, {"dp": 4, "zero": 3, "shard": 2}, 1),
+    "zero3 tp2": (4, {"tp": 2, "dp": 2, "zero": 3}, 1),
     "tp2": (2, {"tp": 2}, 1),
+    "tp2 sp": (2, {"tp": 2, "sp": True}, 1),
+    "tp2 sp norms": (2, {"tp": 2, "sp": True}, 1),
+    "tp2 dp2 sp norms": (4, {"tp": 2, "dp": 2, "sp": True, "zero": 1, "remat": "selective"}, 1),
     "tp2 sp remat": (2, {"tp": 2, "sp": True, "remat": "alternate"}, 1),
     "tp2 dp2": (4, {"tp": 2, "dp": 2}, 1),
     "pp2": (2, {"pp": 2}, 2),
@@ -36,7 +44,12 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
 # Recipes, and the plans that show what can go wrong with each. Tiles are wide, and so are the models that have several.
 TILES = ("fp8-block", "mxfp8", "nvfp4")
 RUNS: list[Any] = [("fp8-row", plan) for plan in PLANS] + [("fp8-tensor", "tp2 dp2"), ("fp8-tensor", "cp2")]
-RUNS += [("fp8-block", "tp2 dp2"), ("fp8-block", "cp2")]
+RUNS += [
+    ("fp8-tensor", "zero3 tp2"),
+    ("fp8-tensor", "tp2 sp norms"),
+    ("fp8-block", "tp2 dp2"),
+    ("fp8-block", "cp2"),
+]
 MORE = [("fp8-tensor", plan) for plan in PLANS] + [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "pp2 zb")]
 MORE += [("mxfp8", "tp2 dp2"), ("mxfp8", "cp2"), ("nvfp4", "tp2 dp2"), ("nvfp4", "pp2"), ("nvfp4", "cp2")]
 RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in MORE if run not in RUNS]
@@ -61,6 +74,8 @@ def train(plan: str, recipe: str, count: int) -> tuple[list[float], list[dict[st
     ranks, how, _ = PLANS.get(plan, (1, {}, 1))
     how = {**how, "num_microbatches": count, "precision": f"fp32+{recipe}"}
     own, example = model(recipe), batch(0, recipe)
+    if plan.endswith("norms"):
+        how = {"plan": with_norms_in_parts(autopar.search(own, ranks, example_inputs=example, **how))}
     if plan == "cp2":
         how = {"plan": with_attention(autopar.search(own, ranks, example_inputs=example, **how), {"cp": "s&t"})}
     parallel = autopar.parallelize(own, ranks, example_inputs=example, **how)
@@ -147,8 +162,6 @@ def test_eight_bits_are_not_what_they_stand_for() -> None:
 
 
 def test_a_device_without_units_is_refused() -> None:
-    from autopar.cost_model.catalogue import make_cluster
-
     with pytest.raises(
         InvalidCluster, match="A100-80GB has no units for the products of fp8-row; it has rates for fp32, bf16"
     ):
@@ -159,8 +172,6 @@ def test_a_device_without_units_is_refused() -> None:
     ("gpu", "recipe"), [("h100-sxm", "mxfp8"), ("h100-sxm", "nvfp4"), ("b200", "fp8-block"), ("mi355x", "nvfp4")]
 )
 def test_a_recipe_of_other_devices_is_refused_by_name(gpu: str, recipe: str) -> None:
-    from autopar.cost_model.catalogue import make_cluster
-
     with pytest.raises(
         InvalidCluster,
         match=rf"no units for the products of {recipe};.*\n  try: .*a rate for {recipe} ",
@@ -169,7 +180,6 @@ def test_a_recipe_of_other_devices_is_refused_by_name(gpu: str, recipe: str) -> 
 
 
 def test_the_faster_one_is_taken() -> None:
-    from autopar.cost_model.catalogue import make_cluster
     from autopar.cost_model.stacks.known import MEGATRON_CORE_2025
 
     cluster = make_cluster("h100-sxm", 1, stack=MEGATRON_CORE_2025)

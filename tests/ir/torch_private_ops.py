@@ -341,3 +341,19 @@ def _constant() -> None:
     compiled = torch.compile(twice, backend="eager", fullgraph=True)
     assert [compiled(torch.ones(1)).item() for _ in range(2)] == [1.0, 1.0]
     torch.compiler.reset()
+
+
+@case("wrapper", "no_torch_function")
+def _wrapper() -> None:
+    class Named(torch.Tensor):
+        __torch_function__ = private.no_torch_function  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return torch.zeros(5) if func is torch.ops.aten.mul.Tensor else NotImplemented
+
+    made = private.wrapper(Named, torch.empty(3, 2).t(), torch.float16, torch.device("cpu"))
+    assert isinstance(made, Named)
+    assert (tuple(made.shape), made.dtype, made.device.type) == ((2, 3), torch.float16, "cpu")
+    assert made.stride() == (1, 2)
+    assert (made * 2).tolist() == [0.0] * 5

@@ -97,6 +97,6 @@ def test_inside_a_step(zero: int, chunks: int, held: Held) -> None:
     started = expected.total - (expected.gradients if chunks == 1 and zero else 0.0)
     # The last block stays gathered for it. FSDP keeps the buffer of its last reduce-scatter.
     transient = (2 * block if zero == 3 else 0) + (4 * block if zero >= 2 and chunks > 1 else 0)
-    gathered = gathered_bytes(block, zero=zero, precision="bf16")
+    gathered = gathered_bytes(2 * block, zero=zero)
     assert transient <= gathered + scattered_bytes(block, zero=zero, num_microbatches=chunks)
     assert held[zero, chunks][1] == pytest.approx(started + transient, rel=0.03)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.ir.torch_private import TorchDispatchMode
+from autopar.ir.torch_private import TorchDispatchMode, local_tensor
 from autopar.runtime import torch_private as private
 from autopar.runtime import torch_private_pipelining as pipelining
 from tests.harness import run_ranks
@@ -104,21 +104,6 @@ def _lists() -> None:
     tensors[0][0] = math.inf
     private.unscale_all(tensors, flag, factor)
     assert flag.item() == 1.0
-
-
-@case("wrapper", "no_torch_function")
-def _wrapper() -> None:
-    class Named(torch.Tensor):
-        __torch_function__ = private.no_torch_function  # type: ignore[assignment]
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-            return torch.zeros(5) if func is torch.ops.aten.mul.Tensor else NotImplemented
-
-    made = private.wrapper(Named, (2, 3), torch.float16, torch.device("cpu"))
-    assert isinstance(made, Named)
-    assert (tuple(made.shape), made.dtype, made.device.type) == ((2, 3), torch.float16, "cpu")
-    assert (made * 2).tolist() == [0.0] * 5
 
 
 @case("is_view")
@@ -267,6 +252,30 @@ def _fsdp() -> None:
     for told in run_ranks(_fsdp_on_a_rank, 2):
         assert told.pop("before") != 0.0
         assert told == {"sharded": True, "after": 0.0, "left": [False, False], "reduced": [True, True]}
+
+
+def _extended_gather_on_a_rank() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, x = _sharded(mesh), torch.ones(1, 4)
+    piece = local_tensor(model[0].weight)
+    whole = [parameter.full_tensor() for parameter in model.parameters()]
+
+    def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        return (3 * piece.detach(),), None
+
+    def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return (outputs[0], ()) if out is None else None
+
+    private.extend_gather(piece, before, after)
+    model(x)
+    model.reshard()
+    return model(x).sum().item(), (3 * x @ whole[0].T @ whole[1].T).sum().item()
+
+
+@case("extend_gather")
+def _extended_gather() -> None:
+    for found, wanted in run_ranks(_extended_gather_on_a_rank, 2):
+        assert found == pytest.approx(wanted)
 
 
 def _two_meshes_on_a_rank() -> list[tuple[int, ...]]:

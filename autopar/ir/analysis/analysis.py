@@ -14,6 +14,7 @@ from autopar.ir.analysis.derived_parameters import DerivedUses, find_derived
 from autopar.ir.analysis.eight_bits import Recipes, in_eight_bits, recipes_of_plan, renamed
 from autopar.ir.analysis.gradient_flow import gradient_flow
 from autopar.ir.analysis.limit_experts import limit_experts
+from autopar.ir.analysis.narrow_weights import narrow_weights
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, cluster
 from autopar.ir.analysis.zigzag import ZigzagSequence, find_zigzag
 from autopar.ir.graph import CapturedModel, source
@@ -113,6 +114,11 @@ class Analysis:
     def trained(self) -> frozenset[str]:
         """Placeholder names of the parameters that have a gradient."""
         return frozenset(node.name for node in self.flow if node.op == "placeholder")
+
+    @cached_property
+    def narrow_weights(self) -> frozenset[str]:
+        """Placeholder names of the parameters that ranks may gather in 8 bits."""
+        return narrow_weights(self.captured)
 
     @cached_property
     def names(self) -> Mapping[str, fx.Node]:

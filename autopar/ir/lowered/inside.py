@@ -44,7 +44,8 @@ class LocalSizes:
 
     itemsize: bytes of an element of compute, by dtype. batch: the factor that microbatches divide. zigzag_ranks: that
     share a sequence in zigzag order, 1 in natural order. by_documents: it is in the order of packed documents. flows:
-    whether a gradient goes to an operand, by position.
+    whether a gradient goes to an operand, by position. gathered: whether ranks have gathered an operand in 8 bits, by a
+    scale for all of it; gathers_gradient: or the gradient of the result.
     """
 
     assignment: Assignment
@@ -55,6 +56,8 @@ class LocalSizes:
     zigzag_ranks: int = 1
     by_documents: bool = False
     flows: Callable[[int], bool] = lambda position: True
+    gathered: Callable[[int], bool] = lambda position: False
+    gathers_gradient: bool = False
 
     def share(self, factors: TensorFactors) -> float:
         """The part of a tensor with ``factors`` that one rank has in one microbatch."""

@@ -5,10 +5,12 @@ scaled_linear(x, w, recipe='fp8-tensor', row_groups=('dp',), column_groups=('tp'
 
 A scale for a tensor is taken over all ranks that hold pieces of it; a scale for each row over those that hold pieces of
 the dimension that a product sums, which is another one for each of the three products. Of a tile no rank holds a piece.
+Of what ranks gather in 8 bits (``ir.placed.zero_units``, ``passes.narrow_gathers``) the scale is known before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -41,9 +43,11 @@ def inside(node: fx.Node, rule: FactorRule, sizes: LocalSizes) -> Iterator[Insid
     of_input, of_weight = sizes.flows(0), sizes.flows(1)
     found: dict[tuple[str, Phase], float] = {}
     if scaling.shared == "tensor":
-        forward, backward = dict.fromkeys((*rows, *columns), 1.0) | dict.fromkeys(depth, 2.0), (*rows, *columns)
-        found = {(axis, "forward"): count for axis, count in forward.items()}
-        if of_input or of_weight:
+        maxima, backward = Counter[str](), (*rows, *columns)
+        for position, groups in enumerate(((*rows, *depth), (*columns, *depth))):
+            maxima.update(() if sizes.gathered(position) else groups)
+        found = {(axis, "forward"): float(count) for axis, count in maxima.items()}
+        if (of_input or of_weight) and not sizes.gathers_gradient:
             found |= {(axis, "backward"): 1.0 for axis in backward}
     else:
         m, k, n = (prod(rule.sizes[f] for f in factors_of(dims)) * sizes.share(dims) for dims in _dims(rule))

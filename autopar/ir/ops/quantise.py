@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ir.ops.narrow_tensor import NarrowTensor
 from autopar.ir.ops.scalings import E4M3, Format, Scaling
 
 # The exponent of a float32.
@@ -43,6 +44,8 @@ def largest_of(matrix: Tensor, *, by_row: bool) -> Tensor:
 
 def quantised(matrix: Tensor, largest: Tensor | None, form: Format, scaling: Scaling, *, weight: bool) -> Quantised:
     """A matrix (r, d) rounded to ``form``. largest: what ``largest_of`` found over all ranks, if scales need it."""
+    if isinstance(matrix, NarrowTensor):
+        return Quantised(matrix.floats.contiguous(), _scale(matrix.largest, form, scaling).reciprocal())
     if scaling.reach == "tile":
         return _by_tile(matrix, largest, form, scaling, scaling.tile if weight and scaling.square_weights else 1)
     assert largest is not None, "scales by tensor and by row are taken over ranks"

@@ -9,7 +9,7 @@ stops.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.gradient_flow import computed
+from autopar.ir.analysis.narrow_activations import reads_narrow, takes_narrow_gradient
 from autopar.ir.graph import op_nodes, source, tensor_operands
 from autopar.ir.lowered.inside import LocalSizes, Phase
 from autopar.ir.lowered.table import INSIDE
@@ -24,6 +25,7 @@ from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.uses import Move, Use
+from autopar.ir.placed.zero_units import zero_units
 from autopar.ir.precision import itemsize_of
 from autopar.ir.redistribution import Collective
 from autopar.ir.rules.saved import saved_for_backward
@@ -38,12 +40,32 @@ def op_communication(placed: PlacedModel, num_microbatches: int) -> tuple[Record
 class _Moved:
     """What is known of a move. differentiable: a gradient comes back. first: number of the first op that reads it.
 
-    stages: that read it.
+    stages: that read it. uses: through it, with the op and the position of its operand, None of a buffer.
     """
 
     differentiable: bool
     first: int
     stages: set[int]
+    uses: list[tuple[Use, fx.Node | None, int]] = field(default_factory=list)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether products by tensor alone read what it makes (``passes.narrow_gathers``)."""
+        return all(
+            user is not None and reads_narrow(user, position) and is_last(use) and not (use.back or use.share)
+            for use, user, position in self.uses
+        )
+
+    @property
+    def is_narrow_backward(self) -> bool:
+        """Whether a product by tensor alone reads the gradient that it takes back, if nothing else has a gradient of
+        what it moves."""
+        return all(takes_narrow_gradient(use.tensor) and is_last(use) and not use.into for use, _, _ in self.uses)
+
+
+def is_last(use: Use) -> bool:
+    """Whether a use has one move, which is of rows of a microbatch."""
+    return len(use.moves) == 1 and not use.total
 
 
 class _Sweep:
@@ -54,6 +76,8 @@ class _Sweep:
         self.operands = Operands(placed=placed, results="loss")
         runs = computed(placed.captured)
         self.ops = [node for node in op_nodes(placed.captured.graph) if node in runs]
+        # Operands of ops that are gathered in 8 bits; of a gradient no position.
+        self.gathered: set[tuple[fx.Node | None, int | None]] = set()
 
     @cached_property
     def last_kept(self) -> dict[int, int]:
@@ -65,6 +89,11 @@ class _Sweep:
             if kept.operands or kept.results or kept.extra_bytes:
                 found[self.placed.analysis.block_of(node)] = number
         return found
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Parameters that are gathered in 8 bits."""
+        return frozenset().union(*(unit.narrow for unit in zero_units(self.placed)))
 
     @cached_property
     def stages(self) -> dict[fx.Node, set[int]]:
@@ -81,20 +110,25 @@ class _Sweep:
 
     def records(self) -> Iterator[Record]:
         """Redistributions first, then what is inside of ops."""
-        moves: dict[Move, _Moved] = {}
+        moves, firsts = dict[Move, _Moved](), dict[fx.Node, set[Move | None]]()
         for number, user in enumerate(self.ops):
-            for use in (self.operands.of(user, position) for position in range(len(tensor_operands(user)))):
+            for position in range(len(tensor_operands(user))):
+                use = self.operands.of(user, position)
                 for move in use.moves:
                     known = moves.setdefault(move, _Moved(differentiable=False, first=number, stages=set()))
                     known.stages |= self.stages[user]
                     # A gradient comes back through any user that has one.
                     known.differentiable |= user in self.operands.flow and use.tensor in self.operands.flow
+                    known.uses.append((use, user, position))
+                firsts.setdefault(use.tensor, set()).add(use.moves[0] if use.moves else None)
         for use in self._updates():
             for move in use.moves:
                 stages = {0} if move.block == PRELUDE else set()
-                moves.setdefault(move, _Moved(differentiable=False, first=len(self.ops), stages=stages))
+                known = moves.setdefault(move, _Moved(differentiable=False, first=len(self.ops), stages=stages))
+                known.uses.append((use, None, 0))
+            firsts.setdefault(use.tensor, set()).add(use.moves[0] if use.moves else None)
         for move, known in moves.items():
-            yield from self._of_move(move, known)
+            yield from self._of_move(move, known, is_only=len(firsts[move.tensor]) == 1)
         for number, node in enumerate(self.ops):
             yield from self._inside(node, number)
         yield from self._buffers()
@@ -131,23 +165,39 @@ class _Sweep:
             if buffer.updated_by is not None:
                 yield self.operands.update_of(self.placed.analysis.names[buffer.updated_by])
 
-    def _of_move(self, move: Move, known: _Moved) -> Iterator[Record]:
+    def _of_move(self, move: Move, known: _Moved, *, is_only: bool) -> Iterator[Record]:
+        """is_only: every use of the tensor is through this move."""
         placed, over_time = self.placed, self.placed.over_time(move.tensor)
         numel = max(prod(placed.local_shape(move.tensor, layout, over_time)) for layout in (move.before, move.after))
-        payload = float(numel * itemsize_of(move.tensor.meta["val"].dtype, placed.plan.precision))
+        itemsize = itemsize_of(move.tensor.meta["val"].dtype, placed.plan.precision)
         name, axes = move.tensor.name, (placed.mesh.names[move.step.axis],)
         forward, backward = move.step.forward, move.step.backward
 
-        made: list[tuple[Collective, Phase]] = []
+        gathers = forward is Collective.ALL_GATHER
+        narrow = gathers and known.is_narrow
+        narrow_back = forward is Collective.REDUCE_SCATTER and is_only and known.is_narrow_backward
+        # Whether it is in 8 bits, and whether ranks agree on the maximum before it.
+        made: list[tuple[Collective, Phase, bool, bool]] = []
         if forward.communicates:
-            made.append((forward, "forward"))
-            if self._runs_again(move.block, known.first, gathers=forward is Collective.ALL_GATHER):
-                made.append((forward, "backward"))
+            made.append((forward, "forward", narrow, narrow))
+            if self._runs_again(move.block, known.first, gathers=gathers):
+                # Between the levels a maximum is kept, as sums are.
+                again = narrow and self._runs_again(move.block, known.first, gathers=False)
+                made.append((forward, "backward", narrow, again))
         if backward.communicates and known.differentiable:
-            made.append((backward, "backward"))
+            made.append((backward, "backward", narrow_back, narrow_back))
         stages = known.stages if move.block == PRELUDE else {placed.plan.stage_of(move.block)}
-        for kind, phase in made:
+        if narrow:
+            self.gathered.update((user, position) for _, user, position in known.uses)
+        if narrow_back:
+            self.gathered.add((move.tensor, None))
+        cut = move.before if narrow else move.after
+        for kind, phase, eight, agrees in made:
+            payload = float(numel * (1 if eight else itemsize))
             yield from self._records("redistribution", name, kind.value, phase, axes, payload, stages)
+            for axis, own in zip(placed.mesh.axes, cut, strict=True):
+                if agrees and axis.size > 1 and not own.is_replicate():
+                    yield from self._records("redistribution", name, "all_reduce", phase, (axis.name,), 4.0, stages)
 
     def _inside(self, node: fx.Node, number: int) -> Iterator[Record]:
         placed = self.placed
@@ -164,6 +214,8 @@ class _Sweep:
             zigzag_ranks=placed.zigzag_ranks,
             by_documents=placed.zigzag is not None and placed.zigzag.documents is not None,
             flows=lambda position: node in flow and operands[position] in flow,
+            gathered=lambda position: operands[position].name in self.narrow or (node, position) in self.gathered,
+            gathers_gradient=(node, None) in self.gathered,
         )
         block = placed.analysis.block_of(node)
         again = self._runs_again(block, number, gathers=False)

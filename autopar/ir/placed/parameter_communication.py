@@ -8,6 +8,8 @@ and its gradients are scattered follows from its ZeRO stage and from the order o
     2                       before a pass                       the last backward      every backward
     3                       before a pass                       every backward         every backward
     3, resharded forward    before a pass                       every pass             every backward
+
+Parameters that are gathered in 8 bits (``ZeroUnit.narrow``) have one all-reduce of their maxima ahead of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from autopar.ir.lowered.inside import Phase
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.storage import zero_dim
-from autopar.ir.placed.zero_units import ZeroUnit, parameter_readers, stages_that_read, zero_units
+from autopar.ir.placed.zero_units import ZeroUnit, axes_of_maxima, parameter_readers, stages_that_read, zero_units
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
 from autopar.ir.schedule import Action, Pipelining
@@ -72,6 +74,8 @@ class _Step:
             yield from self._sums(name, stages_that_read(self.placed, blocks), name in divided)
         for unit in units:
             yield from self._zero(unit)
+        for stage in sorted({unit.stage for unit in units}):
+            yield from self._maxima(stage, [name for unit in units if unit.stage == stage for name in unit.narrow])
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Local shape of a parameter, before ZeRO."""
@@ -101,6 +105,14 @@ class _Step:
     def _shards(self, zero_axes: tuple[int, ...]) -> int:
         return prod(self.placed.mesh.sizes[axis] for axis in zero_axes if axis in self.placed.shard_axes)
 
+    def _maxima(self, stage: int, names: list[str]) -> Iterator[Record]:
+        """What ranks agree on before they gather parameters in 8 bits: a float32 of each."""
+        storage = [self.placed.storage[name] for name in names]
+        cuts = [(own.layout, own.zero_axes) for own in storage]
+        axes = axes_of_maxima(cuts, self.placed.shard_axes, self.placed.mesh)
+        if names:
+            yield self._record("parameter", "maxima", "all_reduce", "forward", axes, 4 * len(names), 1, (stage,))
+
     def _zero(self, unit: ZeroUnit) -> Iterator[Record]:
         order = [a for a in self.pipelining.orders()[self.pipelining.rank_of(unit.stage)] if a.stage == unit.stage]
         if not unit.has_backward:
@@ -119,7 +131,10 @@ class _Step:
         across = tuple(axis for axis in zero_axes if axis not in placed.shard_axes)
         size, of = self._shards(zero_axes), unit.block or "shared parameters"
         values = {name: placed.analysis.names[name].meta["val"] for name in names}
-        gathered = sum(size * self._shard_numel(n) * itemsize_of(v.dtype, precision) for n, v in values.items())
+        gathered = sum(
+            size * self._shard_numel(n) * (1 if n in unit.narrow else itemsize_of(v.dtype, precision))
+            for n, v in values.items()
+        )
         wide = narrow_dtype(precision) is not None
         trained = sum(
             self._shard_numel(n) * (4 if wide else v.dtype.itemsize)

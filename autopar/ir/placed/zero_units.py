@@ -7,15 +7,17 @@ whose data axes there is one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.graph import Parameter, op_nodes, tensor_operands
+from autopar.ir.mesh import Mesh
 from autopar.ir.placed.placed_model import PlacedModel
 from autopar.ir.placed.storage import zero_divides
+from autopar.ir.placement import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class ZeroUnit:
     zero_stage: 0 to 3. reshards: after each forward of the unit.
     parameters: by placeholder name; none where no parameter is shared.
     has_backward: a gradient comes to what the unit computes.
+    narrow: placeholder names of those that are gathered in 8 bits, by the largest magnitude of each, on which ranks
+    agree once a step.
     """
 
     stage: int
@@ -34,6 +38,23 @@ class ZeroUnit:
     reshards: bool
     parameters: Mapping[str, Parameter]
     has_backward: bool = True
+    narrow: frozenset[str] = frozenset()
+
+
+def axes_of_maxima(
+    parameters: Iterable[tuple[Layout, Sequence[int]]], shard_axes: Sequence[int], mesh: Mesh
+) -> tuple[int, ...]:
+    """Mesh axes over which ranks agree on the largest magnitudes of parameters: those that cut any of them.
+
+    parameters: layout and axes that ZeRO works over, of each. shard_axes: those that it shards over.
+    """
+    cut = {
+        axis
+        for layout, zero_axes in parameters
+        for axis, placement in enumerate(layout)
+        if not placement.is_replicate() or (axis in zero_axes and axis in shard_axes)
+    }
+    return tuple(axis for axis in sorted(cut) if mesh.sizes[axis] > 1)
 
 
 def parameter_readers(placed: PlacedModel) -> Mapping[str, frozenset[int]]:
@@ -67,6 +88,9 @@ def zero_units(placed: PlacedModel) -> tuple[ZeroUnit, ...]:
         last = max(found[stage])
         for number in (*sorted(found[stage].keys() - {PRELUDE}), PRELUDE):
             block = None if number == PRELUDE else repetition.blocks[number]
+            parameters = found[stage].get(number, {})
+            # From host memory a piece comes as it is stored.
+            offload = plan.stages[stage].offload
             units.append(
                 ZeroUnit(
                     stage=stage,
@@ -74,8 +98,9 @@ def zero_units(placed: PlacedModel) -> tuple[ZeroUnit, ...]:
                     zero_stage=plan.zero if block is None else plan.zero_of(block.kind),
                     # Backward begins with the last block, and what the stage itself holds is used until then.
                     reshards=block is not None and number != last and plan.reshards(block.kind),
-                    parameters=found[stage].get(number, {}),
+                    parameters=parameters,
                     has_backward=number in flowing,
+                    narrow=frozenset() if offload else placed.analysis.narrow_weights & parameters.keys(),
                 )
             )
     return tuple(units)

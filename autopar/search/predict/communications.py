@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.cost_model.communication.redistribution_table import redistribution
+from autopar.cost_model.communication.redistribution_table import WHOLE, redistribution
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.ir.placed.layouts import Need
 from autopar.ir.placement import Layout
@@ -19,7 +19,7 @@ from autopar.ir.rule import Assignment
 from autopar.search.pricing.block_moves import needs_of
 from autopar.search.pricing.block_prices import layouts_of
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Tensor, Transfer, Workload
+from autopar.search.problem.workload import Transfer, Workload
 
 _GROWING, _SHRINKING = (Collective.ALL_GATHER,), (Collective.SPLIT, Collective.REDUCE_SCATTER)
 
@@ -76,7 +76,7 @@ def of_transfer(
     """
     workload, tensor = pricing.workload, transfer.tensor
     for (value, grad), users in needs.items():
-        for step, num_bytes, time in priced_steps(pricing, tensor, source, value, grad):
+        for step, num_bytes, time in priced_steps(pricing, transfer, source, value, grad):
             forward, backward = step.forward, step.backward if tensor.differentiable else Collective.NONE
             yield Communication(
                 tensor=name_of(workload, tensor.node),
@@ -114,17 +114,20 @@ def inside_op(pricing: Pricing, node: fx.Node, choices: Assignment) -> Iterator[
 
 
 def priced_steps(
-    pricing: Pricing, tensor: Tensor, source: Layout, value: Layout, grad: Layout
+    pricing: Pricing, transfer: Transfer, source: Layout, value: Layout, grad: Layout
 ) -> Iterator[tuple[Step, float, OpTime]]:
-    """Steps of a redistribution, with the bytes of a microbatch that a rank has where it has most, and the seconds."""
+    """Steps of a redistribution, with the bytes of a microbatch that a rank has where it has most, as they are before
+    any gather in 8 bits, and the seconds."""
+    tensor, shares = transfer.tensor, pricing.shares(transfer)
     num_bytes = tensor.bytes_of_microbatch(pricing.parts)
     rows, before = tensor.rows_of_microbatch(pricing.parts), ZERO
     local = num_bytes / pricing.pieces(source)
     steps = redistribute(source, value, grad)
+    shares = shares if len(steps) == 1 else WHOLE
     for number, step in enumerate(steps):
         size = pricing.mesh.sizes[step.axis]
         after = local * size if step.forward in _GROWING else local / size if step.forward in _SHRINKING else local
-        until = redistribution(pricing.moves.links, steps[: number + 1], source, rows).at(num_bytes)
+        until = redistribution(pricing.moves.links, steps[: number + 1], source, rows, shares).at(num_bytes)
         time = until + -1.0 * before
         yield step, max(local, after), OpTime(time.forward_s, time.backward_s if tensor.differentiable else 0.0)
         local, before = after, until

@@ -126,6 +126,10 @@ def predict(
             passes[:] = map(sum, zip(passes, copies, strict=True))
     # The first microbatch waits in every stage for what is gathered once a step.
     opening = exposed_gathers(inside, shape, ahead=cluster.device.stack.gathers_ahead)
+    for number, stage in enumerate(stages):
+        opening[number] += pricing.maxima_s(
+            p for b in range(stage.first, stage.last + 1) for p in priced.held.get(b, ())
+        )
     each = [
         [own + first, *[own] * (shape.num_microbatches - 1)] if first else own
         for own, first in zip(forward, opening, strict=True)
@@ -283,7 +287,7 @@ def _by_axis(
             continue
         source = layouts.made(transfer.tensor.node, transfer.tensor.result)
         for need in needs_of(layouts, transfer):
-            for step, _, time in priced_steps(pricing, transfer.tensor, source, *need):
+            for step, _, time in priced_steps(pricing, transfer, source, *need):
                 spent[step.axis] += times * time.total_s
     blocks = workload.repetition.blocks
     kinds = Counter(blocks[b].kind for stage in stages for b in range(stage.first, stage.last + 1))

@@ -39,7 +39,7 @@ def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node
 def moved_by(pricing: Pricing, transfer: Transfer, layouts: Layouts) -> Moves:
     """Redistributions of a transfer."""
     source = layouts.made(transfer.tensor.node, transfer.tensor.result)
-    made = {need: pricing.move(transfer.tensor, source, *need) for need in needs_of(layouts, transfer)}
+    made = {need: pricing.move(transfer, source, *need) for need in needs_of(layouts, transfer)}
     redone = sum(move.forward_s for need, move in made.items() if not reduces_or_all_to_alls(source, *need))
     every = sum(made.values(), ZERO)
     if pricing.memory.regathers:

@@ -416,7 +416,9 @@ def _parameters(
                 alone = kinds[block].kind if apart else None
                 price = made.get(alone)
                 if price is None:
-                    price = pricing.parameter(group.numel, group.requires_grad, uses, alone, group.itemsize)
+                    price = pricing.parameter(
+                        group.numel, group.requires_grad, uses, alone, group.itemsize, narrow=group.narrow
+                    )
                     made[alone] = price
                 held.setdefault(block, []).append(price)
                 prices[name] = price

@@ -234,7 +234,7 @@ class _Builder:
         """Cost of all parameters of a group. uses: codes of their needs."""
         weights, found = self.weights, inf
         for pricing in self.pricings:
-            price = pricing.parameter_seconds(group.numel, group.requires_grad, uses)
+            price = pricing.parameter_seconds(group, uses)
             seconds = price.micro_s + weights.masters * price.masters_s + weights.sync * price.sync_s
             found = min(found, (seconds + weights.state * price.state_bytes) / price.numel)
         return found * group.numel * len(group.names)
@@ -314,7 +314,7 @@ class _Builder:
         if pattern.numbers is None:
             fixed, per_byte = self._passed(pattern.states, pattern.wanted, rows, summed)
         else:
-            fixed, per_byte = moves.table(pattern.numbers, rows)
+            fixed, per_byte = moves.table(pattern.numbers, rows, self.pricing.shares(transfer))
         return FactorShape(sources=pattern.sources, users=pattern.users, fixed=fixed, per_byte=per_byte, summed=summed)
 
     def _pattern(self, number: int, transfer: Transfer, variables: Sequence[int]) -> FactorPattern:

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.gradient_sync import SyncTime, sync_time
 from autopar.cost_model.communication.lowered_ops import lowering_time
-from autopar.cost_model.communication.redistribution_table import LinkPrices, Times
+from autopar.cost_model.communication.redistribution_table import WHOLE, LinkPrices, Shares, Times
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.compute.fusion import Fused, fused_ops, merged_products
@@ -161,7 +161,7 @@ class MeshPrices:
     _noise_free: MeshPrices | None = None
     _times: dict[float, Times] = field(default_factory=dict)
     _lowerings: dict[tuple[fx.Node, Assignment, int], OpTime] = field(default_factory=dict)
-    _rates: dict[tuple[tuple[int, ...], int, str, bool], SyncTime] = field(default_factory=dict)
+    _rates: dict[tuple[object, ...], SyncTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = LinkPrices.of(self.fabric)
@@ -180,23 +180,32 @@ class MeshPrices:
             self._noise_free = MeshPrices(Fabric(noise_free, self.mesh), self.known)
         return self._noise_free
 
-    def move(self, source: Layout, value: Layout, grad: Layout, differentiable: bool, rows: float = inf) -> Affine:
+    def move(
+        self,
+        source: Layout,
+        value: Layout,
+        grad: Layout,
+        differentiable: bool,
+        rows: float = inf,
+        shares: Shares = WHOLE,
+    ) -> Affine:
         """Redistribution of a tensor, by the bytes of its microbatch (all ranks of the stage together).
 
-        rows: size of dimension 0 of the microbatch.
+        rows: size of dimension 0 of the microbatch. shares: of its bytes that a gather moves.
         """
         codes = np.array([encode(source)]), np.array([encode_need(value, grad)])
         number = self.known.numbers(*codes, differentiable)
-        return self._at(rows_class(rows, self.mesh)).at(int(number[0, 0]))
+        return self._at(rows_class(rows, self.mesh)).at(int(number[0, 0]), shares)
 
-    def table(self, numbers: Ints, rows: float) -> tuple[Floats, Floats]:
+    def table(self, numbers: Ints, rows: float, shares: Shares = WHOLE) -> tuple[Floats, Floats]:
         """Fixed seconds and seconds per byte, both directions together, of redistributions by ``Moves.numbers``.
 
-        rows: a ``rows_class``.
+        rows: a ``rows_class``. shares: of the bytes that a gather moves.
         """
         times = self._at(rows)
         fixed = times.forward_fixed[numbers] + times.backward_fixed[numbers]
-        return fixed, times.forward_per_byte[numbers] + times.backward_per_byte[numbers]
+        forward, backward = times.per_byte(numbers, shares)
+        return fixed, forward + backward
 
     def _at(self, rows: float) -> Times:
         """Seconds of all redistributions that are numbered so far."""
@@ -226,13 +235,24 @@ class MeshPrices:
             )
         return found
 
-    def sync_rate(self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True) -> SyncTime:
-        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient."""
-        key = (axes, zero, precision, trains)
+    def sync_rate(
+        self, axes: tuple[int, ...], zero: int, precision: str, *, trains: bool = True, gathered: int | None = None
+    ) -> SyncTime:
+        """Gradient synchronisation over ``axes`` jointly, per element and without latency. trains: has a gradient.
+        gathered: bytes of an element that is gathered, if not those of compute."""
+        key = (axes, zero, precision, trains, gathered)
         found = self._rates.get(key)
         if found is None:
             one, two = (
-                sync_time(self.fabric, n * _SAMPLE, axes, zero=zero, precision=precision, trained=float(trains))
+                sync_time(
+                    self.fabric,
+                    n * _SAMPLE,
+                    axes,
+                    zero=zero,
+                    precision=precision,
+                    trained=float(trains),
+                    gathered=None if gathered is None else gathered * n * _SAMPLE,
+                )
                 for n in (1, 2)
             )
             found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -16,23 +17,28 @@ from autopar.cost_model.communication.gradient_sync import (
     buffer_copies,
     hooks_time,
     master_work,
+    narrow_work,
     offload_time,
     optimizer_time,
     sync_time,
 )
+from autopar.cost_model.communication.redistribution_table import WHOLE, Shares
+from autopar.cost_model.compute.casts import spared_by_gather
 from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
 from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.mesh import Mesh
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.placed.layouts import Need
 from autopar.ir.placed.storage import stored, zero_divides
 from autopar.ir.placement import Layout, Shard
 from autopar.ir.primitives.read_parameter import ALONE_BYTES
+from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.placement_codes import decode_need
 from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
-from autopar.search.problem.workload import Tensor, Workload
+from autopar.search.problem.workload import ParameterGroup, Tensor, Transfer, Workload
 
 MASTER = 4  # bytes of a stored parameter and of its gradient
 
@@ -48,7 +54,7 @@ class ParameterPrice:
     gradient. sync_axes: axes over which its gradient is all-reduced once a step; zero_axes: axes that ZeRO shards it
     over, for a frozen parameter at stage 3 alone, which gathers it. micro: added to every microbatch (casts,
     redistributions of later uses), cast_s of it for casts. zero, reshard: stage, and whether stage 3 reshards it after
-    forward. itemsize: bytes of a stored element, of a frozen parameter.
+    forward. itemsize: bytes of a stored element, of a frozen parameter. gathered: of an element as ZeRO gathers it.
     """
 
     numel: float
@@ -61,6 +67,7 @@ class ParameterPrice:
     reshard: bool
     shards: int
     itemsize: int = MASTER
+    gathered: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +135,25 @@ class Pricing:
     def op(self, node: fx.Node, assignment: Assignment) -> OpTime:
         """One microbatch of one op, collectives of its lowering included."""
         time = self.ops.time(node, assignment, self.mesh, self.parts)
-        return time + self.lowering(node, assignment)
+        return time + self.lowering(node, assignment) + -1.0 * self.spared(node, assignment)
+
+    def spared(self, node: fx.Node, assignment: Assignment) -> OpTime:
+        """Seconds of casts that the price of an op has, and that are not run as its weight is gathered in 8 bits."""
+        group, kind = self.workload.narrow_products.get(node), None
+        if group is None or not self.zero:
+            return ZERO
+        need = Need(*self.workload.rule(node).operand_layout(group.uses[0][1], assignment))
+        if self.zero_stages is not None:
+            kind = self.workload.repetition.blocks[group.blocks[0][0]].kind
+        return self._spared(self.parameter(group.numel, group.requires_grad, [need], kind, narrow=True), group.reaches)
+
+    def _spared(self, price: ParameterPrice, reaches: bool) -> OpTime:
+        """reaches: whether the input of its product has a gradient."""
+        compute, device = ITEMSIZE[self.workload.precision], self.ops.cluster.device
+        if price.gathered == compute:
+            return ZERO
+        moved = spared_by_gather(device, SCALINGS["fp8-tensor"], compute, backward=reaches)
+        return OpTime(*(device.memory_seconds(price.numel * own) for own in moved))
 
     def lowering(self, node: fx.Node, assignment: Assignment) -> OpTime:
         """One microbatch of the collectives inside an op."""
@@ -137,12 +162,20 @@ class Pricing:
             return ZERO
         return self.moves.lowering(node, assignment, self.ops, self.parts)
 
-    def move(self, tensor: Tensor, source: Layout, value: Layout, grad: Layout) -> OpTime:
+    def shares(self, transfer: Transfer) -> Shares:
+        """Of the bytes that gathers of a transfer move, those that are left where products by tensor read them."""
+        if not self.ops.cluster.device.stack.gathers_narrow:
+            return WHOLE
+        forward, backward = (1.0 / transfer.tensor.itemsize if narrow else 1.0 for narrow in transfer.narrow)
+        return forward, backward
+
+    def move(self, transfer: Transfer, source: Layout, value: Layout, grad: Layout) -> OpTime:
         """One microbatch of one redistribution."""
+        tensor = transfer.tensor
         if source == value and not tensor.differentiable:
             return ZERO
         rows = tensor.rows_of_microbatch(self.parts)
-        affine = self.moves.move(source, value, grad, tensor.differentiable, rows)
+        affine = self.moves.move(source, value, grad, tensor.differentiable, rows, self.shares(transfer))
         return ZERO if affine == NOTHING else affine.at(tensor.bytes_of_microbatch(self.parts))
 
     def feeding_s(self, choices: Assignment) -> float:
@@ -173,10 +206,13 @@ class Pricing:
         uses: Sequence[Need],
         kind: int | None = None,
         itemsize: int = MASTER,
+        *,
+        narrow: bool = False,
     ) -> ParameterPrice:
         """A parameter whose uses need these (value, gradient) layouts; the first one decides where it is stored.
 
-        kind: of the block that alone uses it; None if several do. itemsize: bytes of an element of the model's.
+        kind: of the block that alone uses it; None if several do. itemsize: bytes of an element of the model's. narrow:
+        whether ZeRO may gather it in 8 bits.
         """
         storage = stored(uses, len(self.mesh), trains=requires_grad)
         layout, partial = storage.layout, set(storage.partial_axes)
@@ -192,13 +228,14 @@ class Pricing:
         elif zero == 1 and self.num_microbatches == 1:
             # The only backward scatters each gradient as it is computed, as stage 2 does in every backward.
             zero = 2
-        compute = ITEMSIZE[self.workload.precision]
+        compute, device = ITEMSIZE[self.workload.precision], self.ops.cluster.device
+        is_narrow = narrow and bool(zero_axes) and not self.offload and device.stack.gathers_narrow
+        gathered = 1 if is_narrow else compute
         local = numel / self.pieces(layout)
         micro = ZERO
         for need in uses[1:]:
             wanted = storage.wanted_gradient(need)
             micro += self.moves.move(layout, need.value, wanted, requires_grad).at(numel * compute)
-        device = self.ops.cluster.device
         masters = master_work(
             local,
             shards,
@@ -211,12 +248,12 @@ class Pricing:
         if not requires_grad:
             cast = OpTime(cast.forward_s, 0.0)
         if zero_axes:
-            copies = buffer_copies(
-                local, zero=zero, itemsize=compute, num_microbatches=self.num_microbatches, reshard=reshard
-            )
+            work: dict[str, Any] = {"zero": zero, "itemsize": compute, "num_microbatches": self.num_microbatches}
+            copies = buffer_copies(local, gathered=gathered, reshard=reshard, **work)
             if not requires_grad:
                 copies = copies[0], copies[0] if reshard else 0.0
-            micro += OpTime(*(device.memory_seconds(moved) for moved in copies))
+            quantised = narrow_work(local, shards, reshard=reshard, **work) if is_narrow else (0.0, 0.0)
+            micro += OpTime(*(device.memory_seconds(sum(moved)) for moved in zip(copies, quantised, strict=True)))
         return ParameterPrice(
             numel=local,
             requires_grad=requires_grad,
@@ -228,20 +265,24 @@ class Pricing:
             reshard=reshard,
             shards=shards,
             itemsize=MASTER if requires_grad else itemsize,
+            gathered=gathered,
         )
 
-    def parameter_seconds(self, numel: int, requires_grad: bool, uses: tuple[int, ...]) -> ParameterSeconds:
-        """A parameter under uses in codes."""
+    def parameter_seconds(self, group: ParameterGroup, uses: tuple[int, ...]) -> ParameterSeconds:
+        """A parameter of a group under uses in codes, less what the price of its product has and is not run."""
+        numel, requires_grad, narrow = group.numel, group.requires_grad, group.narrow
         # With a single use, all is in proportion to its elements.
         size = numel if len(uses) > 1 else _SAMPLE
         zero = (self.zero, self.data_axes, self.reshard, self.offload) if self.zero else ()
-        key = (size, requires_grad, uses, self.num_microbatches, *zero)
+        key = (size, requires_grad, uses, self.num_microbatches, narrow, group.reaches, *zero)
         found = self.moves.parameters.get(key)
         if found is None:
             count = self.num_microbatches
-            price = self.parameter(size, requires_grad, [Need(*decode_need(use, len(self.mesh))) for use in uses])
+            needs = [Need(*decode_need(use, len(self.mesh))) for use in uses]
+            price = self.parameter(size, requires_grad, needs, narrow=narrow)
+            spared_s = self._spared(price, group.reaches).total_s
             found = self.moves.parameters[key] = ParameterSeconds(
-                micro_s=count * (price.micro.total_s - price.cast_s),
+                micro_s=count * (price.micro.total_s - price.cast_s - spared_s),
                 masters_s=count * price.cast_s + self.optimiser_s(price),
                 sync_s=self.sync(price).total_s(count),
                 state_bytes=self.state(price).total,
@@ -257,7 +298,11 @@ class Pricing:
         total = SyncTime()
         if price.zero_axes:
             total += price.numel * self.moves.sync_rate(
-                price.zero_axes, price.zero, self.workload.precision, trains=price.requires_grad
+                price.zero_axes,
+                price.zero,
+                self.workload.precision,
+                trains=price.requires_grad,
+                gathered=price.gathered,
             )
         if price.sync_axes:
             share = price.numel / (price.shards if price.zero_axes else 1)
@@ -269,16 +314,22 @@ class Pricing:
         run beside compute, and the part that cannot."""
         beside, waited = self.summed_sync(prices)
         precision, fabric = self.workload.precision, self.moves.fabric
-        for (zero, reshard, axes), (numel, count, trained) in by_zero_stage(prices).items():
-            found = sync_time(fabric, numel, axes, zero=zero, precision=precision, reshard=reshard, trained=trained)
+        device = self.ops.cluster.device
+        for (zero, reshard, axes), own in by_zero_stage(prices).items():
+            when: dict[str, Any] = {"zero": zero, "reshard": reshard, "trained": own.trained}
+            found = sync_time(fabric, own.numel, axes, precision=precision, gathered=own.gathered_bytes, **when)
             if self.offload:
-                found += offload_time(
-                    numel / self._size(axes), self.ops.cluster.device, zero=zero, reshard=reshard, trained=trained
-                )
+                found += offload_time(own.numel / self._size(axes), device, **when)
             hidden, exposed = self._overlap(found, axes, zero)
             beside, waited = beside + hidden, waited + exposed
-            waited += hooks_time(count, self.ops.cluster.device, zero=zero, reshard=reshard)
+            waited += hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
         return beside, waited
+
+    def maxima_s(self, prices: Iterable[ParameterPrice]) -> float:
+        """Once a step: the largest magnitudes of what a stage gathers in 8 bits, over all of its ranks."""
+        count = sum(bool(price.zero_axes) and price.gathered < ITEMSIZE[self.workload.precision] for price in prices)
+        axes = tuple(range(len(self.mesh)))
+        return self.moves.fabric.time(Collective.ALL_REDUCE, 4.0 * count, axes) if count else 0.0
 
     def summed_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
         """The all-reduces of ``bucket_sync``: the part that can run beside compute, and the part that needs the core
@@ -314,6 +365,7 @@ class Pricing:
             itemsize=price.itemsize,
             stack=self.memory,
             reduced=bool(price.sync_axes or price.zero_axes),
+            gathered=price.gathered,
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
@@ -330,13 +382,13 @@ class Pricing:
         resharded after it, gradients as computed, and the buffer that those are scattered from."""
         gathered = unsharded = scattered = 0.0
         compute = ITEMSIZE[self.workload.precision]
-        for (zero, reshard, _), (numel, _, trained) in by_zero_stage(prices).items():
+        for (zero, reshard, _), own in by_zero_stage(prices).items():
             leaving = 0.0
             if zero == 3 or not self.memory.lasting_gradients:
-                leaving = scattered_bytes(numel * trained, zero=zero, num_microbatches=self.num_microbatches)
-            gathered += gathered_bytes(numel, zero=zero, precision=self.workload.precision, reshard=reshard)
+                leaving = scattered_bytes(own.numel * own.trained, zero=zero, num_microbatches=self.num_microbatches)
+            gathered += gathered_bytes(own.gathered_bytes, zero=zero, reshard=reshard)
             scattered += leaving
-            unsharded += compute * numel * trained if leaving else 0.0
+            unsharded += compute * own.numel * own.trained if leaving else 0.0
         return gathered, unsharded, scattered
 
     def lasting_bytes(self, price: ParameterPrice) -> float:
@@ -366,15 +418,25 @@ class Pricing:
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
 
 
-def by_zero_stage(
-    prices: Iterable[ParameterPrice],
-) -> dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]]:
-    """(ZeRO stage, whether it is resharded after forward, axes) -> elements and number of the tensors that ZeRO
-    shards so, and the share of the elements that train."""
-    found: dict[tuple[int, bool, tuple[int, ...]], tuple[float, int, float]] = {}
+class Together(NamedTuple):
+    """Tensors that ZeRO shards alike: their elements and number, the share of the elements that train, and their bytes
+    as they are gathered."""
+
+    numel: float
+    num_tensors: int
+    trained: float
+    gathered_bytes: float
+
+
+def by_zero_stage(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], Together]:
+    """(ZeRO stage, whether it is resharded after forward, axes) -> the tensors that ZeRO shards so."""
+    found: dict[tuple[int, bool, tuple[int, ...]], list[ParameterPrice]] = {}
     for price in prices:
         if price.zero_axes:
-            key = (price.zero, price.reshard, price.zero_axes)
-            numel, count, trained = found.get(key, (0.0, 0, 0.0))
-            found[key] = numel + price.numel, count + 1, trained + price.numel * price.requires_grad
-    return {key: (numel, count, trained / numel) for key, (numel, count, trained) in found.items()}
+            found.setdefault((price.zero, price.reshard, price.zero_axes), []).append(price)
+    together = {}
+    for key, own in found.items():
+        numel = sum(price.numel for price in own)
+        trained = sum(price.numel for price in own if price.requires_grad) / numel
+        together[key] = Together(numel, len(own), trained, sum(price.numel * price.gathered for price in own))
+    return together

@@ -24,6 +24,7 @@ from autopar.ir.analysis.blocks import PRELUDE, BlockRepetition
 from autopar.ir.analysis.eight_bits import recipes_by_rule
 from autopar.ir.analysis.gradient_flow import computed
 from autopar.ir.analysis.matrix_factors import find_expert_factors, find_stacks_of_experts
+from autopar.ir.analysis.narrow_activations import reads_narrow, takes_narrow_gradient
 from autopar.ir.analysis.op_clusters import OpCluster, OpClusters, first_instances
 from autopar.ir.graph import CapturedModel, has_gradient_dtype, op_nodes, source, tensor_operands, tensor_results
 from autopar.ir.plan import Plan, Precision, Recipe
@@ -67,13 +68,15 @@ class Transfer:
     """A tensor and its uses inside one block.
 
     uses: (representative op, operand position). blocks: index of every block instance it looks like this in.
-    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude).
+    from_blocks: block of the producer, for each of ``blocks`` (PRELUDE for step inputs and the prelude). narrow:
+    whether products by tensor alone read it, and whether one alone reads its gradient (``narrow_activations``).
     """
 
     tensor: Tensor
     uses: tuple[tuple[fx.Node, int], ...]
     blocks: tuple[int, ...]
     from_blocks: tuple[int, ...]
+    narrow: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,6 +96,7 @@ class ParameterGroup:
 
     uses: (representative op, operand position) of every use in execution order; the first decides the storage. names:
     placeholder names. blocks: for each of them the blocks that use it, in that order. itemsize: bytes of an element.
+    narrow: whether ZeRO may gather it in 8 bits; reaches: then, whether the input of its product has a gradient.
     """
 
     numel: int
@@ -102,6 +106,8 @@ class ParameterGroup:
     uses: tuple[tuple[fx.Node, int], ...]
     names: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
+    narrow: bool = False
+    reaches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,6 +259,10 @@ class Workload:
                 uses=first[key][2],
                 blocks=tuple(blocks),
                 from_blocks=tuple(from_blocks),
+                narrow=(
+                    all(reads_narrow(user, position) for user, position in first[key][2]),
+                    takes_narrow_gradient(first[key][0]) and len(first[key][0].users) == 1,
+                ),
             )
             for key, (blocks, from_blocks) in alike.items()
         )
@@ -356,9 +366,16 @@ class Workload:
                     uses=tuple(u[1:] for u in uses[names[0]]),
                     names=tuple(names),
                     blocks=tuple(tuple(dict.fromkeys(u[0] for u in uses[name])) for name in names),
+                    narrow=(narrow := names[0] in self.analysis.narrow_weights),
+                    reaches=narrow and tensor_operands(uses[names[0]][0][1])[0] in self.analysis.differentiable,
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def narrow_products(self) -> Mapping[fx.Node, ParameterGroup]:
+        """Representative products whose weights ZeRO may gather in 8 bits."""
+        return {group.uses[0][0]: group for group in self.parameters if group.narrow}
 
     @cached_property
     def trainable_numel(self) -> int:
