@@ -263,11 +263,23 @@ class Row:
         return self.year > LAST_UNFUSED and not any(name in self.source for name in UNFUSED)
 
     @property
+    def hides_dispatch(self) -> bool:
+        """Whether it is a recipe whose dispatch runs beside another microbatch: without dropped tokens, between nodes
+        of eight, in virtual stages (moe_a2a_overlap in scripts/performance of Megatron-Bridge). Racks do without."""
+        whole = self.whole_experts and "tokendrop" not in self.notes
+        return whole and self.number("vpp", 1) > 1 and self.devices_of_node == 8
+
+    @property
+    def devices_of_node(self) -> int:
+        return int(find_gpu(self.gpu).gpus_per_node.value)
+
+    @property
     def stack(self) -> Stack:
         said = f"{self.source} {self.notes}"
         megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
-        if self.whole_experts and self.model.startswith(DISPATCHED_ONCE):
-            megatron = "megatron-core-2025-deepep"
+        if self.hides_dispatch:
+            once = self.model.startswith(DISPATCHED_ONCE)
+            megatron = "megatron-core-2025-deepep" if once else "megatron-core-2025-overlap"
         return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
 
     def workload(self, captured: CapturedModel) -> Workload:

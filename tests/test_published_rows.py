@@ -114,9 +114,18 @@ def test_whole_experts_are_divided_over_tensor_ranks_as_over_data_ranks() -> Non
         row(**{**BRIDGE, "n_gpus": "128", "tp": "16", "dp": "8", "ep": "8"}).constraints()
 
 
-def test_deepseek_v3_is_dispatched_by_the_library_made_for_it() -> None:
-    assert row(**BRIDGE, model="deepseek-v3").stack.name == "megatron-core-2025-deepep"
-    assert row(**BRIDGE, model="qwen3-30b-a3b").stack.name == "megatron-core-2025"
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"model": "deepseek-v3", "vpp": "4"}, "megatron-core-2025-deepep"),
+        ({"model": "qwen3-30b-a3b", "vpp": "4"}, "megatron-core-2025-overlap"),
+        ({"model": "qwen3-30b-a3b", "vpp": "1"}, "megatron-core-2025"),
+        ({"model": "qwen3-30b-a3b", "vpp": "4", "notes": "table variant: tokendrop"}, "megatron-core-2025"),
+        ({"model": "qwen3-30b-a3b", "vpp": "4", "gpu": "GB200", "n_gpus": "64"}, "megatron-core-2025"),
+    ],
+)
+def test_dispatch_runs_beside_another_microbatch_where_recipes_have_it(cells: dict[str, str], stack: str) -> None:
+    assert row(**{**BRIDGE, "pp": "2", **cells}).stack.name == stack
 
 
 def test_tokens_are_dispatched_to_whole_experts() -> None:

@@ -72,24 +72,28 @@ def lowering_time(
         batch=batch_factor,
         num_microbatches=num_microbatches,
     )
-    total, local_scales = OpTime(), fabric.cluster.device.stack.local_scales
+    device, total, dispatched = fabric.cluster.device, OpTime(), 0.0
     # A chunked loss has the same ones for every chunk.
     for one, count in Counter(INSIDE[name](node, rule, sizes)).items():
         axes = [mesh.index(axis) for axis in one.axes]
         if prod(mesh.sizes[axis] for axis in axes) == 1 or (
-            name in _SCALED and one.kind == "all_reduce" and local_scales
+            name in _SCALED and one.kind == "all_reduce" and device.stack.local_scales
         ):
             continue
         collective, payload, reorder = Collective(one.kind), one.payload_bytes, 0.0
         if collective is Collective.ALL_TO_ALL:
             # Ranks wait for the one that most tokens go to; what arrives is put in the order of the experts.
             payload *= share_of_busiest(loads, rule.sizes[EXPERTS], sharing_ranks(assignment, mesh))
-            reorder = fabric.cluster.device.kernel_launch_s + fabric.cluster.device.memory_seconds(2 * payload)
+            reorder = device.kernel_launch_s + device.memory_seconds(2 * payload)
             sent_s = fabric.dispatch_time(payload, axes, _rows_per_token(node, rule, assignment, mesh))
+            dispatched += count * sent_s
         else:
             sent_s = fabric.time(collective, payload, axes)
         seconds = count * (sent_s + reorder)
         total += OpTime(seconds) if one.phase == "forward" else OpTime(0.0, seconds)
+    if device.stack.hides_dispatch and dispatched and compute is not None and num_microbatches > 1:
+        # Beside the experts of another microbatch; attention there may hide more.
+        total *= 1.0 - device.hidden * min(dispatched, compute.total_s) / total.total_s
     return total
 
 

@@ -131,11 +131,18 @@ MEGATRON_CORE_2025 = replace(
     why="the same, with cross entropy in one kernel of Transformer Engine (recalled: releases of Megatron-Core), and "
     "biases of experts",
 )
-MEGATRON_CORE_DEEPEP = replace(
+MEGATRON_CORE_OVERLAP = replace(
     MEGATRON_CORE_2025,
+    name="megatron-core-2025-overlap",
+    hides_dispatch=True,
+    why="the same, with the all-to-alls of one microbatch beside the compute of another, between virtual stages "
+    "(overlap_moe_expert_parallel_comm; moe_a2a_overlap in scripts/performance of Megatron-Bridge)",
+)
+MEGATRON_CORE_DEEPEP = replace(
+    MEGATRON_CORE_OVERLAP,
     name="megatron-core-2025-deepep",
     sends_once=True,
-    why="the same, with tokens dispatched by DeepEP: between nodes each is sent once to a node, and from there over "
+    why="the same, and tokens dispatched by DeepEP: between nodes each is sent once to a node, and from there over "
     "NVLink (deepseek-ai/DeepEP README; moe_flex_dispatcher_backend of Megatron-Core)",
 )
 TORCHTITAN = Stack(
@@ -206,6 +213,7 @@ STACKS = {
     stack.name: stack
     for stack in (
         *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, ZERO_BUBBLE, MEGATRON_CORE, MEGATRON_CORE_2025),
+        MEGATRON_CORE_OVERLAP,
         MEGATRON_CORE_DEEPEP,
         *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),
     )

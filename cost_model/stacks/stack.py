@@ -40,7 +40,8 @@ class Stack:
     kernels of its own for its products and casts; launches_of_bias: those for its bias on the way out, forward and
     backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
     microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
-    while it computes the stage before, for all microbatches that come first there. why: where all this is from.
+    while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
+    one microbatch travel to experts and back while another microbatch is computed. why: where all this is from.
     """
 
     name: str
@@ -62,3 +63,4 @@ class Stack:
     launches_of_bias: tuple[int, int] = (0, 0)
     adds_in_products: bool = False
     gathers_ahead: bool = False
+    hides_dispatch: bool = False

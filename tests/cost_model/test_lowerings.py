@@ -11,6 +11,7 @@ from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.compute.op_roofline import op_time
 from autopar.cost_model.compute.op_time import ZERO, OpTime
+from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
@@ -68,6 +69,28 @@ def test_a_rank_sends_the_rows_of_its_own_experts_once_to_a_node() -> None:
     sent = fabric.dispatch_time(rows * HIDDEN * 2, 0, TOP_K / 2)
     reordered = cluster.device.kernel_launch_s + cluster.device.memory_seconds(2 * rows * HIDDEN * 2)
     assert found.backward_s == pytest.approx(2 * (sent + reordered))
+
+
+def test_a_stack_hides_a_dispatch_behind_the_experts_of_another_microbatch() -> None:
+    mesh, rule = Mesh.of(ep=16), rule_for(MOE)
+    waits, hides = (
+        make_cluster("h100-sxm", 16, stack=find_stack(name))
+        for name in ("megatron-core-2025", "megatron-core-2025-overlap")
+    )
+
+    def seconds(cluster: Cluster, compute_s: float, microbatches: int) -> float:
+        compute = OpTime(compute_s / 3, 2 * compute_s / 3)
+        return lowering_time(
+            MOE, rule, ("d0&experts",), Fabric(cluster, mesh), precision="bf16", batch_factor="d0", compute=compute,
+            num_microbatches=microbatches,
+        ).total_s  # fmt: skip
+
+    alone = seconds(waits, 1.0, 1)
+    assert seconds(hides, 1.0, 1) == alone, "there is no other microbatch"
+    whole = seconds(waits, 1.0, 2)
+    assert seconds(waits, 1e-5, 2) == whole
+    assert seconds(hides, 1e-5, 2) == pytest.approx(whole - hides.device.hidden * 1e-5)
+    assert (1 - hides.device.hidden) * whole <= seconds(hides, 1.0, 2) < 0.9 * whole
 
 
 @pytest.mark.parametrize(
