@@ -1,12 +1,14 @@
 """Predicted against published: seconds a step and peak memory of training runs that others have measured.
 
     python benchmarks/published.py [--data DIR] [--families sc21,titan] [--rows titan-001] [--plot published.html]
+                                   [--jobs 2] [--keep rows.jsonl]
 
 Each row of ``runs.csv`` is a model of the stated shape on the stated cluster under the stated plan. The code of
 ``autopar estimate`` predicts it, with memory enough that nothing is refused. Where a plan is printed in part, the
 fastest one that has what is printed is predicted; such rows are listed apart and count for the ranking alone. Rows that
-do not state what a prediction needs are listed with what is missing. Runs of software older than fused attention are
-taken with attention spelt out.
+do not state what a prediction needs are listed with what is missing. All rows take an hour of one core; ``--keep``
+writes each to a file as it comes, and takes from that file those that are in it. Runs of software older than fused
+attention are taken with attention spelt out.
 Ranking groups are plans for one workload whose true order is known. Constants of the cost model are not fitted here
 (``fit.py`` does), and nothing depends on the name of a row beyond the family it is counted in.
 """
@@ -15,11 +17,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from published_models import captured_of
@@ -44,6 +51,50 @@ class Compared:
     @property
     def error(self) -> float:
         return self.predicted / self.reported - 1
+
+
+# What tables are by -> of a row.
+PARTS: dict[str, Callable[[Row], str]] = {
+    "family": lambda row: row.family,
+    "software": lambda row: row.stack.name,
+    "device": lambda row: row.gpu,
+    "precision": lambda row: row.recipe or row.dtype,
+    "model": lambda row: "mixture of experts" if row.experts else "dense",
+    "pipeline": lambda row: "pipeline" if row.number("pp", 1) > 1 else "no pipeline",
+    "context": lambda row: "context parallelism" if row.number("cp", 1) > 1 else "whole sequences",
+}
+
+
+def measure(cells: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Rows of one model, by their cells: of each what it reports and what is predicted, or what is missing."""
+    known: dict[tuple[str, ...], CapturedModel] = {}
+    found: list[dict[str, Any]] = []
+    torch.set_num_threads(1)
+    for row in map(Row, cells):
+        try:
+            one = predict(row, known)
+            found.append({"id": row.id, "reported": one.reported, "predicted": one.predicted})
+            found[-1]["unprinted"] = list(one.unprinted)
+        except Missing as missing:
+            found.append({"id": row.id, "missing": f"does not say {missing}"})
+        except AutoparError as error:
+            found.append({"id": row.id, "missing": str(error).splitlines()[0]})
+    return found
+
+
+def measured(rows: list[Row], jobs: int, keep: Path | None) -> Iterator[dict[str, Any]]:
+    """``measure`` of all rows, in several processes. keep: file of rows measured before, and to write to."""
+    before = [json.loads(text) for text in keep.read_text().splitlines()] if keep and keep.is_file() else []
+    known = {one["id"]: one for one in before}
+    yield from (known[row.id] for row in rows if row.id in known)
+    new = [row for row in rows if row.id not in known]
+    groups = [[row.cells for row in group] for _, group in groupby(new, key=lambda row: row.model)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(measure, groups):
+            if keep:
+                with keep.open("a") as file:
+                    file.writelines(json.dumps(one) + "\n" for one in found)
+            yield from found
 
 
 def predict(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Compared:
@@ -73,6 +124,14 @@ def summary(name: str, errors: list[float]) -> str:
     worst = quantiles(absolute, n=10, method="inclusive")[-1] if len(absolute) > 1 else absolute[0]
     middle = median(errors)
     return f"| {name} | {len(errors)} | {100 * middle:+.1f} % | {100 * median(absolute):.1f} % | {100 * worst:.1f} % |"
+
+
+def table(part: str, parts: dict[str, list[float]]) -> None:
+    """The summaries of rows by ``part``, those without rows left out."""
+    print(f"\n| {part} | rows | median | median of absolute | 90th percentile of absolute |\n|---|---|---|---|---|")
+    for name, errors in sorted(parts.items()):
+        if errors:
+            print(summary(name, errors))
 
 
 def ranking(path: Path, compared: dict[str, Compared]) -> tuple[int, int, list[str]]:
@@ -120,10 +179,11 @@ def main() -> int:
     parser.add_argument("--families", help="of these alone")
     parser.add_argument("--rows", help="these alone")
     parser.add_argument("--plot", type=Path, help="page to write")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--keep", type=Path, help="file of predicted rows, one JSON object a line: read, and added to")
     options = parser.parse_args()
     if not (options.data / "runs.csv").is_file():
         parser.error(f"there is no {options.data / 'runs.csv'}; pass --data")
-    torch.set_num_threads(1)
     rows = read_rows(options.data / "runs.csv")
     if options.families:
         rows = [row for row in rows if row.family in options.families.split(",")]
@@ -131,30 +191,23 @@ def main() -> int:
         rows = [row for row in rows if row.id in options.rows.split(",")]
     compared: dict[str, Compared] = {}
     left_out: list[str] = []
-    known: dict[tuple[str, ...], CapturedModel] = {}
+    by_id = {row.id: row for row in rows}
     print("| row | reported | predicted | error |\n|---|---|---|---|")
-    for row in rows:
-        try:
-            found = predict(row, known)
-        except Missing as missing:
-            left_out.append(f"{row.id}: does not say {missing}")
+    for one in measured(rows, options.jobs, options.keep):
+        if "missing" in one:
+            left_out.append(f"{one['id']}: {one['missing']}")
             continue
-        except AutoparError as error:
-            left_out.append(f"{row.id}: {str(error).splitlines()[0]}")
-            continue
+        row, unprinted = by_id[one["id"]], tuple(one["unprinted"])
+        found = Compared(row=row, reported=one["reported"], predicted=one["predicted"], unprinted=unprinted)
         compared[row.id] = found
-        if not found.unprinted:
+        if not unprinted:
             print(line(found), flush=True)
     whole = {name: one for name, one in compared.items() if not one.unprinted}
     times = [one for one in whole.values() if not one.row.is_memory]
     memory = [one.error for one in whole.values() if one.row.is_memory]
-    print("\n| family | rows | median | median of absolute | 90th percentile of absolute |\n|---|---|---|---|---|")
-    for family in sorted({one.row.family for one in times}):
-        print(summary(family, [one.error for one in times if one.row.family == family]))
-    if times:
-        print(summary("all step times", [one.error for one in times]))
-    if memory:
-        print(summary("peak memory", memory))
+    for part, of in PARTS.items():
+        table(part, {name: [one.error for one in times if of(one.row) == name] for name in {of(o.row) for o in times}})
+    table("all", {"step times": [one.error for one in times], "peak memory": memory})
     if len(whole) < len(compared):
         print("\nThe fastest plan that has what is printed:\n")
         print("| row | reported | predicted | error | not printed |\n|---|---|---|---|---|")
