@@ -59,6 +59,7 @@ PLANS = {
     "zero2": (4, {"dp": 4, "zero": 2, "num_microbatches": 2}),
     "pp2 dp2": (4, {"pp": 2, "dp": 2, "zero": 0, "num_microbatches": 4}),
     "pp2 tp2 zb-v": (4, {"pp": 2, "tp": 2, "schedule": "zb-v", "virtual_stages": 2, "num_microbatches": 4}),
+    "pp4 zb-2p": (4, {"pp": 4, "schedule": "zb-2p", "num_microbatches": 16}),
     "pp2 interleaved": (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 4}),
     "cp2 tp2 remat": (4, {"cp": 2, "tp": 2, "remat": "full"}),
 }
