@@ -52,7 +52,8 @@ class Fit:
 
     def by(self, fitted: Fitted) -> float:
         """The figure with other constants."""
-        return self.scale * float(getattr(fitted, self.constant)) * self.watts**fitted.power
+        found: float = self.scale * getattr(fitted, self.constant) * self.watts**fitted.power
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
