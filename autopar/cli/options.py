@@ -136,7 +136,15 @@ Pp = Annotated[int | None, typer.Option("--pp", min=1, help="ranks of the pipeli
 Dp = Annotated[int | None, typer.Option("--dp", min=1, help="data parallelism", rich_help_panel=_PIN)]
 Tp = Annotated[int | None, typer.Option("--tp", min=1, help="tensor parallelism", rich_help_panel=_PIN)]
 Cp = Annotated[int | None, typer.Option("--cp", min=1, help="context parallelism", rich_help_panel=_PIN)]
-Ep = Annotated[int | None, typer.Option("--ep", min=1, help="expert parallelism", rich_help_panel=_PIN)]
+Ep = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        min=1,
+        help="expert parallelism: ranks that experts are spread over, of tensor and context ranks too if need be",
+        rich_help_panel=_PIN,
+    ),
+]
 Sp = Annotated[
     Switch | None, typer.Option("--sp", help="may tensor axes shard the sequence between blocks", rich_help_panel=_PIN)
 ]

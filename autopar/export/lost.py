@@ -97,6 +97,21 @@ def expert_capacity(strategy: Strategy) -> list[str]:
     ]
 
 
+def expert_ranks(strategy: Strategy) -> list[str]:
+    """Axes that the experts leave out, where they are over others farther out: other systems take neighbours."""
+    inner = [axis for role in _NESTING for axis in reversed(strategy.axes) if axis.role == role and axis.size > 1]
+    on = [place for place, axis in enumerate(inner) if axis.experts]
+    if not on:
+        return []
+    left = [axis.name for axis in inner[: max(on)] if not axis.experts and not axis.expert_width]
+    if not left:
+        return []
+    return [
+        "Experts are over neighbouring ranks: of tensor groups first, then of context, then of data groups; the plan "
+        f"leaves out {', '.join(left)}. Their tokens take other links than was predicted."
+    ]
+
+
 _NESTING = ("tensor", "context", "data")
 
 

@@ -37,7 +37,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         *_zero(strategy, notes),
         *_rematerialisation(strategy, notes),
         *([(f"--{plan.precision}",)] if plan.precision != "fp32" else []),
-        *_experts(strategy),
+        *_experts(strategy, notes),
     ]
     notes += lost.op_placements(strategy, "Megatron") + lost.eight_bits(strategy, "the script")
     notes.append(
@@ -203,9 +203,10 @@ def _rematerialisation(strategy: Strategy, notes: list[str]) -> list[Flag]:
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
 
 
-def _experts(strategy: Strategy) -> list[Flag]:
+def _experts(strategy: Strategy, notes: list[str]) -> list[Flag]:
     if not strategy.has_experts:
         return []
+    notes += lost.expert_ranks(strategy)
     flags: list[Flag] = [
         ("--expert-model-parallel-size", str(strategy.experts)),
         ("--expert-tensor-parallel-size", str(strategy.expert_tensor)),

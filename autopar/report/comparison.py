@@ -158,6 +158,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "batch": f"{plan.batch.global_size:,} samples",
         "microbatches": f"{plan.batch.num_microbatches:,} of {plural(microbatch_size(plan), 'sample')} a data rank",
         "zero": " and ".join(map(str, levels)) + (f" over {' × '.join(plan.shard_axes)}" if plan.shard_axes else ""),
+        "experts": experts_words(plan).removeprefix("experts ") or "whole",
         "remat": remat_level(plan),
         "offload": plural(sum(stage.offload for stage in plan.stages), "stage"),
         "sequence": plan.sequence_layout,

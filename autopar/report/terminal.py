@@ -16,7 +16,7 @@ from autopar.report.lengths import in_words
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import SequencePlaces
-from autopar.report.words import block_names, counted, microbatch_size, node_words, remat_level, schedule_words
+from autopar.report.words import block_names, counted, experts_words, microbatch_size, node_words, remat_level, schedule_words
 from autopar.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
     )
     flags = Text(
         f"{plan.precision_words}   {_zero(plan)}   remat {remat_level(plan)}"
+        + (f"   {words}" if (words := experts_words(plan)) else "")
         + ("" if plan.sequence_layout == "contiguous" else f"   sequence {plan.sequence_layout}")
         + (f"   schedule {schedule_words(plan)}" if plan.num_stages > 1 or plan.batch.num_microbatches > 1 else "")
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
+from autopar.export.strategy import Strategy
 from autopar.ir.plan import ClusterRef, Plan
 from autopar.units import plural
 
@@ -19,6 +21,17 @@ def line_of(num_places: int, mesh: Mapping[str, int], zero: int, num_microbatche
     parts = [" ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank", f"ZeRO-{zero}"]
     parts.append(plural(num_microbatches, "microbatch", "microbatches"))
     return ", ".join(parts + [schedule] * (num_places > 1))
+
+
+def experts_words(plan: Plan) -> str:
+    """``experts over cp × ep (8 ranks)``, and where ranks have the same tokens, on which axes; "" without any."""
+    axes = [axis for axis in Strategy(plan).axes if axis.experts]
+    if not axes:
+        return ""
+    ranks = prod(axis.size for axis in axes)
+    copied = [axis.name for axis in axes if axis.experts == "copied"]
+    same = f", tokens not dispatched on {' × '.join(copied)}" if copied else ""
+    return f"experts over {' × '.join(axis.name for axis in axes)} ({plural(ranks, 'rank')}{same})"
 
 
 def node_words(cluster: ClusterRef) -> str:

@@ -60,13 +60,30 @@ def test_experts_among_copies_of_the_tokens_exchange_nothing_and_lighten_an_exch
     assert both < 0.6 * alone
 
 
+@pytest.mark.parametrize("num_gpus", [8, 16])
+def test_over_two_axes_rows_travel_at_once(num_gpus: int) -> None:
+    """At the links of the group over both; inside a node and across nodes for less than over one after the other."""
+    mesh = Mesh.of(ep=num_gpus // 4, tp=4)
+    cluster = make_cluster("h100-sxm", num_gpus)
+    fabric, rule = Fabric(cluster, mesh), rule_for(MOE)
+    found = lowering_time(MOE, rule, ("d0&experts", "d1&experts"), fabric, precision="bf16")
+    payload = BATCH * SEQ * TOP_K // num_gpus * HIDDEN * 2
+    sent = fabric.time(Collective.ALL_TO_ALL, payload, [0, 1])
+    reordered = cluster.device.kernel_launch_s + cluster.device.memory_seconds(2 * payload)
+    assert found.backward_s == pytest.approx(2 * (sent + reordered))
+    counted = fabric.time(Collective.ALL_GATHER, num_gpus * EXPERTS * 8, [0, 1])
+    assert found.forward_s == pytest.approx(found.backward_s + counted)
+    assert fabric.group([0, 1]).size == num_gpus
+    assert sent < sum(fabric.time(Collective.ALL_TO_ALL, payload, axis) for axis in (0, 1))
+
+
 def test_a_rank_sends_the_rows_of_its_own_experts_once_to_a_node() -> None:
     mesh = Mesh.of(ep=8, tp=2)
     cluster = make_cluster("h100-sxm", 16, stack=find_stack("megatron-core-2025-deepep"))
     fabric, rule = Fabric(cluster, mesh), rule_for(MOE)
     found = lowering_time(MOE, rule, ("d0&experts", "experts"), fabric, precision="bf16", batch_factor="d0")
     rows = BATCH * SEQ * TOP_K // 8 // 2
-    sent = fabric.dispatch_time(rows * HIDDEN * 2, 0, TOP_K / 2)
+    sent = fabric.dispatch_time(rows * HIDDEN * 2, [0], TOP_K / 2)
     reordered = cluster.device.kernel_launch_s + cluster.device.memory_seconds(2 * rows * HIDDEN * 2)
     assert found.backward_s == pytest.approx(2 * (sent + reordered))
 

@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 STEPS = 3
 _NAMED = ("pp", "dp", "cp", "ep", "tp", "zero")
-LAYERS = {"qwen3_moe": 2, "olmoe": 2, "mixtral": 4}
+LAYERS = {"qwen3_moe": 2, "olmoe": 2, "deepseek_v3": 2, "mixtral": 4}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cell:
 
 FAST = [
     Cell("qwen3_moe", {"tp": 2, "ep": 4, "zero": 0}, ("ep", "tp"), 4),
-    Cell("olmoe", {"cp": 2, "ep": 4, "zero": 1, "shard": 4}, ("cp", "ep"), 4, ["cp", "ep"]),
+    Cell("deepseek_v3", {"cp": 2, "ep": 4, "zero": 1, "shard": 4}, ("cp", "ep"), 4, ["cp", "ep"]),
     Cell("qwen3_moe", {"dp": 2, "tp": 2, "experts_within": ("tp",), "zero": 1}, ("tp",), 2, ["dp"]),
 ]
 WIDE = [

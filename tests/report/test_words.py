@@ -1,8 +1,11 @@
-"""What a step is counted in."""
+"""Plans in words: what a step is counted in, what a node is, and over which ranks experts are."""
 
 from __future__ import annotations
 
-from autopar.report.words import counted, node_words
+import pytest
+
+from autopar.report.words import counted, experts_words, node_words
+from tests.export.plans import decoder_plan
 from tests.report.sample import sample_plan
 
 
@@ -21,3 +24,21 @@ def test_an_assumed_share_of_racks_is_said() -> None:
     assert node_words(cluster) == "8 a node"
     shared = cluster.model_copy(update={"gpus_per_node": 64, "shares_nodes_of": 72})
     assert node_words(shared) == "64 a node (assumed of each rack of 72)"
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"ep": "d0&experts", "tp": "f"}, "experts over ep (2 ranks)"),
+        ({"ep": "d0&experts", "cp": "d1&experts", "tp": "d1&experts"}, "experts over cp × ep × tp (16 ranks)"),
+        ({"ep": "d0", "tp": "experts"}, "experts over tp (4 ranks, tokens not dispatched on tp)"),
+        ({"ep": "d0", "tp": "f"}, ""),
+    ],
+)
+def test_over_which_ranks_experts_are(choices: dict[str, str], words: str) -> None:
+    plan = decoder_plan(cp=2, ep=2, tp=4, experts=True)
+    for block in plan.blocks:
+        for key in block.ops:
+            if key.endswith("/moe"):
+                block.ops[key] = {**block.ops[key], **choices}
+    assert experts_words(plan) == words

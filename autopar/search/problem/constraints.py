@@ -138,6 +138,12 @@ class Constraints:
                 raise InfeasiblePlan(f"{name} is {size}; expected a positive number, or none to leave it to the search")
         if self.zero is not None and not 0 <= self.zero <= 3:
             raise InfeasiblePlan(f"zero is {self.zero}; expected 0, 1, 2 or 3")
+        for role in self.experts_within:
+            if role not in ("tp", "cp") or (self.degree(role) or 1) == 1:
+                raise InfeasiblePlan(
+                    f"experts_within names {role!r}; expected 'tp' or 'cp', of more than one rank.\n"
+                    "  try: pin its degree, as in tp=2"
+                )
         self._check_shard(num_gpus)
         if self.sequence_layout not in (None, *get_args(SequenceLayout)):
             raise InfeasiblePlan(

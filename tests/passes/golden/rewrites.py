@@ -153,6 +153,16 @@ def router_on_rows(m: Net, x: Tensor, y: Tensor) -> Tensor:
     return (weights / weights.sum(1, keepdim=True) * index).view(B, S, 2).square().sum()
 
 
+def router_in_groups(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Two of the experts of that half of them whose scores add up to more."""
+    scores = F.linear(x.view(-1, H).to(torch.bfloat16), m.router).sigmoid()
+    halves = scores.view(-1, 2, 2).topk(2, dim=-1)[0].sum(-1)
+    best = torch.zeros_like(halves).scatter_(1, halves.topk(1, dim=-1)[1], 1)
+    mask = best.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)
+    index = scores.masked_fill(~mask.bool(), 0.0).topk(2, dim=-1)[1]
+    return scores.gather(1, index).view(B, S, 2).square().sum()
+
+
 def sequence_first(m: Net, x: Tensor, y: Tensor) -> Tensor:
     x = x.transpose(0, 1)
     return m.attend(x, x, x, need_weights=False)[0].square().sum()  # type: ignore[no-any-return]
@@ -346,7 +356,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "picks-to-gather": (last_token, last_but_one, entry_of_each),
     "recognise-bags": (bags_of_one_size, bags_by_offsets, ragged_bags),
     "recognise-linear": (layer_by_columns, transposed_layer, product_and_bias),
-    "unflatten": (layer_by_columns, router_on_rows, sequence_first),
+    "unflatten": (layer_by_columns, router_on_rows, router_in_groups, sequence_first),
     "unmerge-products": (merged_heads, added_by_the_product, learned_bias),
     "clean-up": (layer_by_columns, router_on_rows, sequence_first),
     "split-fused-linear": (queries_keys_values, stacked_heads, gate_and_value),
