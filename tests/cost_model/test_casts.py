@@ -29,9 +29,10 @@ def cost(recipe: str, device: Device) -> OpCost:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "reads", "number"), [("fp8-row", 2, 1.0), ("mxfp8", 1, 1 + 1 / 32), ("nvfp4", 1, 0.5 + 1 / 16)]
+    ("recipe", "reads", "number"),
+    [("fp8-row", 2, 1.0), ("fp8-delayed", 1, 1.0), ("mxfp8", 1, 1 + 1 / 32), ("nvfp4", 1, 0.5 + 1 / 16)],
 )
-def test_a_compiled_cast_by_tile_reads_once_and_writes_numbers_and_scales(
+def test_a_compiled_cast_by_tile_or_delayed_reads_once_and_writes_numbers_and_scales(
     recipe: str, reads: int, number: float
 ) -> None:
     found = cost(recipe, make_cluster("b200", 8, stack=COMPILED).device)
