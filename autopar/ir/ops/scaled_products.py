@@ -43,6 +43,7 @@ def scaled_product(
     computed with gradients is noted. Raises InvalidInput for rows that share a tile with those of another rank.
     """
     tile = SCALINGS[recipe].tile
+    assert (history is not None) == (SCALINGS[recipe].steps > 0), f"{recipe} and a history"
     if x.shape[0] % tile and any(group_size(group) > 1 for group in rows):
         raise InvalidInput(
             f"a linear layer in {recipe} has {x.shape[0]} rows on this rank, and others have the rest.\n  expected: a "
