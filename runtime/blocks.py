@@ -152,6 +152,8 @@ class CodeLibrary:
             # The compiler draws other random numbers, and cannot trace who draws which; a function with a backward of
             # its own may be anything, and a scan or tiles would be unrolled. Such blocks stay as they are.
             whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan, Tiled)) for n in nodes)
+            # Nor does it let a backward write to what forward was given.
+            whole |= any("history" in n.kwargs for n in nodes)
             compiled = self._compile and not is_drawing and not whole
             keeps = any(n.target is linear_cross_entropy for n in nodes)
             wrap = partial(

@@ -28,6 +28,7 @@ from autopar.runtime.launch import this_device
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.losses import loss_of_pipeline, start_sum
+from autopar.runtime.maxima_histories import MaximaHistories
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
 from autopar.runtime.optimizer_settings import OptimizerSettings
@@ -66,9 +67,8 @@ class Engine:
         compile_blocks: with ``torch.compile``, each distinct block once.
         values: whole parameters and buffers that are not those of ``model``, by its names; lazy ones are read in part.
         """
-        self.captured, self.plan = captured, plan
+        self.captured, self.plan, self.device = captured, plan, this_device()
         register_fused_steps()
-        self.device = this_device()
         if compile_blocks and plan.num_stages > 1 and plan.pipelining.splits_backward:
             raise PlanMismatch(
                 f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n"
@@ -99,6 +99,8 @@ class Engine:
         sharded = [zero_meshes(part, self.mesh) for part in own]
         later = {name for meshes in sharded for name in meshes}
         state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
+        self.histories = MaximaHistories(own, self.mesh, self.device)
+        state |= self.histories.tensors
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
@@ -154,8 +156,7 @@ class Engine:
     def reshard(self) -> None:
         """Put FSDP's sharded parameters back in place, if a forward left gathered ones."""
         for stage in self.local:
-            if stage.zero is not None:
-                stage.zero.reshard()
+            stage.reshard()
 
     def _stored(self, name: str, layout: ParameterLayout) -> Stored:
         managed = any(stage.zero is not None and name in stage.zero.managed for stage in self.local)
@@ -206,6 +207,7 @@ class Engine:
     def _finish(self, sizes: CallSizes | None = None) -> None:
         """After the last one."""
         self._copies.drop()
+        self.histories.finish()
         self.reducer.finish(in_any_order=sizes is not None and sizes.some_empty)
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)

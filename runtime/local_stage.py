@@ -33,8 +33,8 @@ class LocalStage:
         if last:
             self.reducer.arm(self.program.stage)
 
-    def end_without_backward(self) -> None:
-        """The last backward of the step would follow, but nothing in the stage has a gradient."""
+    def reshard(self) -> None:
+        """Put sharded parameters in place; also where the last backward would follow, but nothing has a gradient."""
         if self.zero is not None:
             self.zero.reshard()
 

@@ -180,6 +180,8 @@ class JobMesh:
             self._group_names[name] = group.group_name
         for cut in sorted(set(map(axes_of_stage, programs))):
             self.flat(cut)
+        if any(program.histories for program in programs):
+            self.flat(range(len(self.stage_mesh)))
         shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):
             if not 1 < len(holders) < self.num_pipeline_ranks or holders in self._over_stages:

@@ -128,6 +128,6 @@ def read_otherwise(program: StageProgram, names: Container[str]) -> str | None:
             for read in node.users:
                 for user in read.users if read.target is read_parameter else (read,):
                     scaling = scaling_of(user)
-                    if scaling is None or scaling.reach != "tensor" or user.args[1] is not read:
+                    if scaling is None or not scaling.has_one_scale or user.args[1] is not read:
                         return name
     return None

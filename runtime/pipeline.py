@@ -105,7 +105,7 @@ class _Stage(Stage):
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
             elif last_backward:
-                self._stage.end_without_backward()
+                self._stage.reshard()
         return tuple(map(_taken_gradient, received, self.wants_gradients())), later
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

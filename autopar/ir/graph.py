@@ -89,13 +89,15 @@ class Parameter:
 class Buffer:
     """A buffer. ``persistent``: it is in the state dict, under ``aliases`` as well.
 
-    ``updated_by``: name of the node with its new value.
+    ``updated_by``: name of the node with its new value. ``history``: it is none of the model, but of the largest
+    magnitudes of earlier steps (``ops.maxima_history``).
     """
 
     name: str
     persistent: bool
     aliases: tuple[str, ...] = ()
     updated_by: str | None = None
+    history: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,11 @@ class StageProgram:
         return frozenset(name for node in nodes for name in node.kwargs.get("dispatch_groups", ()))
 
     @property
+    def histories(self) -> tuple[str, ...]:
+        """Names of the buffers that are histories of maxima, in order."""
+        return tuple(sorted(buffer.name for buffer in self.buffers.values() if buffer.history))
+
+    @property
     def given(self) -> tuple[str, ...]:
         """Names of what every microbatch is given: step inputs, and sums over the whole batch."""
         return (*self.inputs, *(name for block in self.totals for name in block.outputs))

@@ -1,6 +1,7 @@
 """What it takes to turn the operands of a matrix product into floats of 8 bits or fewer.
 
-    the largest magnitude          reads the operand; where scales are of tiles, a compiled kernel has it at hand
+    the largest magnitude          reads the operand; where scales are of tiles, or of steps before, a compiled kernel
+                                   has it at hand
     times the scale, rounded       reads it, and writes a number of the format and its share of the scale
     in the order of the product    copies that, where the operand is transposed
 
@@ -59,7 +60,7 @@ def casts_of_product(
             (_moving(result, 1, 2 * number),) if differentiable else (),
         )
     fused = device.stack.fuses or device.is_cpu
-    reads = 1 if fused and scaling.reach == "tile" else 2
+    reads = 1 if fused and (scaling.reach == "tile" or scaling.steps) else 2
     plain, transposed = (number, 3 * number) if fused else (_EAGER, _EAGER)
     backward: list[MovedTensor] = []
     if 0 in differentiable:

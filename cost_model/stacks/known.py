@@ -157,8 +157,10 @@ TORCHTITAN = Stack(
     local_scales=True,
     gathers_narrow=True,
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
-    "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1); scaling by tensor is for float8 "
-    "all-gathers (docs/float8.md: enable_fsdp_float8_all_gather, precompute_float8_dynamic_scale_for_fsdp)",
+    "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1); scaling by tensor is with "
+    "float8 all-gathers of weights (docs/float8.md: enable_fsdp_float8_all_gather and precompute_float8_dynamic_scale_"
+    "for_fsdp), and of activations and gradients over tensor-parallel ranks (the same; gradients recalled: torchao's "
+    "float8_tensor_parallel.py)",
 )
 TORCHTITAN_EAGER = replace(
     TORCHTITAN,

@@ -29,7 +29,8 @@ class Stack:
     catalogue has one rate. grouped: rate of the products of experts, of that of one product as large.
     casts_once: whether operands of products in 8-bit floats are cast once for all of their products. local_scales:
     whether their scales are a rank's own, or from steps before, so that no product waits for a collective.
-    gathers_narrow: whether ZeRO gathers weights in 8 bits of which products read nothing else, by one scale.
+    gathers_narrow: whether weights under ZeRO, and activations and gradients of tensor-parallel layers, are gathered in
+    8 bits where products by one scale read nothing else of them.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.

@@ -21,7 +21,15 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.checkpoint.folder import SafeReader, check_files, latest, read_metadata, read_state
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import OptimizerState
-from autopar.runtime.checkpoint.saving import FORMAT, Stateful, as_list, flat, random_tensors, tensors_of
+from autopar.runtime.checkpoint.saving import (
+    FORMAT,
+    Stateful,
+    as_list,
+    flat,
+    history_tensors,
+    random_tensors,
+    tensors_of,
+)
 from autopar.runtime.module import ParallelModule
 
 
@@ -113,10 +121,15 @@ def _read(
 ) -> None:
     """On each rank by itself; nothing is sent."""
     wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
+    saved_tensors = read_metadata(folder).state_dict_metadata
+    for name, value in history_tensors(pm).items():
+        if name in saved_tensors:
+            wanted[name] = value
+        else:  # of another recipe: it begins anew
+            value.zero_()
     generators = {}
     if _without_prediction(saved["plan"]) == _without_prediction(pm.plan.to_yaml()):
-        found = read_metadata(folder).state_dict_metadata
-        generators = {name: value for name, value in random_tensors().items() if name in found}
+        generators = {name: value for name, value in random_tensors().items() if name in saved_tensors}
     try:
         with warnings.catch_warnings():
             # It says that a single process is assumed. Each rank is to read by itself, without a word to the others.

@@ -67,6 +67,7 @@ def save(
     check_finite_parameters(pm, path, step)
     optimizers = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
     tensors = tensors_of(pm, changes(pm) if trainable_only else None) | flat(optimizers.tensors()) | random_tensors()
+    tensors |= history_tensors(pm)
     frozen = frozen_sum(pm) if trainable_only else None
     state = _state(pm, optimizers, scheduler, scaler, step, data, frozen)
     name = from_first(lambda: new_name(step))
@@ -126,6 +127,11 @@ def tensors_of(pm: ParallelModule, only: Container[str] | None = None) -> dict[s
     buffers = {name: value for name, value in pm.named_buffers() if name in persistent}
     own = {**dict(pm.named_parameters()), **buffers}
     return {f"model/{name}": value.detach() for name, value in own.items() if only is None or name in only}
+
+
+def history_tensors(pm: ParallelModule) -> dict[str, torch.Tensor]:
+    """Histories of maxima of this rank's stages, which a plan without delayed scaling has not."""
+    return {f"history/{name}": value for name, value in pm.engine.histories.tensors.items()}
 
 
 def flat(by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -7,12 +7,15 @@ import torch
 from torch import fx
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.compute.casts import casts_of_product
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
+from autopar.cost_model.compute.traffic import WORK, MovedTensor
 from autopar.cost_model.hardware.device import Device
 from autopar.cost_model.stacks.known import COMPILED, MEGATRON_CORE_2025
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
+from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.rules import rule_for
 from tests.cost_model.test_ops import call
 
@@ -40,6 +43,16 @@ def test_a_compiled_cast_by_tile_reads_once_and_writes_numbers_and_scales(
     plain, transposed = 2 * reads + number, 2 * reads + 3 * number
     back = [grad * plain, weight * transposed, grad * transposed, rows * transposed]
     assert [own.num_bytes for own in found.casts_back] == back
+
+
+def test_a_compiled_cast_by_a_known_maximum_reads_once() -> None:
+    device = make_cluster("h100-sxm", 1, stack=COMPILED).device
+    one = MovedTensor(2.0, frozenset({WORK}), False, 2)
+    at_hand, known = (
+        casts_of_product((one, one), one, (0, 1), device, SCALINGS[recipe], shared=False)[0][0].num_bytes
+        for recipe in ("fp8-tensor", "fp8-delayed")
+    )
+    assert (at_hand, known) == (2 * 2 + 1, 2 + 1)
 
 
 def test_four_bits_are_faster_than_eight_and_these_than_sixteen() -> None:

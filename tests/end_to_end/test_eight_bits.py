@@ -27,30 +27,31 @@ PLANS: dict[str, tuple[int, dict[str, Any], int]] = {
     "dp2": (2, {"dp": 2, "zero": 0}, 1),
     "zero3": (2, {"dp": 2, "zero": 3}, 1),
     "zero3 remat": (2, {"dp": 2, "zero": 3, "remat": "full"}, 1),
-    "zero1": (2, {"dp": 2, "zero": 1}, 1),
-    "zero3 held": (2, {"dp": 2, "zero": 3, "reshard_after_forward": False}, 1),
-    "zero3 hsdp": (4, {"dp": 4, "zero": 3, "shard": 2}, 1),
-    "zero3 tp2": (4, {"tp": 2, "dp": 2, "zero": 3}, 1),
     "tp2": (2, {"tp": 2}, 1),
-    "tp2 sp": (2, {"tp": 2, "sp": True}, 1),
-    "tp2 sp norms": (2, {"tp": 2, "sp": True}, 1),
-    "tp2 dp2 sp norms": (4, {"tp": 2, "dp": 2, "sp": True, "zero": 1, "remat": "selective"}, 1),
     "tp2 sp remat": (2, {"tp": 2, "sp": True, "remat": "alternate"}, 1),
     "tp2 dp2": (4, {"tp": 2, "dp": 2}, 1),
     "pp2": (2, {"pp": 2}, 2),
     "pp2 zb": (2, {"pp": 2, "schedule": "zb-h1"}, 2),
     "cp2": (2, {"cp": 2}, 1),
 }
+# Where weights, and activations in parts of the sequence, are gathered in 8 bits by one scale.
+GATHERED: dict[str, tuple[int, dict[str, Any], int]] = {
+    "zero1": (2, {"dp": 2, "zero": 1}, 1),
+    "zero3 held": (2, {"dp": 2, "zero": 3, "reshard_after_forward": False}, 1),
+    "zero3 hsdp": (4, {"dp": 4, "zero": 3, "shard": 2}, 1),
+    "zero3 tp2": (4, {"tp": 2, "dp": 2, "zero": 3}, 1),
+    "tp2 sp norms": (2, {"tp": 2, "sp": True}, 1),
+    "tp2 dp2 sp norms": (4, {"tp": 2, "dp": 2, "sp": True, "zero": 1, "remat": "selective"}, 1),
+    "zero3 tp2 sp norms": (4, {"tp": 2, "dp": 2, "sp": True, "zero": 3, "remat": "full"}, 1),
+}
 # Recipes, and the plans that show what can go wrong with each. Tiles are wide, and so are the models that have several.
 TILES = ("fp8-block", "mxfp8", "nvfp4")
 RUNS: list[Any] = [("fp8-row", plan) for plan in PLANS] + [("fp8-tensor", "tp2 dp2"), ("fp8-tensor", "cp2")]
-RUNS += [
-    ("fp8-tensor", "zero3 tp2"),
-    ("fp8-tensor", "tp2 sp norms"),
-    ("fp8-block", "tp2 dp2"),
-    ("fp8-block", "cp2"),
-]
-MORE = [("fp8-tensor", plan) for plan in PLANS] + [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "pp2 zb")]
+RUNS += [("fp8-tensor", "zero3 tp2"), ("fp8-tensor", "tp2 sp norms"), ("fp8-delayed", "tp2 dp2")]
+RUNS += [("fp8-block", "tp2 dp2"), ("fp8-block", "cp2")]
+MORE = [("fp8-tensor", plan) for plan in (*PLANS, *GATHERED)] + [("fp8-row", "zero3 tp2 sp norms")]
+MORE += [("fp8-delayed", plan) for plan in (*PLANS, "zero3 tp2 sp norms")]
+MORE += [("fp8-block", plan) for plan in ("zero3", "tp2 sp remat", "pp2 zb")]
 MORE += [("mxfp8", "tp2 dp2"), ("mxfp8", "cp2"), ("nvfp4", "tp2 dp2"), ("nvfp4", "pp2"), ("nvfp4", "cp2")]
 RUNS += [pytest.param(*run, marks=pytest.mark.slow) for run in MORE if run not in RUNS]
 
@@ -71,7 +72,7 @@ def batch(step: int, recipe: str = "fp8-row") -> tuple[Tensor, Tensor]:
 
 def train(plan: str, recipe: str, count: int) -> tuple[list[float], list[dict[str, Tensor]], list[str], int]:
     """Losses, gradients, what ranks send otherwise than recorded, and the number of products in 8-bit floats."""
-    ranks, how, _ = PLANS.get(plan, (1, {}, 1))
+    ranks, how, _ = (PLANS | GATHERED).get(plan, (1, {}, 1))
     how = {**how, "num_microbatches": count, "precision": f"fp32+{recipe}"}
     own, example = model(recipe), batch(0, recipe)
     if plan.endswith("norms"):
@@ -99,7 +100,7 @@ def alone() -> dict[tuple[str, int], Any]:
 
 @pytest.mark.parametrize(("recipe", "plan"), RUNS)
 def test_ranks_scale_as_one_process(recipe: str, plan: str, alone: dict[tuple[str, int], Any]) -> None:
-    ranks, _, count = PLANS[plan]
+    ranks, _, count = (PLANS | GATHERED)[plan]
     if (recipe, count) not in alone:
         alone[recipe, count] = run_ranks(train, 1, "", recipe, count)[0]
     wanted_losses, wanted, _, products = alone[recipe, count]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from autopar.ir.ops.scalings import SCALINGS, Recipe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", get_args(Recipe))
+@pytest.mark.parametrize("recipe", [recipe for recipe in SCALINGS if not SCALINGS[recipe].steps])
 def test_each_expert_is_a_linear_layer_of_its_own(recipe: Recipe, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(s, generator=generator).to(dtype) for s in ((40, 64), (3, 32, 64), (40, 32)))

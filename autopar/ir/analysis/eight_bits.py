@@ -16,6 +16,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import torch
@@ -23,10 +24,11 @@ from torch import fx
 
 from autopar.ir.analysis.blocks import BlockRepetition, find_repetition
 from autopar.ir.errors import InvalidInput, InvalidPlan
-from autopar.ir.graph import CapturedModel, call_nodes, copy_captured, tensor_operands
+from autopar.ir.graph import Buffer, CapturedModel, call_nodes, copy_captured, tensor_operands
 from autopar.ir.op_graph import op_graph
 from autopar.ir.ops.composite import columns_linear, moe, scaled_linear
-from autopar.ir.ops.scalings import SCALINGS
+from autopar.ir.ops.maxima_history import shape_of_history
+from autopar.ir.ops.scalings import SCALINGS, Scaling
 from autopar.ir.plan import Plan, Recipe
 from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rules.call import op_name
@@ -35,6 +37,9 @@ from autopar.ir.rules.call import op_name
 Product = tuple[str, str, int]
 Recipes = Mapping[Product, Recipe]
 
+_NO_HISTORY = (
+    "which have no histories of maxima.\n  expected: a recipe with scales of the tensors at hand\n  try: fp8-tensor"
+)
 _LINEAR = (torch.ops.aten.linear.default, columns_linear)
 _SELECTIONS = frozenset({"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::max", "aten::kthvalue"})
 
@@ -77,6 +82,8 @@ def kept_wide(captured: CapturedModel, repetition: BlockRepetition, recipe: Reci
             found[node] = "one of the first or last layers"
         elif node in routers:
             found[node] = "a router"
+        elif node.target is moe and SCALINGS[recipe].steps:
+            found[node] = "experts, of which each would have a history"
         elif any(size % multiple for size in sizes):
             found[node] = f"its sizes {' x '.join(map(str, sizes))} are not multiples of {multiple}"
         elif not node.meta["val"].dtype.is_floating_point:
@@ -130,6 +137,8 @@ def _pinned(pin: RecipePin, names: Mapping[fx.Node, tuple[str, ...]]) -> list[fx
                 f"  at {node.meta.get('source', 'an unknown line')}\n"
                 f"  expected for {pin.recipe}: multiples of {multiple}\n  try: a pattern without it"
             )
+        if node.target is moe and pin.recipe is not None and SCALINGS[pin.recipe].steps:
+            raise InvalidInput(f"recipe of {pin.pattern!r}: {names[node][0]} is of experts, {_NO_HISTORY}")
     return found
 
 
@@ -187,6 +196,8 @@ def _check(block: str, key: str, recipe: Recipe, known: Mapping[str, fx.Node]) -
             f"{' x '.join(map(str, sizes))}.\n  at {known[key].meta.get('source', 'an unknown line')}\n"
             f"  expected sizes that are multiples of {multiple}\n  try: leave it out of recipes"
         )
+    if known[key].target is moe and SCALINGS[recipe].steps:
+        raise InvalidPlan(f"plan: op {key!r} of block {block!r} is of experts, {_NO_HISTORY}")
 
 
 def in_eight_bits(captured: CapturedModel, recipes: Recipes) -> CapturedModel:
@@ -194,14 +205,31 @@ def in_eight_bits(captured: CapturedModel, recipes: Recipes) -> CapturedModel:
     if not recipes:
         return captured
     found = copy_captured(captured)
+    buffers = dict(found.buffers)
     for node, product in products_of(found).items():
         if product in recipes and node.target is moe:
             node.kwargs = {**node.kwargs, "recipe": recipes[product]}
         elif product in recipes:
-            by_columns = {"by_columns": True} if node.target is columns_linear else {}
-            node.target, node.kwargs = scaled_linear, {**node.kwargs, "recipe": recipes[product], **by_columns}
+            options: dict[str, Any] = {"by_columns": True} if node.target is columns_linear else {}
+            if SCALINGS[recipes[product]].steps:
+                options["history"] = _add_history(found.graph, node, product, SCALINGS[recipes[product]], buffers)
+            node.target, node.kwargs = scaled_linear, {**node.kwargs, "recipe": recipes[product], **options}
     found.graph_module.recompile()
-    return found
+    return replace(found, buffers=buffers)
+
+
+def _add_history(
+    graph: fx.Graph, node: fx.Node, product: Product, scaling: Scaling, buffers: dict[str, Buffer]
+) -> fx.Node:
+    """A buffer for the history of a product, the last of the placeholders; it is entered into ``buffers``."""
+    _, weight, number = product
+    last = [own for own in graph.nodes if own.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        made = graph.placeholder(f"history_of_{node.name}")
+    made.meta["val"] = node.meta["val"].new_empty(shape_of_history(scaling), dtype=torch.float32)
+    name = f"{weight}_history" if number == 1 else f"{weight}_history_{number}"
+    buffers[made.name] = Buffer(name=name, persistent=False, history=True)
+    return made
 
 
 def renamed(repetition: BlockRepetition, captured: CapturedModel) -> BlockRepetition:
@@ -211,11 +239,19 @@ def renamed(repetition: BlockRepetition, captured: CapturedModel) -> BlockRepeti
     def each(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         return tuple(own[node.name] for node in nodes)
 
+    # Histories of equal layers stand for each other as their weights do.
+    histories = {
+        history: other
+        for node, first in repetition.representative.items()
+        if isinstance(history := own[node.name].kwargs.get("history"), fx.Node)
+        and isinstance(other := own[first.name].kwargs.get("history"), fx.Node)
+    }
     return replace(
         repetition,
         prelude=each(repetition.prelude),
         blocks=tuple(replace(block, nodes=each(block.nodes)) for block in repetition.blocks),
-        representative={own[node.name]: own[first.name] for node, first in repetition.representative.items()},
+        representative={own[node.name]: own[first.name] for node, first in repetition.representative.items()}
+        | histories,
         key={own[node.name]: key for node, key in repetition.key.items()},
         block_of={own[node.name]: index for node, index in repetition.block_of.items()},
         crossings=tuple(map(each, repetition.crossings)),

@@ -27,4 +27,4 @@ def takes_narrow_gradient(node: fx.Node) -> bool:
 
 def _by_tensor(node: fx.Node) -> bool:
     scaling = scaling_of(node) if node.target is scaled_linear else None
-    return scaling is not None and scaling.reach == "tensor"
+    return scaling is not None and scaling.has_one_scale

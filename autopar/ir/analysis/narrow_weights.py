@@ -25,6 +25,6 @@ def narrow_weights(captured: CapturedModel) -> frozenset[str]:
         scaling = scaling_of(node) if node.target is scaled_linear else None
         for position, operand in enumerate(tensor_operands(node)):
             if operand.name in captured.parameters:
-                by_one_scale = position == _WEIGHT and scaling is not None and scaling.reach == "tensor"
+                by_one_scale = position == _WEIGHT and scaling is not None and scaling.has_one_scale
                 alone[operand.name] = by_one_scale and operand.name not in alone
     return frozenset(name for name, own in alone.items() if own)

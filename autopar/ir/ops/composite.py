@@ -158,16 +158,18 @@ def scaled_linear(
     row_groups: tuple[str, ...] = (),
     depth_groups: tuple[str, ...] = (),
     column_groups: tuple[str, ...] = (),
+    history: Tensor | None = None,
 ) -> Tensor:
     """A linear layer whose three products, of the result and of both gradients, are in 8-bit floats by ``recipe``.
 
     input: (..., i). weight: (o, i), or (i, o) if ``by_columns``. bias: (o,). Result: (..., o), of the input's dtype.
     row_groups, depth_groups, column_groups: groups of ranks that hold pieces of the rows, of i and of o, over which
         scales are taken. Over ``depth_groups`` the result is a summand.
+    history: of the largest magnitudes of earlier steps, where scales follow from those (``maxima_history``).
     """
     matrix = weight.t() if by_columns else weight
     rows = input.reshape(-1, input.shape[-1])
-    result = scaled_product(rows, matrix, recipe, row_groups, depth_groups, column_groups)
+    result = scaled_product(rows, matrix, recipe, row_groups, depth_groups, column_groups, history)
     if bias is not None:
         for group in depth_groups:
             bias = bias / group_size(group)

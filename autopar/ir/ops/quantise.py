@@ -52,7 +52,9 @@ def quantised(matrix: Tensor, largest: Tensor | None, form: Format, scaling: Sca
     scale = _scale(largest, form, scaling)
     # The scale has two dimensions, so that the product is in float32; it is rounded as it is written. Nothing is beyond
     # the limit, but by less than rounds back to it.
-    if torch.compiler.is_compiling():  # which fuses the two, and cannot write in another order than rows
+    if scaling.steps:  # there may be larger numbers than in the steps before
+        values = (matrix * scale.reshape(-1, 1)).clamp(-form.limit, form.limit).to(form.dtype)
+    elif torch.compiler.is_compiling():  # which fuses the two, and cannot write in another order than rows
         values = (matrix * scale.reshape(-1, 1)).to(form.dtype)
     else:
         values = torch.mul(matrix, scale.reshape(-1, 1), out=torch.empty_like(matrix, dtype=form.dtype))

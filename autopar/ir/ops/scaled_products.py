@@ -6,7 +6,8 @@
 
 A scale follows from the largest magnitude of what it is for. Where ranks hold pieces of a tensor or a row, they take
 the maximum over all of them, so that each rounds as one process would: ``rows``, ``depth`` and ``columns`` name the
-groups of ranks that hold pieces of m, k and n. Tiles are never in pieces: parts of a dimension have whole ones.
+groups of ranks that hold pieces of m, k and n. Tiles are never in pieces: parts of a dimension have whole ones. In
+delayed scaling the maxima are those of the steps before (``maxima_history``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.errors import InvalidInput
+from autopar.ir.ops.maxima_history import GRADIENT, INPUT, WEIGHT, known_largest, note_largest
 from autopar.ir.ops.quantise import quantised
 from autopar.ir.ops.scaled_kernels import product
 from autopar.ir.ops.scalings import SCALINGS, Recipe
@@ -26,36 +28,59 @@ from autopar.ir.primitives.collectives import apply, communicates_backward
 from autopar.ir.primitives.group_communication import group_size
 
 
-def scaled_product(x: Tensor, weight: Tensor, recipe: Recipe, rows: Groups, depth: Groups, columns: Groups) -> Tensor:
+def scaled_product(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    rows: Groups,
+    depth: Groups,
+    columns: Groups,
+    history: Tensor | None = None,
+) -> Tensor:
     """``x @ weight.T`` by ``recipe``. x: (m, k). weight: (n, k). Result: (m, n), of x's dtype; partial over ``depth``.
 
-    rows, depth, columns: groups of ranks that hold pieces of m, k and n. Raises InvalidInput for rows that share a tile
-    with those of another rank.
+    rows, depth, columns: groups of ranks that hold pieces of m, k and n. history: of delayed scaling, in which what is
+    computed with gradients is noted. Raises InvalidInput for rows that share a tile with those of another rank.
     """
     tile = SCALINGS[recipe].tile
+    assert (history is not None) == (SCALINGS[recipe].steps > 0), f"{recipe} and a history"
     if x.shape[0] % tile and any(group_size(group) > 1 for group in rows):
         raise InvalidInput(
             f"a linear layer in {recipe} has {x.shape[0]} rows on this rank, and others have the rest.\n  expected: a "
             f"multiple of {tile}, as that many rows share scales in backward\n  try: as many samples or positions a "
             "microbatch as make one on each rank, or another recipe"
         )
-    result: Tensor = apply(_ScaledProduct, x, weight, recipe, rows, depth, columns)
+    if history is not None and torch.is_grad_enabled():
+        note_largest(history, INPUT, x)
+        note_largest(history, WEIGHT, weight)
+    result: Tensor = apply(_ScaledProduct, x, weight, recipe, rows, depth, columns, history)
     return result
 
 
 class _ScaledProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, rows: Groups, depth: Groups, columns: Groups
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Recipe,
+        rows: Groups,
+        depth: Groups,
+        columns: Groups,
+        history: Tensor | None,
     ) -> Tensor:
         scaling = SCALINGS[recipe]
         sides = Side(x, rows, depth), Side(weight, columns, depth, weight=True)
-        largest = shared_maxima(sides, scaling)
+        largest: Sequence[Tensor | None]
+        if history is None:
+            largest = shared_maxima(sides, scaling)
+        else:
+            largest = [known_largest(history, row, scaling.value) for row in (INPUT, WEIGHT)]
         first, second = (
             quantised(side.matrix, own, scaling.value, scaling, weight=side.weight)
             for side, own in zip(sides, largest, strict=True)
         )
-        ctx.scaling, ctx.groups = scaling, (rows, depth, columns)
+        ctx.scaling, ctx.groups, ctx.history = scaling, (rows, depth, columns), history
         # Those of whole tensors hold for backward, of rows there are others, along another dimension.
         ctx.save_for_backward(x, weight, *(own for own in largest if own is not None and own.dim() == 0))
         # Its two gradients share what is computed, and what is sent, so both are in one part of a split backward.
@@ -73,7 +98,12 @@ class _ScaledProduct(torch.autograd.Function):
             sides += Side(grad.t(), columns, rows), Side(x.t(), depth, rows)
         largest: Sequence[Tensor | None]
         if known:
-            (of_grad,) = shared_maxima([Side(grad, rows, columns)], scaling)
+            of_grad: Tensor | None
+            if ctx.history is None:
+                (of_grad,) = shared_maxima([Side(grad, rows, columns)], scaling)
+            else:
+                of_grad = known_largest(ctx.history, GRADIENT, scaling.gradient)
+                note_largest(ctx.history, GRADIENT, grad)
             largest = [of_grad, known[1]] * of_x + [of_grad, known[0]] * of_weight
         else:
             largest = shared_maxima(sides, scaling)
@@ -88,4 +118,4 @@ class _ScaledProduct(torch.autograd.Function):
         ]
         grad_x = products[0] if of_x else None
         grad_weight = products[-1] if of_weight else None
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None

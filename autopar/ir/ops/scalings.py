@@ -1,15 +1,17 @@
 """Recipes of narrow floats: which numbers operands of a product become, and what each of their scales is for.
 
     fp8-tensor    one scale for a tensor
+    fp8-delayed   likewise, that follows from the steps before
     fp8-row       one for each row along the dimension that a product sums
     fp8-block     one for 128 neighbours of a row along that dimension, of a weight for 128 x 128
     mxfp8         one for 32 neighbours, a power of two
     nvfp4         one for 16 neighbours, of a weight for 16 x 16, in 8 bits, and one for the tensor; numbers have 4 bits
 
-The first two are torchao's tensorwise and rowwise scaling; the third is that of DeepSeek-V3 (arXiv:2412.19437, section
-3.3.2), as torchao's blockwise training has it: backward rounds what forward read, not what it had rounded. The fourth
-is the OCP microscaling format, its scales rounded so that nothing is beyond the largest number (arXiv:2506.08027), as
-Transformer Engine does; the fifth is NVIDIA's (arXiv:2509.25149) without its random rotations and rounding at random.
+By tensor and by row are torchao's tensorwise and rowwise scaling; delayed is Transformer Engine's (``DelayedScaling``:
+the largest of the last steps); blocks are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), in backward of what
+forward read, not of what it had rounded, as torchao's blockwise training has them. mxfp8 is the OCP microscaling
+format, its scales rounded so that nothing is beyond the largest number (arXiv:2506.08027), as Transformer Engine does;
+nvfp4 is NVIDIA's (arXiv:2509.25149) without its random rotations and rounding at random.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Recipe = Literal["fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"]
+Recipe = Literal["fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class Format(NamedTuple):
@@ -46,6 +48,7 @@ class Scaling:
     that share one, if it is for a tile; of the last tile there may be fewer. square_weights: a tile of a weight has as
     many rows. power_of_two: scales are rounded down to one. scale_bits: of a scale in memory. two_levels: a tensor has
     one too, by which the inverse scales of its tiles become 8-bit floats. least: magnitude that a scale is computed of.
+    steps: before this one, of whose largest magnitude scales follow; 0: of what is at hand.
     """
 
     rate: str
@@ -58,13 +61,21 @@ class Scaling:
     scale_bits: int = 32
     two_levels: bool = False
     least: float = 1e-12
+    steps: int = 0
 
     @property
     def shared(self) -> Literal["tensor", "row"] | None:
         """What a maximum is taken of over the ranks that hold pieces of it; None where no rank needs another's."""
+        if self.steps:
+            return None
         if self.reach == "tile":
             return "tensor" if self.two_levels else None
         return self.reach
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether a tensor has one, of the tensor at hand, so that its pieces may be quantised apart."""
+        return self.reach == "tensor" and not self.steps
 
     @property
     def multiple(self) -> int:
@@ -89,6 +100,8 @@ class Scaling:
 
 SCALINGS: dict[Recipe, Scaling] = {
     "fp8-tensor": Scaling(rate="fp8", value=E4M3, gradient=E5M2, reach="tensor"),
+    # As many steps as Transformer Engine goes back (recalled: the default of amax_history_len).
+    "fp8-delayed": Scaling(rate="fp8", value=E4M3, gradient=E5M2, reach="tensor", steps=1024),
     "fp8-row": Scaling(rate="fp8", value=E4M3, gradient=E4M3, reach="row", power_of_two=True),
     "fp8-block": Scaling(rate="fp8-block", value=E4M3, gradient=E4M3, reach="tile", tile=128, square_weights=True),
     # A power of two in 8 bits without a sign is 2^-127 to 2^127 (e8m0).

@@ -8,6 +8,7 @@ stops.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -140,7 +141,9 @@ class _Sweep:
         for node in self.ops:
             for operand in tensor_operands(node):
                 readers.setdefault(operand.name, set()).update(self.stages[node])
+        histories = Counter[int]()
         for name, buffer in placed.captured.buffers.items():
+            histories.update(readers.get(name, ()) if buffer.history else ())
             if buffer.updated_by is None:
                 continue
             new = placed.analysis.names[buffer.updated_by]
@@ -158,6 +161,20 @@ class _Sweep:
                     times=1,
                     stages=tuple(sorted(stages)),
                 )
+
+        every = tuple(axis.name for axis in placed.mesh.axes if axis.size > 1)
+        for stage, count in sorted(histories.items()) if every else ():
+            # Once a step, a float32 for the input, the weight and the gradient of each product.
+            yield Record(
+                cause="buffer",
+                of="histories of maxima",
+                kind="all_reduce",
+                phase="forward",
+                axes=every,
+                payload_bytes=12.0 * count,
+                times=1,
+                stages=(stage,),
+            )
 
     def _updates(self) -> Iterator[Use]:
         """Uses of the new values of buffers."""

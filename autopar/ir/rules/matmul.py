@@ -30,6 +30,8 @@ def linear(call: Call) -> FactorRule | None:
     operands: list[TensorFactors] = [(*lead, k), (k, *out) if by_columns else (*out, k)]
     if bias is not None:
         operands.append(out[: len(bias.shape)])
+    if (history := bound.get("history")) is not None:
+        operands.append(factors.whole(history.shape))
     return factors.rule(
         operands,
         [(*lead, *out)],
@@ -50,7 +52,7 @@ def scaled_linear(call: Call) -> FactorRule | None:
     rows = [factor for dim in rule.operands[0][:-1] for factor in dim]
     return replace(
         rule,
-        lowered=dict.fromkeys(rule.sizes, "scales"),
+        lowered=dict.fromkeys((name for name in rule.sizes if name not in rule.blocked), "scales"),
         linear=(),
         nonlinear=True,
         multiples=multiples_of(call.bound()["recipe"], tuple((name, rule.sizes[name]) for name in rows)),

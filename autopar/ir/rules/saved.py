@@ -84,7 +84,8 @@ def _saved(call: Call, needs: set[int]) -> Saved:
 def _product(call: Call, needs: set[int]) -> Saved:
     """Bilinear: the gradient of either factor takes the other."""
     bound = call.bound()
-    pair = [o.position for o in call.operands if o is not bound.get("bias")]
+    others = [bound.get(name) for name in ("bias", "history")]
+    pair = [o.position for o in call.operands if all(o is not other for other in others)]
     if call.name in _ADDING:
         pair = pair[1:]
     if len(pair) < 2:
