@@ -1,7 +1,8 @@
 """Pipeline passes ordered by list scheduling: each rank, whenever it is free, runs the most urgent pass that it can.
 
 ZB-2p of Qi et al., arXiv:2401.10241, section 3: ranks fill the pipeline with as many microbatches as memory is given
-for, and weight gradients wait until nothing else can run, so that no rank is idle from its first pass to its last:
+for, and weight gradients wait until nothing else can run. With 2 P microbatches or more and passes of equal length no
+rank is idle from its first pass to its last:
 
     rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 ...        of 2 ranks and 4 microbatches alive on each
     rank 1      F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 ...
