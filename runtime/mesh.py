@@ -24,8 +24,8 @@ _Made = dict[
     tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None], dict[str, str]],
 ]
 # What was made on the default group: device meshes by device type, sizes and names, with the groups over some of their
-# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on, so what was made on earlier ones is
-# dropped when there is another.
+# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on,
+# so what was made on earlier ones is dropped when there is another.
 _MADE: dict[dist.ProcessGroup, _Made] = {}
 
 
@@ -79,7 +79,9 @@ class JobMesh:
         group_names.update((name, device_mesh.get_group(name).group_name) for name in stage_mesh.names)
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "every rank is in the mesh"
-        return cls(device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names)
+        return cls(
+            device_mesh, stage_mesh, plan.pipelining, coordinates[0], tuple(coordinates[1:]), over_stages, group_names
+        )
 
     def group_names(self) -> Mapping[str, str]:
         """Mesh axis of a stage, or several as ``joint_groups`` names them -> name of this rank's process group along

@@ -18,7 +18,6 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.ir.torch_private import is_fake, own_buffers, own_parameters, with_own
 from autopar.runtime.mesh import JobMesh
 
-
 # Axes of a DTensor, ZeRO's aside, that FSDP2 takes.
 MOST_AXES = 2
 

@@ -175,6 +175,4 @@ def shard_placements(wanted: Collection[tuple[DeviceMesh, int]]) -> dict[tuple[D
         else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for mesh, _ in wanted
     }
-    return {
-        (mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted
-    }
+    return {(mesh, dim): ShardPlacementResult(placement=Shard(dim), mesh_info=described[mesh]) for mesh, dim in wanted}

@@ -76,7 +76,9 @@ def lowering_time(
     # A chunked loss has the same ones for every chunk.
     for one, count in Counter(INSIDE[name](node, rule, sizes)).items():
         axes = [mesh.index(axis) for axis in one.axes]
-        if prod(mesh.sizes[axis] for axis in axes) == 1 or (name in _SCALED and one.kind == "all_reduce" and local_scales):
+        if prod(mesh.sizes[axis] for axis in axes) == 1 or (
+            name in _SCALED and one.kind == "all_reduce" and local_scales
+        ):
             continue
         collective, payload, reorder = Collective(one.kind), one.payload_bytes, 0.0
         if collective is Collective.ALL_TO_ALL:

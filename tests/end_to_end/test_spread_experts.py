@@ -54,8 +54,11 @@ WIDE = [
     Cell("qwen3_moe", {"tp": 2, "ep": 4, "dp": 2, "zero": 1, "shard": 4}, ("ep", "tp"), 4, ["dp", "ep"]),
     Cell("qwen3_moe", {"cp": 2, "tp": 2, "ep": 8, "zero": 2, "shard": 4}, ("cp", "ep", "tp"), 8, ["cp", "ep"]),
     Cell(
-        "olmoe", {"cp": 2, "tp": 2, "dp": 2, "experts_within": ("tp", "cp"), "zero": 1, "shard": 4},
-        ("cp", "tp"), 4, ["dp", "cp"],
+        "olmoe",
+        {"cp": 2, "tp": 2, "dp": 2, "experts_within": ("tp", "cp"), "zero": 1, "shard": 4},
+        ("cp", "tp"),
+        4,
+        ["dp", "cp"],
     ),
     Cell("mixtral", {"cp": 2, "ep": 4, "dp": 2, "zero": 3, "shard": 8}, ("cp", "ep"), 4, ["dp", "cp", "ep"]),
     Cell("mixtral", {"pp": 2, "tp": 2, "ep": 4, "num_microbatches": 2, "zero": 1}, ("ep", "tp"), 4, ["ep"]),
@@ -66,8 +69,8 @@ WIDE = [
 class Trained:
     """Of each step the loss; after the last one all gradients and parameters. plan: that was run.
 
-    all_to_alls: sizes of the groups of the all-to-alls of the last step, forward. wrong: where it sent otherwise than is
-    recorded. own_experts: elements of experts that the rank stores.
+    all_to_alls: sizes of the groups of the all-to-alls of the last step, forward. wrong: where it sent otherwise than
+    is recorded. own_experts: elements of experts that the rank stores.
     """
 
     losses: list[float]

@@ -1,9 +1,9 @@
 """Experts over more ranks than are left for an axis of their own: over tensor and context ranks too.
 
-``ep`` says over how many ranks the experts are spread. Usually those are an axis of their own, beside dp, cp and tp, that
-divides the batch of the dense ops as dp does. Where the ranks do not suffice for that axis, the experts are spread over
-tensor ranks, then context ranks, and what of ``ep`` is left is an axis, beside dp if there are ranks for both, else
-taken of dp:
+``ep`` says over how many ranks the experts are spread. Usually those are an axis of their own, beside dp, cp and tp,
+that divides the batch of the dense ops as dp does. Where the ranks do not suffice for that axis, the experts are spread
+over tensor ranks, then context ranks, and what of ``ep`` is left is an axis, beside dp if there are ranks for both,
+else taken of dp:
 
     ranks   given                    mesh
     16      tp=2 ep=8                ep=8 tp=2     experts over ep, and as it suits on tp
