@@ -174,8 +174,8 @@ class JobMesh:
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
         for name in sorted({name for program in programs for name in program.joint_groups}):
-            axes = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
-            group = self.group(axes) or self.device_mesh.get_group(self.stage_mesh.names[axes[0]])
+            over = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
+            group = self.group(over) or self.device_mesh.get_group(self.stage_mesh.names[over[0]])
             self._group_names[name] = group.group_name
         shared = [*(layout.stages for layout in layouts), *update_stages(programs, made_for).values()]
         for holders in sorted({self._pipeline_ranks(stages) for stages in shared}):

@@ -34,7 +34,7 @@ def spread_experts(given: Constraints, num_gpus: int) -> Constraints:
 
     Raises InfeasiblePlan where the experts can be spread over so many ranks in no way.
     """
-    if given.axes is not None or (given.ep or 1) == 1 or _fits(given, num_gpus):
+    if given.axes is not None or given.ep is None or given.ep == 1 or _fits(given, num_gpus):
         return given
     found = next((one for one in _ways(given) if _fits(one, num_gpus)), None)
     if found is None and _fits(replace(given, ep=None), num_gpus):
