@@ -25,8 +25,8 @@ _Made = dict[
     tuple[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup | None], dict[str, str]],
 ]
 # What was made on the default group: device meshes by device type, sizes and names, with the groups over some of their
-# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on, so what was made on earlier ones is
-# dropped when there is another.
+# stages by the ranks of the pipeline, and the names of those that ops use. A mesh holds the group that it was made on,
+# so what was made on earlier ones is dropped when there is another.
 _MADE: dict[dist.ProcessGroup, _Made] = {}
 
 
@@ -175,8 +175,8 @@ class JobMesh:
             self.flat(summed)
             self.flat(tuple(axis for axis in summed if axis not in axes))
         for name in sorted({name for program in programs for name in program.joint_groups}):
-            axes = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
-            group = self.group(axes) or self.device_mesh.get_group(self.stage_mesh.names[axes[0]])
+            over = [self.stage_mesh.index(axis) for axis in axes_of_group(name)]
+            group = self.group(over) or self.device_mesh.get_group(self.stage_mesh.names[over[0]])
             self._group_names[name] = group.group_name
         for cut in sorted(set(map(axes_of_stage, programs))):
             self.flat(cut)

@@ -18,7 +18,6 @@ from autopar.ir.program import ParameterLayout, StageProgram
 from autopar.ir.torch_private import is_fake, own_buffers, own_parameters, with_own
 from autopar.runtime.mesh import JobMesh
 
-
 # Axes of a DTensor, ZeRO's aside, that FSDP2 takes.
 MOST_AXES = 2
 
@@ -69,10 +68,10 @@ def blank_state(
         piece = source.new_empty(local_shard(whole, layout.layout, mesh).shape, dtype=parameter.dtype, device=own)
         groups = _axes_of(layout, cut)
         if len(groups) > MOST_AXES and name in later:
-            placements = ", ".join(f"{mesh.stage_mesh.names[axes[0]]} {layout.layout[axes[0]]}" for axes in groups)
+            words = ", ".join(f"{mesh.stage_mesh.names[axes[0]]} {layout.layout[axes[0]]}" for axes in groups)
             raise PlanMismatch(
                 f"zero: parameter {name} is placed in {len(groups)} ways on mesh axes beside those of ZeRO "
-                f"({placements}); FSDP2 shards parameters of at most {MOST_AXES}.\n"
+                f"({words}); FSDP2 shards parameters of at most {MOST_AXES}.\n"
                 "  try: zero: 0, or a plan with fewer of tensor, context and expert parallelism"
             )
         submesh = mesh.joined(groups)

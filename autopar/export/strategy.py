@@ -26,6 +26,7 @@ from math import prod
 from typing import Literal
 
 from autopar.ir.errors import InexpressiblePlan
+from autopar.ir.expert_axes import expert_axes
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.rule import factors_of_choice
 from autopar.ir.rules.moe import EXPERTS
@@ -265,16 +266,17 @@ def _divides_batch(plan: Plan, axis: str) -> bool:
 def _axis_use(plan: Plan, name: str) -> AxisUse:
     votes: Counter[str] = Counter()
     attention: Counter[str] = Counter()
+    spread = expert_axes(plan)
     experts: Literal["", "dispatched", "copied"] = ""
+    if name in spread:
+        experts = "dispatched" if spread[name] else "copied"
     width = False
     for block, key, axis in _worked(plan):
         if axis != name:
             continue
         choice, op = block.ops[key].get(axis), op_of(key)
         role = _role(plan, block, key, axis)
-        if role == "experts":
-            experts = "dispatched" if len(factors_of_choice(choice)) > 1 else experts or "copied"
-        else:
+        if role != "experts":
             votes[role] += block.repeats
         if op == "moe" and "f" in factors_of_choice(choice):
             width = True

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.table import plain_table
-from autopar.report.words import block_names, counted, microbatch_size, remat_level, schedule_words
+from autopar.report.words import block_names, counted, experts_words, microbatch_size, remat_level, schedule_words
 from autopar.search.on_stack import OnStack
 from autopar.units import gib, percent, plural, seconds, significant
 

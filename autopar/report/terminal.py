@@ -16,7 +16,15 @@ from autopar.report.lengths import in_words
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
 from autopar.report.whereabouts import SequencePlaces
-from autopar.report.words import block_names, counted, experts_words, microbatch_size, node_words, remat_level, schedule_words
+from autopar.report.words import (
+    block_names,
+    counted,
+    experts_words,
+    microbatch_size,
+    node_words,
+    remat_level,
+    schedule_words,
+)
 from autopar.units import gib, percent, plural, seconds, significant
 
 if TYPE_CHECKING:

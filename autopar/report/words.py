@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from autopar.export.strategy import Strategy
+from autopar.ir.expert_axes import expert_axes
 from autopar.ir.plan import ClusterRef, Plan
 from autopar.units import plural
 
@@ -25,13 +25,13 @@ def line_of(num_places: int, mesh: Mapping[str, int], zero: int, num_microbatche
 
 def experts_words(plan: Plan) -> str:
     """``experts over cp × ep (8 ranks)``, and where ranks have the same tokens, on which axes; "" without any."""
-    axes = [axis for axis in Strategy(plan).axes if axis.experts]
+    axes = expert_axes(plan)
     if not axes:
         return ""
-    ranks = prod(axis.size for axis in axes)
-    copied = [axis.name for axis in axes if axis.experts == "copied"]
+    ranks = prod(plan.mesh[axis] for axis in axes)
+    copied = [axis for axis, dispatched in axes.items() if not dispatched]
     same = f", tokens not dispatched on {' × '.join(copied)}" if copied else ""
-    return f"experts over {' × '.join(axis.name for axis in axes)} ({plural(ranks, 'rank')}{same})"
+    return f"experts over {' × '.join(axes)} ({plural(ranks, 'rank')}{same})"
 
 
 def node_words(cluster: ClusterRef) -> str:

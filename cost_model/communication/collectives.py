@@ -167,8 +167,8 @@ class Fabric:
         return collective_time(collective, payload_bytes, self.group(axes), self.cluster, kind)
 
     def dispatch_time(self, payload_bytes: float, axes: Sequence[int], rows_per_token: float) -> float:
-        """Seconds of an all-to-all, over all of ``axes`` jointly, of rows to experts or back, of which each token has so
-        many."""
+        """Seconds of an all-to-all of rows to experts or back, of which each token has so many, over all of ``axes``
+        jointly."""
         group, cluster = self.group(axes), self.cluster
         leaving = sent_once(rows_per_token, group.num_nodes) if cluster.device.stack.sends_once else 1.0
         return collective_time(Collective.ALL_TO_ALL, payload_bytes, group, cluster, leaving=leaving)

@@ -212,7 +212,7 @@ def _keeps_rows(node: fx.Node) -> bool:
     if position is None:
         return True
     if "dim" in node.kwargs:
-        return node.kwargs["dim"] == -1
+        return bool(node.kwargs["dim"] == -1)
     dims = node.args[position] if len(node.args) > position else -1
     every = dims if isinstance(dims, (list, tuple)) else (dims,)
     rank = _rank_of_dims(node)

@@ -69,8 +69,8 @@ WIDE = [
 class Trained:
     """Of each step the loss; after the last one all gradients and parameters. plan: that was run.
 
-    all_to_alls: sizes of the groups of the all-to-alls of the last step, forward. wrong: where it sent otherwise than is
-    recorded. own_experts: elements of experts that the rank stores.
+    all_to_alls: sizes of the groups of the all-to-alls of the last step, forward. wrong: where it sent otherwise than
+    is recorded. own_experts: elements of experts that the rank stores.
     """
 
     losses: list[float]

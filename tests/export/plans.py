@@ -94,6 +94,17 @@ def decoder_plan(
     )
 
 
+def with_experts(plan: Plan, choices: dict[str, str]) -> Plan:
+    """A plan whose mixtures of experts have these factors on these axes."""
+    blocks = [
+        block.model_copy(
+            update={"ops": {key: axes | choices if key.endswith("/moe") else axes for key, axes in block.ops.items()}}
+        )
+        for block in plan.blocks
+    ]
+    return plan.model_copy(update={"blocks": blocks})
+
+
 def even_stages(layers: int, count: int) -> list[StagePlan]:
     """Equal numbers of layers, the embedding on the first stage and the head on the last."""
     each = layers // count

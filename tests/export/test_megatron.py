@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from autopar.export import export
 from autopar.ir.errors import InexpressiblePlan
 from autopar.ir.plan import Plan, StagePlan
-from tests.export.plans import decoder_plan
+from tests.export.plans import decoder_plan, with_experts
 
 MODEL = {
     "HIDDEN_SIZE": "4096", "NUM_ATTENTION_HEADS": "32", "VOCAB_SIZE": "32000", "NUM_EXPERTS": "64",
@@ -186,6 +186,25 @@ def test_a_plan_as_in_the_readme(stub: Path) -> None:
     assert args.data_parallel_sharding_strategy == "optim_grads_params"
     assert args.recompute_granularity == "selective"
     assert any("keeps everything in some layers" in note for note in export(plan, "megatron").notes)
+
+
+@pytest.mark.parametrize(
+    ("choices", "degrees", "left"),
+    [
+        ({"ep": "d0&experts", "cp": "d1&experts", "tp": "d1&experts"}, (8, 1), ""),
+        ({"ep": "d0&experts", "cp": "d1", "tp": "f"}, (2, 2), "leaves out cp"),
+        ({"ep": "d0", "cp": "d1", "tp": "experts"}, (2, 1), ""),
+        ({"ep": "d0&experts", "cp": "d1&experts", "tp": "d1"}, (4, 1), "leaves out tp"),
+    ],
+)
+def test_experts_over_tensor_and_context_ranks(
+    choices: dict[str, str], degrees: tuple[int, int], left: str, stub: Path
+) -> None:
+    plan = with_experts(decoder_plan(cp=2, ep=2, tp=2, experts=True, sequence_parallel=True), choices)
+    args = check(plan, stub)
+    assert (args.expert_model_parallel_size, args.expert_tensor_parallel_size) == degrees
+    notes = [note for note in export(plan, "megatron").notes if "neighbouring ranks" in note]
+    assert bool(notes) is bool(left) and all(left in note for note in notes)
 
 
 def test_uneven_stages_are_a_layout(stub: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.report.words import counted, experts_words, node_words
-from tests.export.plans import decoder_plan
+from tests.export.plans import decoder_plan, with_experts
 from tests.report.sample import sample_plan
 
 
@@ -36,9 +36,4 @@ def test_an_assumed_share_of_racks_is_said() -> None:
     ],
 )
 def test_over_which_ranks_experts_are(choices: dict[str, str], words: str) -> None:
-    plan = decoder_plan(cp=2, ep=2, tp=4, experts=True)
-    for block in plan.blocks:
-        for key in block.ops:
-            if key.endswith("/moe"):
-                block.ops[key] = {**block.ops[key], **choices}
-    assert experts_words(plan) == words
+    assert experts_words(with_experts(decoder_plan(cp=2, ep=2, tp=4, experts=True), choices)) == words

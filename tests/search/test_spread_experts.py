@@ -1,4 +1,4 @@
-"""Experts over tensor and context ranks: what ``ep`` means, and that the search finds such plans where they are best."""
+"""Experts over tensor and context ranks: what ``ep`` means, and that the search finds them where they are best."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def test_over_how_many_ranks_of_which_axes(
 @pytest.mark.parametrize(
     ("num_gpus", "given", "words"),
     [
-        (8, {"tp": 2, "ep": 16}, r"ep=16: no experts can be spread over 16 of 8 ranks with tp=2(.|\n)*--ep 2 or 4 or 8"),
+        (
+            8,
+            {"tp": 2, "ep": 16},
+            r"ep=16: no experts can be spread over 16 of 8 ranks with tp=2(.|\n)*--ep 2 or 4 or 8",
+        ),
         (16, {"dp": 4, "tp": 4, "ep": 6}, r"ep=6: .* with dp=4, tp=4(.|\n)*--ep 2 or 4"),
     ],
 )
@@ -73,7 +77,7 @@ def long() -> CapturedModel:
 
 
 def test_the_search_spreads_experts_over_context_ranks_where_that_is_best(long: CapturedModel) -> None:
-    """Two axes or one of eight ranks, not all for data: faster than any plan whose experts have an axis of their own."""
+    """Not all of them for data: faster than any plan whose experts have an axis of their own."""
     cluster, workload = make_cluster("h100-sxm", 32), Workload.of(long, "bf16")
     free = search_captured(long, cluster, Constraints(precision="bf16"), workload=workload)
     assert "cp" in experts_words(free.plan)

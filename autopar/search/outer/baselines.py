@@ -231,8 +231,8 @@ class Seeds:
                         yield from self.roomy(outer.space.with_zero(root))
 
     def near(self, few: list[Configuration]) -> Iterator[Configuration]:
-        """The same configurations at other ZeRO stages, all of them first; then with fewer or more microbatches, and with
-        ranks in other roles."""
+        """The same configurations at other ZeRO stages, all of them first; then with fewer or more microbatches; then
+        with ranks in other roles."""
         space = self.outer.space
         for reach, best in product((0, 1), few):
             options = space.microbatches(best.mesh, best.constraints)

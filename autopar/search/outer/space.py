@@ -13,7 +13,6 @@ from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.allowed_choices import divides_experts_axes
 from autopar.search.problem.constraints import ROLES, Constraints, divisors, role_of_axis
 
-
 # Roles between which ranks move, from a baseline of a model with experts to the next.
 _MOVES = (
     ("dp", "ep"), ("ep", "dp"), ("ep", "tp"), ("tp", "ep"), ("dp", "tp"), ("tp", "dp"), ("dp", "cp"), ("cp", "dp"),

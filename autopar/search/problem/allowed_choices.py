@@ -115,8 +115,8 @@ class Allowed(Protocol):
 class Rules:
     """The choices that each cluster may make on each axis of a mesh.
 
-    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts. An axis for experts
-    then divides the step inputs.
+    data_axes: axes that ZeRO is to shard over: no parameter may be sharded on them, but for experts. An axis for
+    experts then divides the step inputs.
     batch_axes: if given, exactly these axes divide the step inputs. batch_size: samples of a step, None if it is the
     captured batch.
     """

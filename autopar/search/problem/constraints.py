@@ -48,9 +48,9 @@ class NoOption(InfeasiblePlan):
 class Constraints:
     """None leaves a question to the search.
 
-    pp, dp, tp, cp, ep: degrees. ep may take of the ranks of the others (``spread_experts``). experts_within: "tp", "cp",
-    or both: the experts are spread over those axes too. sequence_parallel: whether sequence factors may be used on
-    tensor axes.
+    pp, dp, tp, cp, ep: degrees. ep may take of the ranks of the others (``spread_experts``). experts_within: "tp",
+    "cp", or both: the experts are spread over those axes too. sequence_parallel: whether sequence factors may be used
+    on tensor axes.
     schedule, virtual_stages: of the pipeline. zero: stage 0 to 3. shard: data ranks that ZeRO shards over, the
     others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in host
     memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,

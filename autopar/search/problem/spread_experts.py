@@ -1,9 +1,9 @@
 """Experts over more ranks than are left for an axis of their own: over tensor and context ranks too.
 
-``ep`` says over how many ranks the experts are spread. Usually those are an axis of their own, beside dp, cp and tp, that
-divides the batch of the dense ops as dp does. Where the ranks do not suffice for that axis, the experts are spread over
-tensor ranks, then context ranks, and what of ``ep`` is left is an axis, beside dp if there are ranks for both, else
-taken of dp:
+``ep`` says over how many ranks the experts are spread. Usually those are an axis of their own, beside dp, cp and tp,
+that divides the batch of the dense ops as dp does. Where the ranks do not suffice for that axis, the experts are spread
+over tensor ranks, then context ranks, and what of ``ep`` is left is an axis, beside dp if there are ranks for both,
+else taken of dp:
 
     ranks   given                    mesh
     16      tp=2 ep=8                ep=8 tp=2     experts over ep, and as it suits on tp
@@ -34,7 +34,7 @@ def spread_experts(given: Constraints, num_gpus: int) -> Constraints:
 
     Raises InfeasiblePlan where the experts can be spread over so many ranks in no way.
     """
-    if given.axes is not None or (given.ep or 1) == 1 or _fits(given, num_gpus):
+    if given.axes is not None or given.ep is None or given.ep == 1 or _fits(given, num_gpus):
         return given
     found = next((one for one in _ways(given) if _fits(one, num_gpus)), None)
     if found is None and _fits(replace(given, ep=None), num_gpus):
