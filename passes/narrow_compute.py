@@ -6,6 +6,7 @@ promise, and tells the dtype. Ops that look alike are run once.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ class NarrowCompute(Pass[PlacedProgram]):
         graph, compute = program.graph, narrow_dtype(program.placed.plan.precision)
         memo: dict[Any, Any] = {}
         parameters = program.placed.captured.parameters
+        histories = {name for name, buffer in program.placed.captured.buffers.items() if buffer.history}
         outside = {node for node in graph.nodes if node.op == "placeholder" and node.name not in parameters}
         mode = fake_mode_of(graph)
         with unbound_groups(program.placed.mesh):
@@ -48,7 +50,7 @@ class NarrowCompute(Pass[PlacedProgram]):
                 if node.meta["block"] == PRELUDE or (node.all_input_nodes and outside.issuperset(node.all_input_nodes)):
                     outside.add(node)  # parts of what comes from outside do too
                 elif compute is not None:
-                    _cast_operands(graph, node, compute, outside)
+                    _cast_operands(graph, node, compute, outside, histories)
                 signature = (node.target, signature_of(node.args), signature_of(node.kwargs))
                 if signature not in memo:
                     memo[signature] = fake_call(node.target, node.args, node.kwargs, mode)  # type: ignore[arg-type]
@@ -65,9 +67,11 @@ def _shape(leaf: object) -> object:
     return leaf[0] if isinstance(leaf, tuple) else None
 
 
-def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside: set[fx.Node]) -> None:
+def _cast_operands(
+    graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside: set[fx.Node], histories: Container[str]
+) -> None:
     """Cast float32 operands if another operand has the dtype of compute: those from ``outside`` the blocks, and all of
-    a matrix product, which takes one dtype.
+    a matrix product, which takes one dtype, but for ``histories`` of maxima, which it writes to.
     """
     values = {operand: operand.meta.get("val") for operand in node.all_input_nodes}
     if not any(isinstance(v, torch.Tensor) and v.dtype == compute for v in values.values()):
@@ -76,6 +80,7 @@ def _cast_operands(graph: fx.Graph, node: fx.Node, compute: torch.dtype, outside
         if (
             (operand.op == "placeholder" or operand in outside or is_product(node.target))
             and not operand.meta.get("wide")
+            and operand.name not in histories
             and isinstance(value, torch.Tensor)
             and value.dtype == torch.float32
         ):

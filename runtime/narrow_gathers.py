@@ -59,7 +59,7 @@ class NarrowGathers:
             # A parameter may have been replaced since the last call.
             extend_gather(piece, extension.before, extension.after)
         here = [number for number, piece in enumerate(pieces) if piece.numel()]
-        norms = norms_of_all([pieces[number] for number in here], inf)
+        norms = norms_of_all([pieces[number] for number in here], inf) if here else ()
         of_piece = dict(zip(here, norms, strict=True))
         largest = torch.stack([of_piece.get(number, pieces[0].new_zeros(())) for number in range(len(pieces))])
         # Rounding keeps the order of numbers, so that the largest of what is rounded is the largest, rounded.

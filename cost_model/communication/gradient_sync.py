@@ -10,8 +10,7 @@ Per data-parallel group of ``n`` parameter elements a rank, with ``c`` bytes of 
             reduce_scatter 4n (backward)
 
 A weight that is gathered in 8 bits counts as n in place of cn. A stack that adds gradients up in 16 bits reduces 2n in
-place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in
-float32. Without resharding after forward it gathers once.
+place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in float32. Without resharding after forward it gathers once.
 
 Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
 one to the host with each scatter, and runs AdamW at the bandwidth of host memory.

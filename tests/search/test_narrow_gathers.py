@@ -18,8 +18,9 @@ from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.placed.step_communication import step_communication
 from autopar.passes.normalise import normalise
-from autopar.search.api import estimate_captured
+from autopar.search.api import estimate_captured, prices_of
 from autopar.search.problem.constraints import Constraints
+from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
 from examples.gpt import GPT, Config
 
@@ -76,6 +77,16 @@ def test_by_row_nothing_changes(captured: CapturedModel) -> None:
     how = {"recipe": "fp8-row", "zero": 3, "dp": 2, "tp": 8, "sequence_parallel": True}
     wide, narrow = (estimated(captured, narrow=own, **how).predicted for own in (False, True))
     assert narrow.step_time_s == wide.step_time_s and narrow.peak_bytes == wide.peak_bytes
+
+
+def test_a_search_over_zero_stages_prices_each_as_it_is(captured: CapturedModel) -> None:
+    cluster = make_cluster("h100-sxm", 16, stack=COMPILED)
+    given = Constraints(precision="bf16", recipes=("fp8-tensor",), num_microbatches=1, remat="none", dp=16)
+    alone = {zero: estimate_captured(captured, cluster, replace(given, zero=zero)) for zero in (3, 0)}
+    prices = prices_of(Workload.for_plan(captured, alone[3].plan), cluster, given)
+    for zero in (3, 0, 3):
+        found = estimate_captured(captured, cluster, replace(given, zero=zero), prices=prices)
+        assert found.predicted.step_time_s == alone[zero].predicted.step_time_s
 
 
 def test_stacks_that_gather_in_8_bits() -> None:

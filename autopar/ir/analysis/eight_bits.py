@@ -222,12 +222,16 @@ def _add_history(
     graph: fx.Graph, node: fx.Node, product: Product, scaling: Scaling, buffers: dict[str, Buffer]
 ) -> fx.Node:
     """A buffer for the history of a product, the last of the placeholders; it is entered into ``buffers``."""
-    _, weight, number = product
+    path, weight, number = product
     last = [own for own in graph.nodes if own.op == "placeholder"][-1]
     with graph.inserting_after(last):
         made = graph.placeholder(f"history_of_{node.name}")
     made.meta["val"] = node.meta["val"].new_empty(shape_of_history(scaling), dtype=torch.float32)
-    name = f"{weight}_history" if number == 1 else f"{weight}_history_{number}"
+    name = f"{weight}_history"
+    if path != weight.rpartition(".")[0]:  # a weight that other modules have too
+        name += f"_in_{path.replace('.', '_')}"
+    if number > 1:
+        name += f"_{number}"
     buffers[made.name] = Buffer(name=name, persistent=False, history=True)
     return made
 

@@ -4,7 +4,7 @@
     columns    0: largest so far in this step    1: of all steps before, as far as it goes back    2..: step by step
 
 Every product of a step has the same scales, whatever its microbatch, so that none waits for another rank: ranks agree
-once a step, when it has ended (``rolled``). Where nothing is known yet a scale is 1.
+once a step, when it has ended (``roll``). Where nothing is known yet a scale is 1.
 """
 
 from __future__ import annotations

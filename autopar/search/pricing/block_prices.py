@@ -188,7 +188,7 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
     layouts = layouts_of(workload, assignment)
     assignments, inputs = layouts.assignments, layouts.inputs
 
-    # Costs that do not depend on ZeRO are shared by all of its stages.
+    # Costs that do not depend on ZeRO are shared by all of its stages (``_known``).
     def ops(kind: int) -> _Ops:
         return _Ops.of(pricing, assignments, kind)
 
@@ -230,9 +230,13 @@ def _known(
 ) -> list[T]:
     """``make`` of every number, computed once for equal assignments of the clusters that it depends on."""
     known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
+    gathers: tuple[object, ...] = ()
+    if pricing.workload.narrow_products:
+        # Products have less to cast where ZeRO gathers their weights in 8 bits.
+        gathers = pricing.zero, pricing.data_axes, pricing.zero_stages, pricing.offload
     found = []
     for number, own in enumerate(clusters):
-        key = (number, pricing.parts, *(assignment[index] for index in own))
+        key = (number, pricing.parts, *gathers, *(assignment[index] for index in own))
         if key not in known:
             known[key] = make(number)
         found.append(known[key])
