@@ -62,6 +62,7 @@ EXPERT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "ep2-dp2-zero3": (4, {"ep": 2, "dp": 2, "zero": 3}),
     "ep2-tp2": (4, {"ep": 2, "tp": 2}),
+    "ep4-tp2": (4, {"ep": 4, "tp": 2}),
 }
 _EVERY = PLANS | EXPERT_PLANS
 

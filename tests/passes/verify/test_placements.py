@@ -15,6 +15,9 @@ from autopar.ir.errors import UnprovenProgram
 from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normalise
 from autopar.passes.verify.placements import verify_placements
+from autopar.search.problem.forbidden_placements import Forbidden
+from benchmarks.models import CASES as MODELS
+from benchmarks.models import build
 from tests.parity import EXPERT_PLANS, PLANS
 from tests.passes.verify.mutations import mutants
 from tests.passes.verify.programs import captured_case, programs_of
@@ -91,6 +94,29 @@ def test_programs_of_experts_are_proved(plan: str) -> None:
     captured = captured_case("stacked_experts")
     found, programs = programs_of(captured, *EXPERT_PLANS[plan])
     verify_placements(captured, programs, found)
+
+
+@pytest.mark.parametrize(("axis", "zero"), [("tp", {"zero": 0}), ("cp", {"zero": 1, "shard": 4})])
+def test_programs_of_experts_over_other_ranks_are_proved(axis: str, zero: dict[str, int]) -> None:
+    """And refused if tokens travel over one of their axes alone."""
+    pytest.importorskip("transformers")
+    case = MODELS["qwen3_moe"]
+    captured = normalise(capture(build(case), case.batch(0)))
+    others = tuple(
+        Forbidden(pattern="*/moe", placement=((name, choice),))
+        for name in ("ep", axis)
+        for choice in ("experts", "d0", "d1", None)
+    )
+    plan, (program,) = programs_of(captured, 4, {axis: 2, "ep": 4, "forbidden": others, **zero})
+    verify_placements(captured, (program,), plan)
+    (joint,) = program.joint_groups
+    assert set(joint.split(",")) == {"ep", axis}
+    for block in program.blocks:
+        for node in block.graph.nodes:
+            if "dispatch_groups" in node.kwargs:
+                node.kwargs = {**node.kwargs, "dispatch_groups": ("ep",)}
+    with pytest.raises(UnprovenProgram, match="dispatch_groups"):
+        verify_placements(captured, (program,), plan)
 
 
 def test_a_gradient_that_is_not_sent_back_is_refused(tower: CapturedModel) -> None:
