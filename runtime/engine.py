@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from autopar.runtime.maxima_histories import MaximaHistories
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.narrow_copies import NarrowCopies
 from autopar.runtime.optimizer_settings import OptimizerSettings
-from autopar.runtime.outputs import scale_outputs
+from autopar.runtime.outputs import FirstOfBackward, scale_outputs
 from autopar.runtime.parameters import blank_state, cut_axes, fill, make_meshes
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.stage_module import StageModule
@@ -125,6 +126,7 @@ class Engine:
         self.variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
         self.variants.add("loss" if captured.has_loss else "model", True, captured, programs)
         self.background = Background()
+        self._first_of_backward = FirstOfBackward()
         self.scaler: LossScaler | None = None
         self.losses: list[torch.Tensor] = []
         """This rank's partial sums of the last step's loss, one for each microbatch; none before the last stage."""
@@ -374,7 +376,8 @@ class Engine:
         else:
             results = outputs.merge(parts)
         if torch.is_grad_enabled():
-            results = scale_outputs(self._begin_backward, outputs.gradient_scales, results)
+            begins = partial(self._first_of_backward, self._begin_backward)
+            results = scale_outputs(begins, outputs.gradient_scales, results)
         return outputs.as_returned(results)
 
     @torch.no_grad()

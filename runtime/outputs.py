@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import StageProgram, TensorSpec
 from autopar.ir.program_sizes import SizeValues
 from autopar.ir.torch_private import pytree
-from autopar.runtime.torch_private import at_end_of_backward
+from autopar.runtime.torch_private import number_of_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,45 +96,39 @@ def _joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor
 
 
 def scale_outputs(
-    begin: Callable[[], None], scales: Sequence[float], results: Sequence[torch.Tensor]
+    begins: Callable[[], None], scales: Sequence[float], results: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The results themselves. Their backward multiplies each gradient by its scale; the first of them in a backward
-    calls ``begin``.
+    """The results themselves. Their backward multiplies each gradient by its scale, and calls ``begins`` before.
 
     Each is apart in autograd: a backward from some of them gives no gradient, not even zeros, to parameters that only
     others depend on.
     """
-    first = _FirstOfBackward(begin)
     return [
-        _ScaledOutput.apply(first, scale, result)  # type: ignore[no-untyped-call]
+        _ScaledOutput.apply(begins, scale, result)  # type: ignore[no-untyped-call]
         for scale, result in zip(scales, results, strict=True)
     ]
 
 
-class _FirstOfBackward:
-    """Calls ``begin`` once in each backward, however many outputs it starts from."""
+class FirstOfBackward:
+    """Calls something once in each backward, however many outputs of however many calls it starts from."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self._has_begun = False
+    def __init__(self) -> None:
+        self._begun = -1
 
-    def __call__(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            at_end_of_backward(self._end)
-            self._begin()
-
-    def _end(self) -> None:
-        self._has_begun = False
+    def __call__(self, begin: Callable[[], None]) -> None:
+        """Call ``begin``, if nothing was called in this backward."""
+        if self._begun != (number := number_of_backward()):
+            self._begun = number
+            begin()
 
 
 class _ScaledOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: Callable[[], None], scale: float, result: torch.Tensor) -> torch.Tensor:
-        ctx.first, ctx.scale = first, scale
+    def forward(ctx: Any, begins: Callable[[], None], scale: float, result: torch.Tensor) -> torch.Tensor:
+        ctx.begins, ctx.scale = begins, scale
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.first()
+        ctx.begins()
         return None, None, gradient if ctx.scale == 1.0 else gradient * ctx.scale

@@ -56,6 +56,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
 
 
+def number_of_backward() -> int:
+    """Of the backward that is running, another one each time. Public: hooks do not say which backward calls them."""
+    return int(torch._C._current_graph_task_id())
+
+
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
     """The result of ``nn.Module.load_state_dict``, whose type has no public name."""
     return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -132,6 +132,19 @@ def _end_of_backward() -> None:
     assert order == ["gradient", "leaf", "end"]
 
 
+@case("number_of_backward")
+def _backward_number() -> None:
+    numbers: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    results = x * 2, x * 3
+    for result in results:
+        result.register_hook(lambda grad: numbers.append(private.number_of_backward()))
+    torch.stack(results).sum().backward(retain_graph=True)
+    results[0].backward()
+    together, same, apart = numbers
+    assert together == same != apart and min(numbers) >= 0
+
+
 @case("incompatible_keys")
 def _keys() -> None:
     own = private.incompatible_keys(["a"], ["b"])

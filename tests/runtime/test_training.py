@@ -205,10 +205,11 @@ class _Plain:
 
 
 def _forward_each() -> Any:
-    return [_forward(zero) for zero in (0, 3)]
+    return [_forward(zero, together) for zero in range(4) for together in (False, True)]
 
 
-def _forward(zero: int) -> Any:
+def _forward(zero: int, together: bool) -> Any:
+    """Two passes. together: with one backward for both, else each with its own."""
     captured = captured_tied()
     plan = plan_for({"dp": 2}, zero=zero)
     pm = ParallelModule(
@@ -220,13 +221,17 @@ def _forward(zero: int) -> Any:
             more=_Plain(captured, plan),
         )
     )
-    found = []
+    found, losses = [], []
     for number in range(2):
         rows = pm.shard_batch(batch(number))
         output = pm(**rows)
         # The user's own mean over this rank's rows, accumulated over two passes.
-        torch.nn.functional.cross_entropy(output["logits"], rows["labels"]).backward()
+        losses.append(torch.nn.functional.cross_entropy(output["logits"], rows["labels"]))
+        if not together:
+            losses.pop().backward()
         found.append(output["loss"].detach())
+    if together:
+        torch.stack(losses).sum().backward()
     return found, pm.full_gradients(), output["logits"]
 
 
