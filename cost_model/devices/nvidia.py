@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.cost_model.devices.parts import (
     ACCELERATORS,
     EIGHT,
+    H100_EIGHT,
     HOST_A100,
     HOST_H100,
     HOST_V100,
@@ -45,7 +46,10 @@ _A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
 _H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
 # Kernels for tiles of 128 are for Hopper: later parts have units for smaller tiles instead.
-_H100_EIGHT = {"fp8": eight_bits(1979, ACCELERATORS), "fp8-block": by_tile(eight_bits(1979, ACCELERATORS))}
+_H100_EIGHT, _H200_EIGHT = (
+    {"fp8": rate, "fp8-block": by_tile(rate)}
+    for rate in (eight_bits(1979, ACCELERATORS, best / 1979, MAMF) for best in (1402.6, 1453.4))
+)
 _H100_TILING = tiling(132, _H100)
 _B200_EIGHT = eight_bits(4500, ACCELERATORS, 3432.5 / 4500, MAMF)
 _B300_EIGHT = eight_bits(4500, _B300, 3432.5 / 4500, "taken from B200, whose products were measured")
@@ -198,7 +202,7 @@ H100_96GB = replace(
         "fp32": fp32(67, _H100),
         "bf16": half(989, ACCELERATORS, 794.5, f"{MAMF}, of 700 W", watts=500 / 700),
         **{
-            name: replace(rate, efficiency=Fit("sustained", "as the part of 700 W", 1519 / 1979, 500 / 700))
+            name: replace(rate, efficiency=Fit("sustained", "as the part of 700 W", H100_EIGHT, 500 / 700))
             for name, rate in _H100_EIGHT.items()
         },
     },
@@ -228,7 +232,7 @@ H100_PCIE = GpuEntry(
 H200 = replace(
     H100_SXM,
     name="H200",
-    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, **_H100_EIGHT},
+    rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, **_H200_EIGHT},
     memory_gb=Published(141, ACCELERATORS),
     bandwidth_gb_s=Published(4800, ACCELERATORS),
 )
