@@ -139,7 +139,8 @@ def _ring(case: Case, groups: tuple[str, ...]) -> tuple[list[Tensor | None], lis
 def _check(batch: list[Case]) -> list[str]:
     """What differs from whole attention on this rank."""
     found = []
-    groups = {axes: axis_groups(Mesh.of(**{f"a{n}": s for n, s in enumerate(axes)})) for axes in ((4,), (2, 2))}
+    every = {axes: axis_groups(Mesh.of(**{f"a{n}": s for n, s in enumerate(axes)})) for axes in ((4,), (2, 2))}
+    groups = {axes: {f"a{n}": known[f"a{n}"] for n in range(len(axes))} for axes, known in every.items()}
     for case in batch:
         whole = [None if x is None else x.requires_grad_(x.is_floating_point()) for x in case.operands()]
         expected = case.whole(*whole)
