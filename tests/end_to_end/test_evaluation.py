@@ -147,7 +147,7 @@ CASES: dict[int, list[tuple[type[nn.Module], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", list(CASES))
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_goes_on_as_if_nothing_had_been_evaluated(num_ranks: int) -> None:
     for rank in run_ranks(train_each, num_ranks, CASES[num_ranks]):
         for (block, constraints), (without, with_evaluations) in zip(CASES[num_ranks], rank, strict=True):
