@@ -87,6 +87,9 @@ DISPATCHED_ONCE = ("deepseek-v3",)
 # Those recipes give an expert whole to one rank: expert ranks are tensor ranks too (expert_tensor_parallel_size=1), and
 # tokens travel to them by an all-to-all (moe_token_dispatcher_type).
 WHOLE_EXPERTS = ("Megatron-Bridge",)
+# Recipes of NeMo have sequence parallelism on where there are several tensor ranks (sequence_parallel in
+# launcher_scripts/conf/training of NVIDIA/NeMo-Framework-Launcher).
+SHARES_SEQUENCES = "NeMo"
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -370,9 +373,8 @@ class Row:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether it is printed, or, where nothing is, a recipe of NeMo's: those of several tensor ranks have it on
-        (``sequence_parallel`` in launcher_scripts/conf/training of NVIDIA/NeMo-Framework-Launcher)."""
-        return self.sp == "1" or (not self.sp and self.stack.gathers_ahead)
+        """Whether it is printed, or, where nothing is, the recipes of the row's source have it on."""
+        return self.sp == "1" or (not self.sp and SHARES_SEQUENCES in self.source)
 
     def _dispatching(self, workload: Workload) -> Constraints:
         """The plan, with tokens dispatched to experts that are whole."""

@@ -150,10 +150,12 @@ class _Rows:
                 return None
         else:
             return None
-        flat = [node.args[place] for place in places]
-        if not flat or any(self.apart(a) is None for a in flat) or node.kwargs.get("out") is not None:
+        flat = [
+            a for a in (node.args[place] for place in places) if isinstance(a, fx.Node) and self.apart(a) is not None
+        ]
+        if not flat or len(flat) < len(places) or node.kwargs.get("out") is not None:
             return None
-        leads = {self.sizes(a) for a in flat}  # type: ignore[arg-type]
+        leads = {self.sizes(a) for a in flat}
         results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         lead = next(iter(leads))
         kept = len(leads) == 1 and all(r.dim() >= 2 and r.shape[0] == prod(lead) for r in results)

@@ -102,9 +102,9 @@ def test_more_expert_ranks_than_data_ranks(long: CapturedModel, given: dict[str,
     for name, storage in placed.storage.items():
         axes = {axis for axis, placement in enumerate(storage.layout) if not placement.is_replicate()}
         axes |= set(storage.zero_axes) & set(placed.shard_axes)
-        size = torch.Size(placed.captured.parameters[name].shape).numel()
+        size: float = torch.Size(placed.captured.parameters[name].shape).numel()
         for axis in axes:
-            size /= placed.mesh.sizes[axis]  # type: ignore[assignment]
+            size /= placed.mesh.sizes[axis]
         held += 8 * size
     assert found.predicted.memory[0].optimizer == pytest.approx(held, rel=1e-6)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import gcd, prod
+from typing import Any
 
 from autopar.ir.mesh import Mesh
 from autopar.search.outer.configuration import Configuration
@@ -172,12 +173,12 @@ class Space:
                 continue
             size = num_gpus // num_stages
             for dp, tp, cp, ep in product(divisors(size), repeat=4):
-                degrees = {"dp": dp, "tp": tp, "cp": cp, "ep": ep}
+                degrees: dict[str, Any] = {"dp": dp, "tp": tp, "cp": cp, "ep": ep}
                 pinned = all(getattr(given, role) in (None, degree) for role, degree in degrees.items())
                 if dp * tp * cp * ep != size or not pinned or (ep > 1 and not has_experts):
                     continue
                 for within in self._within(degrees) if has_experts else ((),):
-                    constraints = replace(given, pp=num_stages, experts_within=within, **degrees)  # type: ignore[arg-type]
+                    constraints = replace(given, pp=num_stages, experts_within=within, **degrees)
                     for mesh in constraints.meshes(size):
                         for num in self.microbatches(mesh, constraints):
                             yield from self.roots(num_stages, mesh, num, constraints)
@@ -214,7 +215,7 @@ class Space:
         if given.ep is not None or not self.solver.workload.experts:
             return
         for taken, grown in _MOVES:
-            degrees = {role: getattr(own, role) or 1 for role in ROLES}
+            degrees: dict[str, Any] = {role: getattr(own, role) or 1 for role in ROLES}
             free = getattr(given, taken) is None and getattr(given, grown) is None
             if not free or degrees[taken] % 2:
                 continue
@@ -225,7 +226,7 @@ class Space:
                 degrees["ep"] * prod(degrees[role] for role in within)
             ):
                 continue
-            constraints = replace(own, experts_within=within, **degrees)  # type: ignore[arg-type]
+            constraints = replace(own, experts_within=within, **degrees)
             for mesh in constraints.meshes(baseline.mesh.size):
                 if baseline.num_microbatches in self.microbatches(mesh, constraints):
                     yield from self.roots(baseline.num_stages, mesh, baseline.num_microbatches, constraints)

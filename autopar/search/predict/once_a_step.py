@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost_model.communication.gradient_sync import OVERLAP, OVERLAP_SLOWDOWN, exposed_time
+from autopar.cost_model.communication.gradient_sync import OVERLAP, OVERLAP_SLOWDOWN
 from autopar.cost_model.schedule.pipeline_simulator import Event
 from autopar.ir.schedule import Order, Pipelining
-from autopar.search.pricing.block_prices import BlockPrice
+from autopar.search.pricing.block_prices import BlockPrice, exposed_gathers_of_step, reductions_of_step
 
 
 def exposed_gathers(held: Sequence[Sequence[BlockPrice]], shape: Pipelining, *, ahead: bool) -> list[float]:
@@ -24,10 +24,7 @@ def exposed_gathers(held: Sequence[Sequence[BlockPrice]], shape: Pipelining, *, 
     for rank, order in enumerate(shape.orders()):
         before = 1
         for stage in shape.stages_of(rank):
-            blocks = held[stage]
-            waited = sum(b.waited.first_s for b in blocks)
-            computed = sum(b.compute.forward_s for b in blocks)
-            found[stage] = exposed_time(sum(b.sync.first_s for b in blocks), before * computed) + waited
+            found[stage] = exposed_gathers_of_step(held[stage], before)
             before = forwards_before_the_next(order, stage) if ahead else 1
     return found
 
@@ -54,7 +51,7 @@ def exposed_reductions(held: dict[int, Sequence[BlockPrice]], events: Sequence[E
         blocks = held[stage]
         after = end - last[stage].end_s if stage in last else 0.0
         computed = sum(b.compute.backward_s for b in blocks) + after
-        total += sum(b.sync.step_s - b.sync.first_s for b in blocks)
+        reductions, in_between = reductions_of_step(blocks)
+        total, waited = total + reductions, waited + in_between
         exposed = max(exposed, total - OVERLAP * computed)
-        waited += sum(b.waited.step_s - b.waited.first_s for b in blocks)
     return exposed + OVERLAP_SLOWDOWN * (total - exposed) + waited

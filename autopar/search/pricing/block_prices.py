@@ -124,11 +124,23 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
 def exposed_step_sync(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
     """Seconds that gathers of once a step add to the first forward, and gradient reductions to the step, as far as the
     first forward and the last backward do not hide them."""
-    gathers, waited = sum(b.sync.first_s for b in blocks), sum(b.waited.first_s for b in blocks)
-    first = exposed_time(gathers, sum(b.compute.forward_s for b in blocks)) + waited
-    reductions = sum(b.sync.step_s for b in blocks) - gathers
+    reductions, waited = reductions_of_step(blocks)
     last = exposed_time(reductions, sum(b.compute.backward_s for b in blocks))
-    return first, last + sum(b.waited.step_s for b in blocks) - waited
+    return exposed_gathers_of_step(blocks), last + waited
+
+
+def exposed_gathers_of_step(blocks: Sequence[BlockPrice], forwards: int = 1) -> float:
+    """Seconds that gathers of once a step add, beside so many forwards of ``blocks``."""
+    computed = forwards * sum(b.compute.forward_s for b in blocks)
+    return exposed_time(sum(b.sync.first_s for b in blocks), computed) + sum(b.waited.first_s for b in blocks)
+
+
+def reductions_of_step(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
+    """Seconds of gradient reductions of once a step: beside compute, and of those that compute waits for."""
+    return (
+        sum(b.sync.step_s - b.sync.first_s for b in blocks),
+        sum(b.waited.step_s - b.waited.first_s for b in blocks),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
