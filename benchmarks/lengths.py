@@ -1,18 +1,19 @@
 """Seconds a step on real text, packed and padded, beside those predicted from a histogram of its lengths.
 
-    python benchmarks/lengths.py [--steps 100] [--plans dp2,tp2,pp2] [--documents functions] [--cluster cluster.yaml]
+    python benchmarks/lengths.py [--steps 100] [--plans dp2,tp2,pp2] [--documents functions] [--every 50]
 
 The documents are the functions and methods of the standard library's source, or its files, in bytes, cut at the length
 of a row. Two ranks on this machine, each on a core of its own, where other processes come last if there are control
-groups for that. ``autopar profile`` measures the two (unless a cluster file is given), and each plan is predicted from
-a histogram of the lengths alone. Then the plans train: every step is timed from one barrier to the next, its optimiser
-included, the loading of its batch not; the first steps, in which programs are made, are left out.
+groups for that. The plans train: every step is timed from one barrier to the next, its optimiser included, the loading
+of its batch not; the first steps, in which programs are made, are left out.
 
-Printed: mean seconds of the steps, predicted and measured, their ratio, and what the plan's own prediction for full
-rows without documents would have been. reference: seconds of a fixed piece of work on all ranks at once, every few
-steps, over those at the profile, as the cores of a machine that others use too are not equally fast for long;
-corrected: the ratio if the prediction is multiplied by it. steal: share of the cores that other machines took
-meanwhile.
+The cores of a machine that others use too are up to a fifth slower at some minutes than at others. So what ``autopar
+profile`` does, it does before every few of the steps, on the same ranks, and a plan is predicted for each of these
+profiles from a histogram of the lengths alone. What is printed as predicted is the mean of these predictions; from and
+to are the shortest and the longest of them. A profile does not see the model.
+
+Printed: mean seconds of the steps, predicted and measured, and their ratio; what the plan's own prediction for full
+rows without documents would have been; and the share of the cores that other machines took meanwhile (steal).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import sys
 import sysconfig
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -35,19 +37,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 from two_hosts import ALLOCATOR, stolen, ticks
 
 import autopar
+from autopar.cost_model.cluster_file import cluster_from_dict
+from autopar.ir.capture.capture import capture
+from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
+from autopar.ir.plan import Plan
+from autopar.passes.normalise import normalise
+from autopar.planning_lengths import Dataset, with_lengths
+from autopar.profiling.profile import profile
+from autopar.search.api import estimate_captured
+from autopar.search.problem.constraints import Constraints
 from tests.harness import run_ranks
 
 RANKS, ROWS, LONGEST = 2, 4, 1024
 UNTIMED = 6
-# Steps between two measurements of a reference, and how many are made before and after a profile.
-EVERY, REFERENCES = 4, 30
 CGROUP, SHARES = Path("/sys/fs/cgroup/cpu"), 1 << 18
 PINS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "zero": 0, "num_microbatches": 1},
@@ -109,31 +116,16 @@ def on_own_core(rank: int) -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def reference() -> float:
-    """Seconds, here and now, of a feed-forward layer of the model's size, forward and backward, on every rank."""
-    x = torch.ones(LONGEST, 256, requires_grad=True)
-    up, down = (torch.full(shape, 0.01, requires_grad=True) for shape in ((512, 256), (256, 512)))
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(4):
-        F.linear(F.silu(F.linear(x, up)), down).sum().backward()
-    dist.barrier()
-    return time.perf_counter() - start
-
-
-def profiled(seconds: float) -> tuple[dict[str, Any], float]:
-    """The description of the cluster, and the seconds of the reference before and after."""
-    from autopar.profiling.profile import profile
-
+def profiled(seconds: float) -> dict[str, Any]:
+    """The description of the cluster as it is now."""
     on_own_core(dist.get_rank())
-    reference()
-    references = [reference() for _ in range(REFERENCES)]
-    description = profile(lambda doing: None, seconds=seconds).description
-    return description, mean(references + [reference() for _ in range(REFERENCES)])
+    return profile(lambda doing: None, seconds=seconds).description
 
 
-def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each step under a plan, of the loading before it, and of the reference beside them."""
+def trained(
+    plan: str, kind: str, documents_of: str, steps: int, every: int, seconds: float
+) -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    """Seconds of each step under a plan, of the loading before it, and the profiles made before every so many steps."""
     warnings.simplefilter("ignore")
     on_own_core(dist.get_rank())
     pm = autopar.parallelize(model(), RANKS, example_inputs=inputs(), plan=plan)
@@ -146,11 +138,12 @@ def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[f
     )
     # The first batch of another size than the plan's makes the program of all of them.
     pm.step(**pm.shard_batch(padded([data[0][: LONGEST // 2]] * ROWS)))
-    reference()
-    taken, loading, references = list[float](), list[float](), list[float]()
+    taken, loading, profiles, untimed = list[float](), list[float](), list[dict[str, Any]](), UNTIMED
     while True:
         asked = time.perf_counter()
         for batch in loader:
+            if untimed == 0 and len(taken) % every == 0:
+                profiles.append(profile(lambda doing: None, seconds=seconds).description)
             dist.barrier()
             start = time.perf_counter()
             optimizer.zero_grad()
@@ -158,38 +151,40 @@ def trained(plan: str, kind: str, documents_of: str, steps: int) -> tuple[list[f
             optimizer.step()
             dist.barrier()
             end = time.perf_counter()
-            taken.append(end - start)
-            loading.append(start - asked)
-            if len(taken) == steps + UNTIMED:
-                return taken[UNTIMED:], loading[UNTIMED:], references
-            if len(taken) % EVERY == 0:
-                references.append(reference())
+            if untimed > 0:
+                untimed -= 1
+            else:
+                taken.append(end - start)
+                loading.append(start - asked)
+            if len(taken) == steps:
+                return taken, loading, profiles
             asked = time.perf_counter()
 
 
-def planned(names: list[str], cluster: dict[str, Any], histogram: LengthHistogram, folder: Path) -> dict[Any, Any]:
-    """(plan, kind of batch) -> the plan's file, its prediction over lengths, and that of full rows."""
-    from autopar.cost_model.cluster_file import cluster_from_dict
-    from autopar.ir.capture.capture import capture
-    from autopar.passes.normalise import normalise
-    from autopar.planning_lengths import Dataset, with_lengths
-    from autopar.search.api import estimate_captured
-    from autopar.search.problem.constraints import Constraints
+@dataclass(slots=True)
+class Planner:
+    """Plans and predicts the model's training from a histogram of lengths, on a cluster as a profile describes it."""
 
-    described, captured = cluster_from_dict(cluster), normalise(capture(model(), inputs()))
-    found = {}
-    for name in names:
-        whole = estimate_captured(captured, described, Constraints(**PINS[name])).predicted.step_time_s
-        for kind in ("packed", "padded"):
-            dataset = Dataset(histogram=histogram, packed=kind == "packed")
-            limits = replace(Constraints(**PINS[name]), documents=dataset.documents_of(captured))
-            plan = estimate_captured(captured, described, limits).plan
-            plan = with_lengths(plan, dataset, captured, described, model(), inputs())
-            path = folder / f"{name.replace(' ', '_')}-{kind}.yaml"
-            plan.save(path)
-            assert plan.prediction is not None
-            found[name, kind] = str(path), plan.prediction.lengths, whole
-    return found
+    histogram: LengthHistogram
+    captured: CapturedModel = field(default_factory=lambda: normalise(capture(model(), inputs())))
+
+    def planned(self, name: str, kind: str, description: dict[str, Any]) -> Plan:
+        """The plan of these pins with its prediction over the lengths, for a kind of batch."""
+        cluster, dataset = cluster_from_dict(description), Dataset(histogram=self.histogram, packed=kind == "packed")
+        limits = replace(Constraints(**PINS[name]), documents=dataset.documents_of(self.captured))
+        plan = estimate_captured(self.captured, cluster, limits).plan
+        return with_lengths(plan, dataset, self.captured, cluster, model(), inputs())
+
+    def step_s(self, name: str, kind: str, description: dict[str, Any]) -> float:
+        """Predicted seconds of a step, in the mean over the batches."""
+        prediction = self.planned(name, kind, description).prediction
+        assert prediction is not None and prediction.lengths is not None
+        return prediction.lengths.step_time_s
+
+    def full_s(self, name: str, description: dict[str, Any]) -> float:
+        """Predicted seconds of a step of full rows, each one document."""
+        limits = Constraints(**PINS[name])
+        return estimate_captured(self.captured, cluster_from_dict(description), limits).predicted.step_time_s
 
 
 def main() -> int:
@@ -197,49 +192,42 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--plans", default="dp2,tp2,pp2", help=f"of {', '.join(PINS)}")
     parser.add_argument("--documents", choices=("functions", "files"), default="functions")
-    parser.add_argument("--cluster", type=Path, help="of this machine, instead of a profile")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement of the profile")
+    parser.add_argument("--every", type=int, default=50, help="steps between two profiles")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of each measurement of a profile")
     parser.add_argument("--out", type=Path, default=Path("out/lengths"))
     options = parser.parse_args()
     os.environ.update(ALLOCATOR)
     options.out.mkdir(parents=True, exist_ok=True)
-    before = ticks()
-    if options.cluster is None:
-        (cluster, usual), *_ = run_ranks(profiled, RANKS, options.seconds, limit_s=3600.0)
-        (options.out / "cluster.yaml").write_text(yaml.safe_dump(cluster, sort_keys=False))
-    else:
-        cluster, usual = yaml.safe_load(options.cluster.read_text()), float("nan")
-    print(f"profile: {stolen(before, ticks()):.1%} stolen, load {os.getloadavg()[0]:.1f}", flush=True)
+    first, *_ = run_ranks(profiled, RANKS, options.seconds, limit_s=3600.0)
     on_own_core(0)  # ranks run later: this process waits for them
     data = documents(options.documents)
-    histogram = LengthHistogram.of(list(map(len, data)))
-    histogram.save(options.out / "lengths.json")
+    planner = Planner(LengthHistogram.of(list(map(len, data))))
     print(f"{len(data):,} documents, {mean(map(len, data)):.0f} bytes in the mean, median {median(map(len, data)):.0f}")
-    plans = planned(options.plans.split(","), cluster, histogram, options.out)
-    print("| plan | batches | predicted s | measured s | ratio | reference | corrected | median s | full s | steal |")
+    print("| plan | batches | predicted s | from | to | measured s | ratio | median s | full s | steal |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    ratios, kept = list[tuple[float, float]](), {}
-    for (name, kind), (path, predicted, whole) in plans.items():
-        before = ticks()
-        found, *_ = run_ranks(trained, RANKS, path, kind, options.documents, options.steps, limit_s=3600.0)
-        taken, loading, references = found
-        ratio, slower = predicted.step_time_s / mean(taken), mean(references) / usual
-        ratios.append((ratio, slower * ratio))
+    ratios, kept = list[float](), dict[str, Any]()
+    for name, kind in product(options.plans.split(","), ("packed", "padded")):
+        path, before = options.out / f"{name.replace(' ', '_')}-{kind}.yaml", ticks()
+        planner.planned(name, kind, first).save(path)
+        steps = options.documents, options.steps, options.every, options.seconds
+        (taken, loading, profiles), *_ = run_ranks(trained, RANKS, str(path), kind, *steps, limit_s=3600.0)
+        steal = stolen(before, ticks())
+        predicted = [planner.step_s(name, kind, description) for description in profiles]
+        full_s = mean(planner.full_s(name, description) for description in profiles)
+        ratios.append(mean(predicted) / mean(taken))
         kept[f"{name}, {kind}"] = {
-            "predicted": predicted.model_dump(),
             "measured_s": taken,
             "loading_s": loading,
-            "reference_s": references,
-            "reference_at_profile_s": usual,
+            "profiles": profiles,
+            "predicted_s": predicted,
         }
         print(
-            f"| {name} | {kind} | {predicted.step_time_s:.3f} | {mean(taken):.3f} | {ratio:.2f} | {slower:.2f} "
-            f"| {slower * ratio:.2f} | {median(taken):.3f} | {whole:.3f} | {stolen(before, ticks()):.1%} |",
+            f"| {name} | {kind} | {mean(predicted):.3f} | {min(predicted):.3f} | {max(predicted):.3f} "
+            f"| {mean(taken):.3f} | {ratios[-1]:.2f} | {median(taken):.3f} | {full_s:.3f} | {steal:.1%} |",
             flush=True,
         )
     (options.out / "steps.json").write_text(json.dumps(kept))
-    for name, own in zip(("as measured", "corrected by the reference"), zip(*ratios, strict=True), strict=True):
-        print(f"furthest from what was measured, {name}: {max(abs(ratio - 1) for ratio in own):.0%}")
+    print(f"furthest from what was measured: {max(abs(ratio - 1) for ratio in ratios):.0%}")
     return 0
 
 

@@ -68,10 +68,13 @@ LAST_UNFUSED = 22
 # The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
 # (github.com/pytorch/pytorch, pull request 96866).
 LAST_WHOLE = 23
+# By row, asynchronous tensor parallelism of early 2025 found no product to put a collective beside
+# (github.com/pytorch/pytorch, pull request 149247 and issue 149990).
+ASYNCHRONOUS = "async TP"
 # Words of a source or its notes -> the software stack that they name, the first that fits. A source that names none ran
 # Megatron, of its year: the first of these that is no earlier.
 STACKS = {
-    "async TP": "torchtitan-2024-async-tp",
+    ASYNCHRONOUS: "torchtitan-2024-async-tp",
     "eager": "torchtitan-2024-eager",
     "torchtitan": "torchtitan-2024",
     "Zero Bubble": "zero-bubble-2023",
@@ -79,6 +82,7 @@ STACKS = {
     "llm-foundry": "llm-foundry-2023",
     "MaxText": "maxtext-2024",
     "PaxML": "maxtext-2024",
+    "MT-NLG": "megatron-lm-2021",  # published in 2022, announced with its runs in October 2021
 }
 MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
 # Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository, by an
@@ -279,6 +283,8 @@ class Row:
     @property
     def stack(self) -> Stack:
         said = f"{self.source} {self.notes}"
+        if self.recipe == "fp8-row":
+            said = said.replace(ASYNCHRONOUS, "")
         megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
         if self.hides_dispatch:
             once = self.model.startswith(DISPATCHED_ONCE)

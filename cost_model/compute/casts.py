@@ -1,12 +1,22 @@
 """What it takes to turn the operands of a matrix product into floats of 8 bits or fewer.
 
-    the largest magnitude          reads the operand; where scales are of tiles, or of steps before, a compiled kernel
-                                   has it at hand
+    the largest magnitude          reads the operand
     times the scale, rounded       reads it, and writes a number of the format and its share of the scale
     in the order of the product    copies that, where the operand is transposed
 
-Each operand of each of the three products of a linear layer is cast anew: backward needs other rows of what forward
-cast, or the other order in memory. None of it hides behind the product, which comes after.
+Run op by op, each operand of each of the three products of a linear layer is cast anew: backward needs other rows of
+what forward cast, or the other order in memory. None of it hides behind the product, which comes after.
+
+Compiled, an operand is cast once for all products that read it, and kernels are (pytorch/ao,
+torchao/testing/float8/roofline_utils.py, with kernels fused with the op before):
+
+    one scale    rows, gradients   the op before finds the maximum; read, written in both orders
+                 weights           read for the maximum; read and written in each order, forward and backward
+    of rows      rows, gradients   written in 8 bits, and in the other order as they are; that read, written in 8 bits
+                 weights           read and written forward; copied in the other order, read and written backward
+                 results backward  read, scaled and written: such products have one scale (pytorch/ao, PR 1325)
+    of tiles     rows, gradients   written in both orders
+                 weights           read and written in each order, forward and backward
 
 Of a weight that ranks gather in 8 bits (``Stack.gathers_narrow``) each has cast a piece before; what is left is to copy
 it in the order of backward's product.
@@ -50,7 +60,7 @@ def casts_of_product(
     """Bytes moved by the casts of a linear layer, forward and backward: of each operand of each product.
 
     read: input and weight first. result: whose gradient is as large. differentiable: positions of the operands that
-    have a gradient. shared: the input is that of another product, which is one with it.
+    have a gradient. shared: the input is that of another product, for which it is cast.
     """
     rows, weight = read[:2]
     number = scaling.bytes_of_number
@@ -59,9 +69,10 @@ def casts_of_product(
             () if shared else (_moving(rows, 0, 2 * number),),
             (_moving(result, 1, 2 * number),) if differentiable else (),
         )
-    fused = device.stack.fuses or device.is_cpu
-    reads = 1 if fused and (scaling.reach == "tile" or scaling.steps) else 2
-    plain, transposed = (number, 3 * number) if fused else (_EAGER, _EAGER)
+    if device.stack.fuses:
+        return _compiled(rows, weight, result, differentiable, scaling, shared=shared)
+    reads = 1 if device.is_cpu and (scaling.reach == "tile" or scaling.steps) else 2
+    plain, transposed = (number, 3 * number) if device.is_cpu else (_EAGER, _EAGER)
     backward: list[MovedTensor] = []
     if 0 in differentiable:
         backward += _moving(result, reads, plain), _moving(weight, reads, transposed)
@@ -70,13 +81,38 @@ def casts_of_product(
     return (_moving(rows, reads, plain), _moving(weight, reads, plain)), tuple(backward)
 
 
+def _compiled(
+    rows: MovedTensor,
+    weight: MovedTensor,
+    result: MovedTensor,
+    differentiable: Sequence[int],
+    scaling: Scaling,
+    *,
+    shared: bool,
+) -> Casts:
+    """The same by kernels that the op before is part of, for all products of an operand; see above."""
+    number = scaling.bytes_of_number
+    moves = {"tensor": 1, "row": 2, "tile": 0}[scaling.reach]  # of rows and gradients as they are
+    forward = [_moving(weight, 2 if scaling.reach == "tensor" and not scaling.steps else 1, number)]
+    backward: list[MovedTensor] = []
+    if not shared:
+        forward.insert(0, _moving(rows, moves, (1 + (1 in differentiable)) * number))
+    if differentiable:
+        backward.append(_moving(result, moves, len({0, 1} & set(differentiable)) * number))
+    if 0 in differentiable:
+        backward.append(_moving(weight, 3 if scaling.reach == "row" else 1, number))
+    if scaling.reach == "row":
+        backward += [_moving((rows, weight)[position], 2, 0) for position in differentiable if position < 2]
+    return tuple(forward), tuple(backward)
+
+
 def spared_by_gather(device: Device, scaling: Scaling, itemsize: int, *, backward: bool) -> tuple[float, float]:
     """Bytes an element of a weight that ``casts_of_product`` counts, forward and backward, and that are not moved where
     ranks gather it in narrow floats. itemsize: of the weight. backward: whether the input has a gradient."""
     if device.stack.casts_once:
         return 0.0, 0.0
     one = MovedTensor(float(itemsize), frozenset(), False, itemsize)
-    (_, ahead), behind = casts_of_product((one, one), one, (0,) if backward else (), device, scaling, shared=False)
+    (*_, ahead), behind = casts_of_product((one, one), one, (0,) if backward else (), device, scaling, shared=False)
     return ahead.num_bytes, behind[1].num_bytes - 2 * scaling.bytes_of_number if backward else 0.0
 
 

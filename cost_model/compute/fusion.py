@@ -12,7 +12,7 @@ it needs of the inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar.cost_model.compute.flops import is_view, op_name
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
+from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rules.call import call_of
 from autopar.ir.rules.pointwise import RULES, is_pointwise
 
@@ -50,15 +51,26 @@ def merged_products(nodes: Iterable[fx.Node]) -> dict[fx.Node, Fused]:
     """Products of one tensor with several weights, as of queries, keys and values, which are one product: it reads the
     tensor once, and backward sums its gradient inside."""
     found: dict[fx.Node, Fused] = {}
-    known: set[fx.Node] = set()
+    for node in _after_the_first(nodes, lambda node: None):
+        every = Fused.alone(len(tensor_operands(node)), 1)
+        found[node] = Fused(every.read - {0}, every.written, leads=False)
+    return found
+
+
+def cast_before(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Products whose input another product of the block before them needs in the same narrow floats."""
+    return frozenset(_after_the_first((node for node in nodes if scaling_of(node) is not None), scaling_of))
+
+
+def _after_the_first(nodes: Iterable[fx.Node], kind: Callable[[fx.Node], Hashable]) -> Iterator[fx.Node]:
+    """Products of a tensor that one of the same kind before them reads."""
+    known: set[tuple[fx.Node, Hashable]] = set()
     for node in nodes:
         if op_name(node) in ("linear", "scaled_linear"):
-            x, *others = tensor_operands(node)
-            if x in known:
-                every = Fused.alone(1 + len(others), 1)
-                found[node] = Fused(every.read - {0}, every.written, leads=False)
-            known.add(x)
-    return found
+            key = tensor_operands(node)[0], kind(node)
+            if key in known:
+                yield node
+            known.add(key)
 
 
 def fused_ops(nodes: Iterable[fx.Node], reductions: AbstractSet[str]) -> dict[fx.Node, Fused]:

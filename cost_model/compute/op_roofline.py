@@ -170,6 +170,7 @@ class OpCost:
         loads: Loads = (),
         documents: Documents | None = None,
         fused: Fused | None = None,
+        cast_before: bool = False,
     ) -> OpCost:
         """Measure ``node``.
 
@@ -177,7 +178,8 @@ class OpCost:
         factor of the rule that is the batch, None if the op does not carry it. needs_grad: tensors that a
         gradient flows through (``ir.gradient_flow``), the op among them; every floating point one if not given.
         documents: in the rows of an attention that keeps them apart; one whole row if not given. fused: in which
-        kernel the op is, if in one with others.
+        kernel the op is, if in one with others. cast_before: whether another product has its input in the same
+        narrow floats.
         Raises UnsupportedOp for an op without a rule.
         """
         if rule is None:
@@ -235,8 +237,7 @@ class OpCost:
             )
             slowdown = slowdown_of_gradients(scaling, rate, device.matmul_rate(precision))
         elif scaling is not None:
-            shared = 0 not in moved.read
-            casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=shared)
+            casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=cast_before)
             launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)

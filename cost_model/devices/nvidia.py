@@ -7,7 +7,6 @@ from dataclasses import replace
 from autopar.cost_model.devices.parts import (
     ACCELERATORS,
     EIGHT,
-    H100_EIGHT,
     HOST_A100,
     HOST_H100,
     HOST_V100,
@@ -195,6 +194,7 @@ H100_SXM = GpuEntry(
     intra_node=_NVLINK_H100,
     inter_node=_IB_H100,
 )
+_EIGHT_AT_500 = "1.95 times bf16, as of one product each at 500 W (1,141 and 585 TFLOP/s; pytorch/FBGEMM, PR 2546)"
 H100_96GB = replace(
     H100_SXM,
     name="H100-96GB",
@@ -202,7 +202,7 @@ H100_96GB = replace(
         "fp32": fp32(67, _H100),
         "bf16": half(989, ACCELERATORS, 794.5, f"{MAMF}, of 700 W", watts=500 / 700),
         **{
-            name: replace(rate, efficiency=Fit("sustained", "as the part of 700 W", H100_EIGHT, 500 / 700))
+            name: replace(rate, efficiency=Fit("sustained", _EIGHT_AT_500, 1141.4 / 585.2 * 794.5 / 1979, 500 / 700))
             for name, rate in _H100_EIGHT.items()
         },
     },

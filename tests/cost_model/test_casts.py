@@ -32,24 +32,32 @@ def cost(recipe: str, device: Device) -> OpCost:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "reads", "number"), [("fp8-row", 2, 1.0), ("mxfp8", 1, 1 + 1 / 32), ("nvfp4", 1, 0.5 + 1 / 16)]
+    ("recipe", "number", "rows", "weight"),
+    [
+        ("fp8-tensor", 1.0, 2, (4, 2)),
+        ("fp8-row", 1.0, 4, (2, 6)),
+        ("mxfp8", 1 + 1 / 32, 0, (2, 2)),
+        ("nvfp4", 0.5 + 1 / 16, 0, (2, 2)),
+    ],
 )
-def test_a_compiled_cast_by_tile_reads_once_and_writes_numbers_and_scales(
-    recipe: str, reads: int, number: float
+def test_compiled_casts_move_each_operand_in_both_orders_once(
+    recipe: str, number: float, rows: int, weight: tuple[int, int]
 ) -> None:
+    # rows, weight: bytes of an element that are read or written as they are, of the weight forward and backward.
     found = cost(recipe, make_cluster("b200", 8, stack=COMPILED).device)
-    rows, weight, grad = ROWS * DEPTH, COLUMNS * DEPTH, ROWS * COLUMNS
-    assert [own.num_bytes for own in found.casts] == [n * (2 * reads + number) for n in (rows, weight)]
-    plain, transposed = 2 * reads + number, 2 * reads + 3 * number
-    back = [grad * plain, weight * transposed, grad * transposed, rows * transposed]
-    assert [own.num_bytes for own in found.casts_back] == back
+    num_rows, num_weights, num_results = ROWS * DEPTH, COLUMNS * DEPTH, ROWS * COLUMNS
+    forward = [num_rows * (rows + 2 * number), num_weights * (weight[0] + number)]
+    assert [own.num_bytes for own in found.casts] == forward
+    backward = [num_results * (rows + 2 * number), num_weights * (weight[1] + number)]
+    scaled = [num_rows * 4, num_weights * 4] if recipe == "fp8-row" else []
+    assert [own.num_bytes for own in found.casts_back] == backward + scaled
 
 
 def test_a_compiled_cast_by_a_known_maximum_reads_once() -> None:
     device = make_cluster("h100-sxm", 1, stack=COMPILED).device
     one = MovedTensor(2.0, frozenset({WORK}), False, 2)
     at_hand, known = (
-        casts_of_product((one, one), one, (0, 1), device, SCALINGS[recipe], shared=False)[0][0].num_bytes
+        casts_of_product((one, one), one, (0, 1), device, SCALINGS[recipe], shared=True)[0][0].num_bytes
         for recipe in ("fp8-tensor", "fp8-delayed")
     )
     assert (at_hand, known) == (2 * 2 + 1, 2 + 1)

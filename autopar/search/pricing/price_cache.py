@@ -3,7 +3,8 @@ redistributions, factors of the inner problem and gradient reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -18,7 +19,7 @@ from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.communication.redistribution_table import WHOLE, LinkPrices, Shares, Times
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
-from autopar.cost_model.compute.fusion import Fused, fused_ops, merged_products
+from autopar.cost_model.compute.fusion import Fused, cast_before, fused_ops, merged_products
 from autopar.cost_model.compute.op_roofline import OpCost
 from autopar.cost_model.compute.op_time import Affine, OpTime
 from autopar.cost_model.hardware.cluster import Cluster
@@ -79,6 +80,7 @@ class OpPrices:
                 loads=self.loads,
                 documents=self.documents,
                 fused=self.fused.get(node),
+                cast_before=node in self.cast_before,
             )
         return found
 
@@ -86,15 +88,28 @@ class OpPrices:
     def fused(self) -> Mapping[fx.Node, Fused]:
         """Ops that the stack computes in one kernel with others."""
         found: dict[fx.Node, Fused] = {}
-        stack, repetition = self.cluster.device.stack, self.workload.repetition
-        blocks = (repetition.blocks[index].nodes for index in first_instances(repetition))
-        for nodes in (repetition.prelude, *blocks):
-            own = [node for node in nodes if node in self.workload.repeats]
+        stack = self.cluster.device.stack
+        for own in self._blocks():
             if stack.fuses:
                 found.update(fused_ops(own, stack.reductions))
             if stack.merges:
                 found.update(merged_products(own))
         return found
+
+    @cached_property
+    def cast_before(self) -> AbstractSet[fx.Node]:
+        """Products that take their input in the narrow floats that the stack has cast it to for another product."""
+        stack = self.cluster.device.stack
+        if not (stack.fuses or stack.casts_once):
+            return frozenset()
+        return frozenset(node for own in self._blocks() for node in cast_before(own))
+
+    def _blocks(self) -> Iterator[list[fx.Node]]:
+        """The ops outside blocks, and those of the first of each kind of block."""
+        repetition = self.workload.repetition
+        blocks = (repetition.blocks[index].nodes for index in first_instances(repetition))
+        for nodes in (repetition.prelude, *blocks):
+            yield [node for node in nodes if node in self.workload.repeats]
 
     def time(self, node: fx.Node, assignment: Assignment, mesh: Mesh, num_microbatches: int) -> OpTime:
         """Seconds of one microbatch of an op under an assignment, without the collectives inside."""
