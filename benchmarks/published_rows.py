@@ -117,6 +117,8 @@ DEFINITIONS = ("allocated", "reserved", "nvidia-smi")
 KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Those of Zero Bubble's schedules that a plan can have.
 SPLIT = {"ZB-1p": "zb-h1", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
+# Schedules of plans that have any number of virtual stages.
+VIRTUAL = ("interleaved", "zb-h1", "zb-2p")
 # Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
 FULL_ATTENTION = ("nanotron",)
 # Attention spelt out in products, later than elsewhere: by the memory that Zero Bubble's runs print.
@@ -373,7 +375,7 @@ class Row:
             remat=self.remat(),
             schedule=schedule,
             shard=self.shard,
-            virtual_stages=virtual if schedule == "interleaved" else None,
+            virtual_stages=virtual if schedule in VIRTUAL else None,
             **self.zero(),
         )
 
