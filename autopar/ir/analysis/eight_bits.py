@@ -97,6 +97,8 @@ def recipes_by_rule(captured: CapturedModel, recipe: Recipe | None, pins: Sequen
     Raises InvalidInput for a pin that names no linear layer, one whose sizes its recipe cannot have, or some of the
     repeats of a layer alone.
     """
+    if recipe is None and not pins:
+        return {}
     repetition, products = find_repetition(captured), products_of(captured)
     left = kept_wide(captured, repetition, recipe) if recipe is not None else products
     found = {product: recipe for node, product in products.items() if node not in left and recipe is not None}
