@@ -96,7 +96,24 @@ def extra_passes(
     widths = (_EXTRA_BYTES_ON_CPU if device.is_cpu else device.stack.extra_bytes).get(op_name(node))
     if widths is None:
         return (), ()
-    numel = tensor_operands(node)[0].meta["val"].numel()
-    names = frozenset(f for dim in rule.operands[0] for f in dim)
+    return _passes(tensor_operands(node)[0].meta["val"].numel(), rule.operands[0], widths, batch_factor)
+
+
+def passes_of_rotation(
+    node: fx.Node, rule: FactorRule, device: Device, batch_factor: str | None
+) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
+    """What a rotation of queries or keys moves beside its one kernel; counted with ``cat(-x2, x1)``, of its size."""
+    widths = device.stack.rotation_bytes
+    operands = tensor_operands(node)
+    if not any(widths) or op_name(node) != "cat" or len(operands) != 2 or op_name(operands[0]) != "neg":
+        return (), ()
+    return _passes(tensor_results(node)[0].numel(), rule.results[0], widths, batch_factor)
+
+
+def _passes(
+    numel: int, factors: TensorFactors, widths: tuple[float, float], batch_factor: str | None
+) -> tuple[tuple[MovedTensor, ...], tuple[MovedTensor, ...]]:
+    """``widths`` bytes an element of a tensor, forward and backward."""
+    names = frozenset(f for dim in factors for f in dim)
     forward, backward = (MovedTensor(numel * width, names, batch_factor in names) for width in widths)
     return (forward,), (backward,)

@@ -48,6 +48,10 @@ _LAUNCHES_OF_BIAS = (2, 5)
 # A loss over vocabulary-parallel logits in float32: maximum, exponentials and their sum, and the softmax in place.
 _VOCABULARY_PARALLEL_LOSS = {"cross_entropy": (12.0, 16.0)}
 
+# Queries and keys as complex numbers, for which torch.compile makes no kernels (pytorch/torchtitan, issue 15): cast to
+# float32 (2 + 4), multiplied (4 + 4), and cast back (4 + 2), where one kernel would read and write 16 bits.
+_COMPLEX_ROTATION = (16.0, 16.0)
+
 # Attention of stacks that take cuDNN's where it is the faster, and of those that call FlashAttention-2.
 _CUDNN: dict[Architecture, AttentionKernel] = {
     "ampere": FLASH2_AMPERE,
@@ -152,6 +156,7 @@ TORCHTITAN = Stack(
     fuses=True,
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
+    rotation_bytes=_COMPLEX_ROTATION,
     expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
     local_scales=True,
@@ -168,6 +173,7 @@ TORCHTITAN_EAGER = replace(
     memory=known_memory.TORCHTITAN_EAGER,
     fuses=False,
     reductions=frozenset(),
+    rotation_bytes=(0.0, 0.0),
     extra_bytes=AUTOPAR.extra_bytes,
     expert_biases=AUTOPAR.expert_biases,
     why="the same without torch.compile",

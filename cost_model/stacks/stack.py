@@ -33,7 +33,8 @@ class Stack:
     8 bits where products by one scale read nothing else of them.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
-    kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once.
+    kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once;
+    rotation_bytes: likewise of rotated queries and keys, beyond a kernel that reads and writes them.
     overlaps: collectives of activations over tensor-parallel ranks that run, in pieces, beside the product before or
     after them. expert_biases: bytes that adding the biases of experts moves for an element of the results of the
     product on the way in, forward and backward, and of that on the way out. sends_once: whether a token that goes to
@@ -53,6 +54,7 @@ class Stack:
     merges: bool = False
     reductions: frozenset[str] = frozenset()
     extra_bytes: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    rotation_bytes: tuple[float, float] = (0.0, 0.0)
     grouped: float = 1.0
     casts_once: bool = False
     local_scales: bool = False

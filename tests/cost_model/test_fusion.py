@@ -14,7 +14,15 @@ from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.compute.fusion import fused_ops, merged_products
-from autopar.cost_model.stacks.known import AUTOPAR, COMPILED, MEGATRON_CORE, NORMS, find_stack
+from autopar.cost_model.stacks.known import (
+    AUTOPAR,
+    COMPILED,
+    MEGATRON_CORE,
+    NORMS,
+    TORCHTITAN,
+    TORCHTITAN_EAGER,
+    find_stack,
+)
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.graph import CapturedModel, op_nodes
@@ -101,6 +109,24 @@ def test_prices_fall_by_what_stays_inside_a_kernel(captured: CapturedModel) -> N
     eager, pointwise, norms, compiled = seconds.values()
     assert eager > 1.2 * pointwise
     assert pointwise >= norms > compiled
+
+
+def test_a_rotation_of_complex_numbers_moves_what_its_stack_says_forward_and_backward(captured: CapturedModel) -> None:
+    workload, device = Workload.of(captured, "bf16"), make_cluster("h100-sxm", 1).device
+    (joined,) = named(captured, "cat")
+    one, several = (
+        Prices(
+            workload,
+            replace(make_cluster("h100-sxm", 1), device=replace(device, stack=replace(COMPILED, rotation_bytes=moved))),
+        ).ops.cost(joined)
+        for moved in ((0.0, 0.0), (16.0, 12.0))
+    )
+    found = [
+        sum(own.num_bytes for own in getattr(several, name)) - sum(own.num_bytes for own in getattr(one, name))
+        for name in ("read", "backward_read")
+    ]
+    assert found == [ROWS * WIDTH * 16, ROWS * WIDTH * 12]
+    assert TORCHTITAN.rotation_bytes == (16.0, 16.0) and not any(TORCHTITAN_EAGER.rotation_bytes)
 
 
 def test_a_stack_that_overlaps_hides_a_part_of_its_collectives() -> None:
