@@ -78,8 +78,11 @@ class Trials(Protocol):
     def try_baseline(self, configuration: Configuration, *, relaxed: bool = False) -> Outcome:
         """Try a configuration. relaxed: with memory free of charge."""
 
-    def consider(self, configuration: Configuration, inner: Inner) -> Candidate | None:
-        """The plan of an answer to the inner problem, recorded if it is the best so far; None if nothing fits."""
+    def consider(
+        self, configuration: Configuration, inner: Inner, *, relaxed: bool = False, ahead: tuple[str, int] | None = None
+    ) -> Candidate | None:
+        """The plan of an answer to the inner problem, recorded if it is the best so far; None if nothing fits. relaxed:
+        under the first schedule that it fits with; ahead: the first of them."""
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """Record the outcome of a baseline."""

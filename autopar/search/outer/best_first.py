@@ -411,10 +411,12 @@ class Outer:
         state = sum(block.states.total for block in leanest.priced.blocks)
         return state > configuration.num_stages * self.solver.budget_bytes
 
-    def consider(self, configuration: Configuration, inner: Inner, *, relaxed: bool = False) -> Candidate | None:
+    def consider(
+        self, configuration: Configuration, inner: Inner, *, relaxed: bool = False, ahead: tuple[str, int] | None = None
+    ) -> Candidate | None:
         """Complete an answer to a plan and record it if it is the best so far; None if nothing fits. relaxed: under the
-        first schedule that it fits with."""
-        found = self.solver.complete(configuration, inner, self.record_s, relaxed=relaxed)
+        first schedule that it fits with; ahead: the first of them."""
+        found = self.solver.complete(configuration, inner, self.record_s, relaxed=relaxed, ahead=ahead)
         if found is None:
             self.closest.append((configuration, inner))
             return None
