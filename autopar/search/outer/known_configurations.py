@@ -1,7 +1,7 @@
 """The best plans for other sizes of a model, as a first guess for one more.
 
 plan for 256 samples  ->  its mesh, ZeRO and assignment, with microbatches as large, or as many  ->  priced at this size
-                          the best few of those                                                  ->  solved at this size
+                          the best one of those                                                  ->  solved at this size
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.space import Space
 from autopar.search.pricing.pricing import Pricing
 
-# Plans that one search leaves to others, and of those that it has from others, how many it tries under every schedule.
-# Chosen: of 66 that 24 searches solved anew, one was better for it, and that was the best of its search.
+# Plans that one search leaves to others. Chosen.
 MOST_OF_ONE = 3
-MOST_TRIED = 3
 
 
 class Known(NamedTuple):
@@ -80,7 +78,7 @@ def divides(pricing: Pricing, assignment: tuple[Assignment, ...]) -> bool:
 
 def try_known(outer: Trials, known: Sequence[Known]) -> None:
     """Price the plans for other sizes at this one, each under its own schedule or, where it does not fit so, the first
-    that it fits with; of the best few try every schedule; solve the configuration of the best, and those beside it."""
+    that it fits with; solve the configuration of the best under every schedule, and those beside it."""
     found: dict[Configuration, tuple[float, Inner]] = {}
     for configuration, assignment, _, _, schedule in at_batch(known, outer.space):
         pricing = outer.solver.pricing(configuration)
@@ -90,12 +88,11 @@ def try_known(outer: Trials, known: Sequence[Known]) -> None:
             plan = outer.consider(configuration, inner, relaxed=True, ahead=schedule)
             if plan is not None and (configuration not in found or plan.step_time_s < found[configuration][0]):
                 found[configuration] = plan.step_time_s, inner
-    best = sorted(found, key=lambda one: found[one][0])[:MOST_TRIED]
-    for configuration in best:
-        if configuration.num_stages > 1:
-            outer.consider(configuration, found[configuration][1])
-    for configuration in best[:1]:
-        outer.try_baseline(configuration)
+    if found:
+        best = min(found, key=lambda one: found[one][0])
+        if best.num_stages > 1:
+            outer.consider(best, found[best][1])
+        outer.try_baseline(best)
     for configuration in outer.space.near(outer.best.configuration) if outer.best is not None else ():
         if configuration not in found:
             outer.try_baseline(configuration)
