@@ -33,14 +33,15 @@ def fastest_for_each(
     """The fastest recipe of each product under a plan, none for those that are faster without, or may have none.
 
     pricing, assignment: of the plan. others: prices of the model by each recipe. Of recipes that are as fast the first.
-    Products of one tensor, where the stack makes one of them, have one recipe.
+    Products of one tensor, where the stack merges them or casts the tensor once for all, have one recipe.
     """
     workload = pricing.workload
     known = workload.analysis.names
     products = {node.name: product for node, product in products_of(captured).items()}
     times: dict[str, dict[Recipe | None, float]] = {}
     together: dict[str, list[str]] = {}
-    merges = pricing.ops.cluster.device.stack.merges
+    stack = pricing.ops.cluster.device.stack
+    merges = stack.merges or stack.shares_casts
     for group in workload.clusters.clusters:
         for node in group.members:
             if node.name in products:
@@ -48,7 +49,7 @@ def fastest_for_each(
                 times[node.name] = {
                     recipe: _seconds(prices, node.name, own, pricing) for recipe, prices in others.items()
                 }
-                # Products of one tensor that are one product have one recipe.
+                # Products that share a tensor, or its cast, have one recipe.
                 one = tensor_operands(node)[0].name if merges else node.name
                 together.setdefault(one, []).append(node.name)
     best: dict[str, Recipe | None] = {}

@@ -69,7 +69,7 @@ def casts_of_product(
             () if shared else (_moving(rows, 0, 2 * number),),
             (_moving(result, 1, 2 * number),) if differentiable else (),
         )
-    if device.stack.fuses:
+    if device.stack.fuses_casts:
         return _compiled(rows, weight, result, differentiable, scaling, shared=shared)
     reads = 1 if device.is_cpu and (scaling.reach == "tile" or scaling.steps) else 2
     plain, transposed = (number, 3 * number) if device.is_cpu else (_EAGER, _EAGER)

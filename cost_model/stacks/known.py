@@ -78,7 +78,8 @@ COMPILED = replace(
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_COMPILED_BIASES,
-    why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms",
+    why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms, but not of casts, as "
+    "it does not look into the backward of an 8-bit layer",
 )
 MEGATRON_LM = Stack(
     name="megatron-lm-2021",
@@ -159,6 +160,7 @@ TORCHTITAN = Stack(
     rotation_bytes=_COMPLEX_ROTATION,
     expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
+    fuses_casts=True,
     local_scales=True,
     gathers_narrow=True,
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
@@ -173,6 +175,7 @@ TORCHTITAN_EAGER = replace(
     memory=known_memory.TORCHTITAN_EAGER,
     fuses=False,
     reductions=frozenset(),
+    fuses_casts=False,
     rotation_bytes=(0.0, 0.0),
     extra_bytes=AUTOPAR.extra_bytes,
     expert_biases=AUTOPAR.expert_biases,
@@ -213,6 +216,7 @@ MAXTEXT = Stack(
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_COMPILED_BIASES,
     grouped=_GROUPED,
+    fuses_casts=True,
     local_scales=True,
     why="XLA makes kernels of pointwise ops and norms; attention is cuDNN's (recalled: attention=cudnn_flash_te)",
 )

@@ -27,8 +27,9 @@ class Stack:
 
     attention: the fused kernel that it runs in 16 bits on devices of an architecture; of those that are not named, the
     catalogue has one rate. grouped: rate of the products of experts, of that of one product as large.
-    casts_once: whether operands of products in 8-bit floats are cast once for all of their products. local_scales:
-    whether their scales are a rank's own, or from steps before, so that no product waits for a collective.
+    casts_once: whether operands of products in 8-bit floats are cast once for all of their products, forward and
+    backward. fuses_casts: whether a compiler makes kernels of casts and the ops before them. local_scales: whether
+    scales of 8-bit products are a rank's own, or from steps before, so that no product waits for a collective.
     gathers_narrow: whether weights under ZeRO, and activations and gradients of tensor-parallel layers, are gathered in
     8 bits where products by one scale read nothing else of them.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
@@ -57,6 +58,7 @@ class Stack:
     rotation_bytes: tuple[float, float] = (0.0, 0.0)
     grouped: float = 1.0
     casts_once: bool = False
+    fuses_casts: bool = False
     local_scales: bool = False
     gathers_narrow: bool = False
     overlaps: frozenset[Collective] = frozenset()
@@ -67,3 +69,8 @@ class Stack:
     adds_in_products: bool = False
     gathers_ahead: bool = False
     hides_dispatch: bool = False
+
+    @property
+    def shares_casts(self) -> bool:
+        """Whether products of one tensor share its cast to 8-bit floats."""
+        return self.casts_once or self.fuses_casts

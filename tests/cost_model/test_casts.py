@@ -12,7 +12,7 @@ from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.compute.traffic import WORK, MovedTensor
 from autopar.cost_model.hardware.device import Device
-from autopar.cost_model.stacks.known import COMPILED, MEGATRON_CORE_2025
+from autopar.cost_model.stacks.known import MEGATRON_CORE_2025, TORCHTITAN
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.ops.scalings import SCALINGS
@@ -44,7 +44,7 @@ def test_compiled_casts_move_each_operand_in_both_orders_once(
     recipe: str, number: float, rows: int, weight: tuple[int, int]
 ) -> None:
     # rows, weight: bytes of an element that are read or written as they are, of the weight forward and backward.
-    found = cost(recipe, make_cluster("b200", 8, stack=COMPILED).device)
+    found = cost(recipe, make_cluster("b200", 8, stack=TORCHTITAN).device)
     num_rows, num_weights, num_results = ROWS * DEPTH, COLUMNS * DEPTH, ROWS * COLUMNS
     forward = [num_rows * (rows + 2 * number), num_weights * (weight[0] + number)]
     assert [own.num_bytes for own in found.casts] == forward
@@ -54,7 +54,7 @@ def test_compiled_casts_move_each_operand_in_both_orders_once(
 
 
 def test_a_compiled_cast_by_a_known_maximum_reads_once() -> None:
-    device = make_cluster("h100-sxm", 1, stack=COMPILED).device
+    device = make_cluster("h100-sxm", 1, stack=TORCHTITAN).device
     one = MovedTensor(2.0, frozenset({WORK}), False, 2)
     at_hand, known = (
         casts_of_product((one, one), one, (0, 1), device, SCALINGS[recipe], shared=True)[0][0].num_bytes

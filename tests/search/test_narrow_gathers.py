@@ -80,7 +80,7 @@ def test_by_row_nothing_changes(captured: CapturedModel) -> None:
 
 
 def test_a_search_over_zero_stages_prices_each_as_it_is(captured: CapturedModel) -> None:
-    cluster = make_cluster("h100-sxm", 16, stack=COMPILED)
+    cluster = make_cluster("h100-sxm", 16, stack=TORCHTITAN)
     given = Constraints(precision="bf16", recipes=("fp8-tensor",), num_microbatches=1, remat="none", dp=16)
     alone = {zero: estimate_captured(captured, cluster, replace(given, zero=zero)) for zero in (3, 0)}
     prices = prices_of(Workload.for_plan(captured, alone[3].plan), cluster, given)
@@ -96,7 +96,7 @@ def test_stacks_that_gather_in_8_bits() -> None:
 
 def test_casts_that_are_left_of_a_weight() -> None:
     tensor = SCALINGS["fp8-tensor"]
-    compiled = make_cluster("h100-sxm", 1, stack=COMPILED).device
+    compiled = make_cluster("h100-sxm", 1, stack=TORCHTITAN).device
     # Read for its maximum, read and written forward, and so again backward; a copy in another order is left.
     assert spared_by_gather(compiled, tensor, 2, backward=True) == (2 * 2 + 1, 2 + 1 - 2)
     assert spared_by_gather(compiled, tensor, 2, backward=False) == (2 * 2 + 1, 0)

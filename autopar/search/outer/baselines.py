@@ -79,10 +79,18 @@ class Trials(Protocol):
         """Try a configuration. relaxed: with memory free of charge."""
 
     def consider(
-        self, configuration: Configuration, inner: Inner, *, relaxed: bool = False, ahead: tuple[str, int] | None = None
+        self,
+        configuration: Configuration,
+        inner: Inner,
+        *,
+        relaxed: bool = False,
+        try_first: tuple[str, int] | None = None,
     ) -> Candidate | None:
-        """The plan of an answer to the inner problem, recorded if it is the best so far; None if nothing fits. relaxed:
-        under the first schedule that it fits with; ahead: the first of them."""
+        """The plan of an answer to the inner problem, recorded if it is the best so far; None if nothing fits.
+
+        relaxed: under the first schedule that it fits with. try_first: a schedule and its virtual stages, tried before
+        others.
+        """
 
     def note(self, configuration: Configuration, outcome: Outcome) -> None:
         """Record the outcome of a baseline."""

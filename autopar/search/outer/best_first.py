@@ -412,11 +412,16 @@ class Outer:
         return state > configuration.num_stages * self.solver.budget_bytes
 
     def consider(
-        self, configuration: Configuration, inner: Inner, *, relaxed: bool = False, ahead: tuple[str, int] | None = None
+        self,
+        configuration: Configuration,
+        inner: Inner,
+        *,
+        relaxed: bool = False,
+        try_first: tuple[str, int] | None = None,
     ) -> Candidate | None:
         """Complete an answer to a plan and record it if it is the best so far; None if nothing fits. relaxed: under the
-        first schedule that it fits with; ahead: the first of them."""
-        found = self.solver.complete(configuration, inner, self.record_s, relaxed=relaxed, ahead=ahead)
+        first schedule that it fits with. try_first: a schedule and its virtual stages, tried before others."""
+        found = self.solver.complete(configuration, inner, self.record_s, relaxed=relaxed, try_first=try_first)
         if found is None:
             self.closest.append((configuration, inner))
             return None

@@ -254,20 +254,20 @@ class Solver:
         record_s: float = float("inf"),
         *,
         relaxed: bool = False,
-        ahead: tuple[str, int] | None = None,
+        try_first: tuple[str, int] | None = None,
     ) -> Candidate | None:
         """Cut the stages for an answer to the inner problem and predict, under the best schedule; None if nothing fits.
 
         The stages of a schedule are cut if its time with the most even stages is less than the best found and than
         ``record_s`` seconds, and its step is simulated if the closed form of those is; of one schedule it always is.
-        relaxed: the first that fits is taken. ahead: a schedule and its virtual stages that are tried before others.
+        relaxed: the first that fits is taken. try_first: a schedule and its virtual stages, tried before others.
         """
         best: Candidate | None = None
         num_cuts = 2 if relaxed else _CUTS
         # Seconds of a step, place among the schedules, the configuration under one, its first cuts if they were made.
         open_: list[tuple[float, int, Configuration, Candidate | None]] = [
             (
-                -inf if (shape.schedule, shape.virtual_stages) == ahead else self._balanced_s(shape, inner),
+                -inf if (shape.schedule, shape.virtual_stages) == try_first else self._balanced_s(shape, inner),
                 place,
                 replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages),
                 None,

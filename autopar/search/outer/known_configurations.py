@@ -19,8 +19,8 @@ from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.space import Space
 from autopar.search.pricing.pricing import Pricing
 
-# Plans that one search leaves to others. Chosen.
-MOST_OF_ONE = 3
+# At most so many plans of one search are tried at another size: an assumed value.
+MAX_KNOWN = 3
 
 
 class Known(NamedTuple):
@@ -41,7 +41,7 @@ def best_of(candidates: Sequence[Candidate]) -> tuple[Known, ...]:
         size = own.pricing.batch_size, own.pricing.num_tokens
         schedule = own.configuration.schedule, own.configuration.virtual_stages
         found.setdefault(own.configuration, Known(own.configuration, own.assignment, *size, schedule))
-    return tuple(found.values())[:MOST_OF_ONE]
+    return tuple(found.values())[:MAX_KNOWN]
 
 
 def at_batch(known: Iterable[Known], space: Space) -> Iterator[Known]:
@@ -85,7 +85,7 @@ def try_known(outer: Trials, known: Sequence[Known]) -> None:
         if outer.known_of(configuration) is None and divides(pricing, assignment):
             once = configuration.num_stages == 1
             inner = Inner(pricing=pricing, assignment=assignment, objective=inf, shared_once=once)
-            plan = outer.consider(configuration, inner, relaxed=True, ahead=schedule)
+            plan = outer.consider(configuration, inner, relaxed=True, try_first=schedule)
             if plan is not None and (configuration not in found or plan.step_time_s < found[configuration][0]):
                 found[configuration] = plan.step_time_s, inner
     if found:

@@ -100,7 +100,7 @@ class OpPrices:
     def cast_before(self) -> AbstractSet[fx.Node]:
         """Products that take their input in the narrow floats that the stack has cast it to for another product."""
         stack = self.cluster.device.stack
-        if not (stack.fuses or stack.casts_once):
+        if not stack.shares_casts:
             return frozenset()
         return frozenset(node for own in self._blocks() for node in cast_before(own))
 
