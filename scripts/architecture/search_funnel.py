@@ -44,9 +44,15 @@ class Watched(Solver):
         return Solver.inner(self, configuration, weights)
 
     def complete(
-        self, configuration: Configuration, inner: Inner, record_s: float = float("inf"), *, relaxed: bool = False
+        self,
+        configuration: Configuration,
+        inner: Inner,
+        record_s: float = float("inf"),
+        *,
+        relaxed: bool = False,
+        try_first: tuple[str, int] | None = None,
     ) -> Candidate | None:
-        found = Solver.complete(self, configuration, inner, record_s, relaxed=relaxed)
+        found = Solver.complete(self, configuration, inner, record_s, relaxed=relaxed, try_first=try_first)
         if found is not None and not found.pruned:
             self.simulated.add(configuration)
         return found
