@@ -1,19 +1,22 @@
 """A model captured once, with symbols, as it is at any batch and length.
 
-captured at (512, 8192), with symbols  ->  compared with a capture at (256, 2048)  ->  at(512, 2048), at(512, 4096) ...
+captured at (512, 8192), with symbols                    ->  the same program?  ->  at(512, 2048), at(512, 4096) ...
+captured at (256, 2048), by a fork if there is a core   ->
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.helper import Helper, spare_cores
 from autopar.ir.capture.capture import capture
-from autopar.ir.capture.other_sizes import captured_at, same_program
+from autopar.ir.capture.other_sizes import captured_at, described_program
 from autopar.ir.capture.symbols import named_dims
 from autopar.ir.errors import CaptureError
 from autopar.ir.graph import CapturedModel
@@ -28,37 +31,36 @@ Size = tuple[int | None, int | None]
 
 
 class SizedCaptures:
-    """The model at any size: from the capture with symbols while that is shown to hold, else captured anew.
+    """The model at any size: from the capture with symbols if that is shown to hold, else captured anew.
 
     seconds: spent on captures. count: how often the model was traced. fixed: names of sizes that are no symbols -> why,
     with the line of the model that makes a number of each.
     """
 
     def __init__(
-        self, model: nn.Module, inputs_of: InputsOf, size: Size, *, symbolic: bool, name: str | None = None
+        self, model: nn.Module, inputs_of: InputsOf, size: Size, *, other: Size | None = None, name: str | None = None
     ) -> None:
-        """size: of the first capture. symbolic: with symbols, for other sizes. Raises CaptureError."""
+        """size: of the first capture. other: a size at which it has to hold; None if no other is asked for, and there
+        are no symbols. Raises CaptureError."""
         self._model, self._inputs_of, self._name = model, inputs_of, name
         self.seconds, self.count = 0.0, 0
         self._tensors = _tensors(inputs_of(*size))
-        first = self._capture(*size, symbolic=symbolic)
+        self._known: dict[Size, CapturedModel] = {}
+        self._symbolic: CapturedModel | None = None
+        if other is None:
+            first = self._known[size] = self._capture(*size)
+        else:
+            helper = Helper(self._described) if spare_cores() else None
+            try:
+                if helper is not None:
+                    helper.send(other)
+                first = self._symbolic = self._capture(*size, symbolic=True)
+                if not self._is_at(other, helper):
+                    self._symbolic = None
+            finally:
+                if helper is not None:
+                    helper.stop()
         self.fixed: Mapping[str, str] = first.fixed
-        self._symbolic = first if symbolic else None
-        self._known: dict[Size, CapturedModel] = {} if symbolic else {size: first}
-
-    def hold_at(self, size: Size) -> bool:
-        """Whether the capture with symbols is at ``size`` what a capture of that size is; forgets it if not."""
-        self._known[size] = self._capture(*size)
-        found = self._at(*size)
-        if found is None or not same_program(found, self._known[size]):
-            self.forget_symbols()
-        return self._symbolic is not None
-
-    def forget_symbols(self) -> None:
-        """From now on capture at each size anew: the capture with symbols does not hold. Some that are known may be of
-        it."""
-        self._symbolic = None
-        self._known = {}
 
     def at(self, batch: int | None, length: int | None) -> CapturedModel:
         """The capture of one size, in normal form. Raises CaptureError."""
@@ -68,6 +70,24 @@ class SizedCaptures:
             self.seconds += time.perf_counter() - start
             self._known[batch, length] = self._capture(batch, length) if found is None else found
         return self._known[batch, length]
+
+    def _is_at(self, size: Size, helper: Helper | None) -> bool:
+        """Whether the capture with symbols is at ``size`` what a capture of that size is, which a helper may have."""
+        answer = None
+        if helper is not None:
+            with suppress(EOFError, OSError):
+                answer = helper.receive()
+        # Without an answer here, where an error is raised.
+        expected, seconds = answer or self._described(size)
+        if answer is not None:
+            self.seconds, self.count = self.seconds + seconds, self.count + 1
+        found = self._at(*size)
+        return found is not None and described_program(found) == expected
+
+    def _described(self, size: Size) -> tuple[list[Any], float]:
+        """The program of a capture at ``size``, and the seconds that it took."""
+        before = self.seconds
+        return described_program(self._capture(*size)), self.seconds - before
 
     def _at(self, batch: int | None, length: int | None) -> CapturedModel | None:
         """From the capture with symbols; None if that holds for other sizes alone."""

@@ -50,15 +50,6 @@ class SizedSearches:
     _known: dict[Size, Prices] = field(default_factory=dict)
     _other_layout: dict[int | None, Prices] = field(default_factory=dict)
 
-    def hold_at(self, size: Size) -> bool:
-        """Whether the capture with symbols holds at ``size``, which is captured to see it."""
-        return self.captures.hold_at(size)
-
-    def forget_symbols(self) -> None:
-        """The capture with symbols does not hold: capture each size anew."""
-        self.captures.forget_symbols()
-        self._known = {}
-
     def prepare(self, batches: Sequence[int | None], lengths: Sequence[int | None]) -> None:
         """Compute what searches at these sizes share."""
         for length in lengths:

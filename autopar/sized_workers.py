@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.search.outer.helper import Helper
+from autopar.helper import Helper
 from autopar.sized_searches import SizedSearches
 
 

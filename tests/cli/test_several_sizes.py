@@ -14,6 +14,7 @@ from autopar import planning_sizes, sized_workers
 from autopar.cli.main import main
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cost_model.catalogue import make_cluster
+from autopar.helper import Helper
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
@@ -21,7 +22,6 @@ from autopar.planning import find_plan
 from autopar.planning_sizes import find_plans
 from autopar.search.api import predict_plan
 from autopar.search.outer.best_first import TOLERANCE
-from autopar.search.outer.helper import Helper
 from autopar.search.problem.constraints import Constraints
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")

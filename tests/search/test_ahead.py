@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from autopar.helper import spare_cores
 from autopar.ir.errors import InfeasiblePlan
 from autopar.search.outer.best_first import Outer
-from autopar.search.outer.helper import spare_cores
 from autopar.search.outer.speculation import Ahead, Job
 from tests.search.test_outer import outer_of
 

@@ -78,10 +78,12 @@ def holds_at(symbolic: CapturedModel, sizes: Mapping[str, int], expected: Captur
 
 def same_program(a: CapturedModel, b: CapturedModel) -> bool:
     """Whether two captures run the same ops on the same shapes with the same numbers, in the same order."""
-    return _described_graph(a.graph) == _described_graph(b.graph)
+    return described_program(a) == described_program(b)
 
 
-def _described_graph(graph: fx.Graph) -> list[Any]:
+def described_program(captured: CapturedModel) -> list[Any]:
+    """All that the ops of a capture do, in plain values that another process can be sent."""
+    graph = captured.graph
     number = {node: place for place, node in enumerate(graph.nodes)}
     described = []
     for node in graph.nodes:
@@ -90,7 +92,7 @@ def _described_graph(graph: fx.Graph) -> list[Any]:
         described.append(
             (
                 node.op,
-                node.target if node.op == "call_function" else "",
+                str(node.target) if node.op == "call_function" else "",
                 str(spec),
                 [("operand", number[leaf]) if isinstance(leaf, fx.Node) else (type(leaf), leaf) for leaf in given],
                 [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in made],

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.search.outer.helper import Helper, answer_of, spare_cores
+from autopar.helper import Helper, answer_of, spare_cores
 
 # What is solved, by a key that is equal for equal problems.
 Job = tuple[Hashable, tuple[Any, ...]]
