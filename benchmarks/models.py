@@ -47,8 +47,8 @@ def language_batch(step: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def random_images(step: int) -> Tensor:
-    return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(2000 + step))
+def random_images(step: int, size: int = 32) -> Tensor:
+    return torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2000 + step))
 
 
 def random_classes(step: int, count: int = 8) -> Tensor:
@@ -147,13 +147,14 @@ def t5() -> nn.Module:
     )  # fmt: skip
 
 
-def vit() -> nn.Module:
+def vit(image_size: int = 32) -> nn.Module:
+    """Over (image_size / 8)^2 patches and a class token."""
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, image_size=32,
-            patch_size=8, num_labels=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
+            image_size=image_size, patch_size=8, num_labels=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 
@@ -363,8 +364,8 @@ def translation_batch(step: int) -> dict[str, Any]:
     return {"input_ids": random_tokens(step, columns=2 * SEQ), "labels": random_tokens(step + 500)}
 
 
-def image_batch(step: int) -> dict[str, Any]:
-    return {"pixel_values": random_images(step), "labels": random_classes(step)}
+def image_batch(step: int, size: int = 32) -> dict[str, Any]:
+    return {"pixel_values": random_images(step, size), "labels": random_classes(step)}
 
 
 def _whisper_batch(step: int) -> dict[str, Any]:
@@ -391,6 +392,8 @@ CASES: dict[str, Case] = {
         Case(name="bert", build=bert, batch=masked_batch),
         Case(name="t5", build=t5, batch=translation_batch),
         Case(name="vit", build=vit, batch=image_batch),
+        # 26 positions, which two ranks of a ring divide.
+        Case(name="vit_40", build=partial(vit, image_size=40), batch=partial(image_batch, size=40)),
         Case(name="resnet", build=resnet, batch=image_batch),
         Case(name="mixtral", build=mixtral, batch=language_batch),
         Case(name="mixtral_aux", build=partial(mixtral, auxiliary_loss=True), batch=language_batch),

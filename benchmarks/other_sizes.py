@@ -32,7 +32,7 @@ from benchmarks.models import CASES
 from tests.harness import RankFailure, run_ranks
 from tests.parity import relative, with_attention
 
-MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,mistral,gpt_neox,bart,opt,vit"
+MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,mistral,gpt_neox,bart,opt,vit_40"
 # Ranks, constraints, and the factor of every attention on axis cp where that is not left to the search.
 PLANS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "dp2": (2, {"dp": 2}, None),
