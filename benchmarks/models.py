@@ -154,7 +154,8 @@ def vit(image_size: int = 32) -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
-            image_size=image_size, patch_size=8, num_labels=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            image_size=image_size, patch_size=8, num_labels=8, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 
