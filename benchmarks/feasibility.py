@@ -22,12 +22,13 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 
 import torch
-from published_models import captured_of
-from published_rows import GIB, Missing, Row, read_rows
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, fit_probability
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
+from benchmarks.published_models import captured_of
+from benchmarks.published_rows import GIB, Missing, Row, read_rows
 
 ROOT = Path(__file__).parent.parent
 MARGINS = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, DEFAULT_MARGIN})

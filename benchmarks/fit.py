@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -23,15 +24,16 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from published import ROOT
-from published_models import captured_of
-from published_rows import Missing, Row, read_rows
-from published_software import step_time_s
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.search.api import predict_plan
+from benchmarks.published import ROOT
+from benchmarks.published_models import captured_of
+from benchmarks.published_rows import Missing, Row, read_rows
+from benchmarks.published_software import step_time_s
 
 Floats = npt.NDArray[np.float64]
 

@@ -29,12 +29,13 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from published_models import captured_of
-from published_rows import GIB, Missing, Row, read_rows
-from published_software import step_time_s
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
+from benchmarks.published_models import captured_of
+from benchmarks.published_rows import GIB, Missing, Row, read_rows
+from benchmarks.published_software import step_time_s
 
 ROOT = Path(__file__).parent.parent
 

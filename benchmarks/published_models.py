@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from published_rows import NAMED, Row
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +17,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.passes.normalise import normal_form
 from autopar.passes.normalise.eager_attention import FuseEagerAttention
 from autopar.passes.pipeline import run_passes
+from benchmarks.published_rows import NAMED, Row
 
 
 def unfused_attention(
@@ -73,8 +73,8 @@ def model(row: Row) -> nn.Module:
             activation_function="gelu_pytorch_tanh",  # one kernel, as in Megatron and DeepSpeed
             resid_pdrop=0.0,
             embd_pdrop=0.0,
-            attn_pdrop=0.0 if row.fused_attention else 0.1,  # Megatron-LM's default, a kernel of its own
-            attn_implementation="sdpa" if row.fused_attention else "unfused",
+            attn_pdrop=0.0 if row.origin.fused_attention else 0.1,  # Megatron-LM's default, a kernel of its own
+            attn_implementation="sdpa" if row.origin.fused_attention else "unfused",
             **common,
         )
         return transformers.GPT2LMHeadModel(config)
@@ -104,12 +104,12 @@ def captured_of(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Captur
         *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "global_batch"),
         *("experts", "top_k"),
     )
-    key = (*(row.cells.get(name, "") for name in names), row.shape, str(row.fused_attention))
+    key = (*(row.cells.get(name, "") for name in names), row.shape, str(row.origin.fused_attention))
     if key not in known:
         known.clear()
         with torch.device("meta"):
             tokens = torch.zeros((row.number("global_batch"), row.number("seq_len")), dtype=torch.long)
             built, inputs = model(row), {"input_ids": tokens, "labels": tokens.clone()}
-        rewrites = [p for p in normal_form() if row.fused_attention or not isinstance(p, FuseEagerAttention)]
+        rewrites = [p for p in normal_form() if row.origin.fused_attention or not isinstance(p, FuseEagerAttention)]
         known[key] = run_passes(capture(built, inputs), rewrites, check=False)
     return known[key]

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from published import ROOT
-from published_models import captured_of
-from published_rows import Missing, Row, read_rows
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
@@ -29,6 +27,9 @@ from autopar.report.data import remat_level
 from autopar.search.api import search_captured
 from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
+from benchmarks.published import ROOT
+from benchmarks.published_models import captured_of
+from benchmarks.published_rows import Missing, Row, read_rows
 
 # A part of the step is named if it differs by this share of the published step.
 SHOWN = 0.02

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
-from autopar.cost_model.devices.parts import efa
-from autopar.cost_model.hardware.catalogue_entry import Published
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
-from autopar.cost_model.stacks.known import find_stack
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
@@ -30,6 +27,7 @@ from autopar.search.problem.constraints import Constraints, Remat
 from autopar.search.problem.forbidden_placements import Forbidden, deciding_ops
 from autopar.search.problem.workload import Workload
 from autopar.search.result import SearchResult
+from benchmarks.published_sources import Source
 
 GIB = 2**30
 ENOUGH = 1 << 50
@@ -44,56 +42,9 @@ RECIPES: dict[str, Recipe] = {
     "row": "fp8-row",
     "fp8": "fp8-tensor",
 }
-# The year of a source, as in "2022", "SC21", "_202412_", a release "24.11" or "arXiv 2205.05198"; of tables that print
-# none, that of the software they were made with.
-YEAR = re.compile(r"\b(?:20|SC)(\d\d)\b|_20(\d\d)[-\d]|\bv?(\d\d)\.(?:0[1-9]|1[0-2])\b|arXiv (\d\d)\d\d\.")
-YEARS = {
-    # Its scripts for A100 and H100 (scripts/train/benchmarking) name torch 1.13.1 and 2.0.1, and attention in Triton.
-    "mosaicml/llm-foundry": 23,
-    # Its first version (arXiv 2401.10241) is of 2023, in a copy of Megatron-LM.
-    "Zero Bubble": 23,
-    "OPT paper": 22,
-    "LLaMA paper": 23,
-    "Llama 3 herd": 24,
-    # Its commits of these tables are of 2024.
-    "torchtitan docs/performance.md": 24,
-}
-# Words of a source -> the network between its nodes, where it is not the usual one of its GPUs: eight NICs of 400 Gb/s.
-NETWORKS = {"nanotron": efa(Published(50, "AWS p5: 32 EFA of 100 Gb/s a node"))}
 # How a row says that the state of data-parallel ranks is divided -> ZeRO stage; and over how many of them.
 ZERO = {"": 0, "none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 SHARD_GROUP = re.compile(r"[Ss]hard group (\d+)")
-# The first fused attention was published in May 2022, and training code had it the year after.
-LAST_UNFUSED = 22
-# The recomputation of a block was a whole forward in Megatron-LM, and in torch until 2.1 of October 2023
-# (github.com/pytorch/pytorch, pull request 96866).
-LAST_WHOLE = 23
-# By row, asynchronous tensor parallelism of early 2025 found no product to put a collective beside
-# (github.com/pytorch/pytorch, pull request 149247 and issue 149990).
-ASYNCHRONOUS = "async TP"
-# Words of a source or its notes -> the software stack that they name, the first that fits. A source that names none ran
-# Megatron, of its year: the first of these that is no earlier.
-STACKS = {
-    ASYNCHRONOUS: "torchtitan-2024-async-tp",
-    "eager": "torchtitan-2024-eager",
-    "torchtitan": "torchtitan-2024",
-    "Zero Bubble": "zero-bubble-2023",
-    "nanotron": "nanotron",
-    "llm-foundry": "llm-foundry-2023",
-    "MaxText": "maxtext-2024",
-    "PaxML": "maxtext-2024",
-    "MT-NLG": "megatron-lm-2021",  # published in 2022, announced with its runs in October 2021
-}
-MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
-# Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository, by an
-# excerpt that may be of a later release).
-DISPATCHED_ONCE = ("deepseek-v3",)
-# Those recipes give an expert whole to one rank: expert ranks are tensor ranks too (expert_tensor_parallel_size=1), and
-# tokens travel to them by an all-to-all (moe_token_dispatcher_type).
-WHOLE_EXPERTS = ("Megatron-Bridge",)
-# Recipes of NeMo have sequence parallelism on where there are several tensor ranks (sequence_parallel in
-# launcher_scripts/conf/training of NVIDIA/NeMo-Framework-Launcher).
-SHARES_SEQUENCES = "NeMo"
 # Of a vocabulary that is not printed (GPT-2's, padded), where it is under 1 % of the parameters.
 USUAL_VOCABULARY = 51_200
 # Parameters that a shape has may differ from those printed by this share: positions, biases, rounding.
@@ -112,17 +63,10 @@ NAMED = ("deepseek-v3", "gpt-oss", "qwen3")
 SAME_RUN = re.compile(r"same run as ([\w.-]+)")
 # What a printed peak may be of.
 DEFINITIONS = ("allocated", "reserved", "nvidia-smi")
-# Sources that recompute nothing where they do not say so: recompute_layer is off in nanotron's configurations, and Zero
-# Bubble's peaks are those of whole activations.
-KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Those of Zero Bubble's schedules that a plan can have.
 SPLIT = {"ZB-1p": "zb-h1", "ZB-2p": "zb-2p", "ZB-V": "zb-v"}
 # Schedules of plans that have any number of virtual stages.
 VIRTUAL = ("interleaved", "zb-h1", "zb-2p")
-# Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
-FULL_ATTENTION = ("nanotron",)
-# Attention spelt out in products, later than elsewhere: by the memory that Zero Bubble's runs print.
-UNFUSED = ("Zero Bubble",)
 
 
 class Missing(Exception):
@@ -151,6 +95,10 @@ class Row:
         except ValueError:
             raise Missing(f"{name} as a number ({text})") from None
 
+    @property
+    def origin(self) -> Source:
+        return Source(self.source, self.notes)
+
     # The figure.
 
     @property
@@ -170,7 +118,7 @@ class Row:
     @property
     def says_recomputation(self) -> bool:
         """Whether it is known what it recomputed."""
-        return bool(self.recompute) or any(name in self.source for name in KEEPS_ALL)
+        return bool(self.recompute) or self.origin.keeps_all
 
     @property
     def tokens(self) -> int:
@@ -206,7 +154,7 @@ class Row:
         if self.experts:
             inner = 3 * hidden * self.number("ffn_hidden") * layers
             active = active - (self.number("experts") - self.number("top_k")) * inner
-        seen = 2 if any(name in self.source for name in FULL_ATTENTION) else 1
+        seen = 2 if self.origin.counts_all_keys else 1
         return self.tokens * (6 * active + 6 * seen * layers * hidden * seq)
 
     # The model.
@@ -262,16 +210,6 @@ class Row:
         return best
 
     @property
-    def year(self) -> int:
-        """The last two digits of the latest one that the source names; if none, of its software's; else of today's."""
-        known = [year for name, year in YEARS.items() if name in self.source]
-        return max([int("".join(found)) for found in YEAR.findall(self.source)] or known, default=99)
-
-    @property
-    def fused_attention(self) -> bool:
-        return self.year > LAST_UNFUSED and not any(name in self.source for name in UNFUSED)
-
-    @property
     def hides_dispatch(self) -> bool:
         """Whether it is a recipe whose dispatch runs beside another microbatch: without dropped tokens, between nodes
         of eight, in virtual stages (moe_a2a_overlap in scripts/performance of Megatron-Bridge). Racks do without."""
@@ -284,24 +222,18 @@ class Row:
 
     @property
     def stack(self) -> Stack:
-        said = f"{self.source} {self.notes}"
-        if self.recipe == "fp8-row":
-            said = said.replace(ASYNCHRONOUS, "")
-        megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
-        if self.hides_dispatch:
-            once = self.model.startswith(DISPATCHED_ONCE)
-            megatron = "megatron-core-2025-deepep" if once else "megatron-core-2025-overlap"
-        return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
+        by_row = self.recipe == "fp8-row"
+        return self.origin.stack(self.model, by_row=by_row, hides_dispatch=self.hides_dispatch)
 
     def workload(self, captured: CapturedModel) -> Workload:
-        return replace(Workload.of(captured, self.dtype, recipe=self.recipe), ends_early=self.year > LAST_WHOLE)
+        return replace(Workload.of(captured, self.dtype, recipe=self.recipe), ends_early=self.origin.ends_early)
 
     # The cluster.
 
     def devices(self, fitted: Fitted = FITTED) -> Cluster:
         made = make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted, stack=self.stack)
-        network = next((link for words, link in NETWORKS.items() if words in self.source), None)
-        return made if network is None else replace(made, inter_node=network.link())
+        network = self.origin.network
+        return made if network is None else replace(made, inter_node=network)
 
     def cluster(self, fitted: Fitted = FITTED) -> Cluster:
         """The devices, with memory for whatever was run."""
@@ -329,7 +261,7 @@ class Row:
     @property
     def whole_experts(self) -> bool:
         """Whether expert ranks are taken of tensor ranks as of data ranks, and tokens dispatched to them."""
-        return bool(self.experts) and any(name in self.source for name in WHOLE_EXPERTS)
+        return bool(self.experts) and self.origin.whole_experts
 
     @property
     def expert_ranks(self) -> int:
@@ -382,7 +314,7 @@ class Row:
     @property
     def sequence_parallel(self) -> bool:
         """Whether it is printed, or, where nothing is, the recipes of the row's source have it on."""
-        return self.sp == "1" or (not self.sp and SHARES_SEQUENCES in self.source)
+        return self.sp == "1" or (not self.sp and self.origin.shares_sequences)
 
     def _dispatching(self, workload: Workload) -> Constraints:
         """The plan, with tokens dispatched to experts that are whole."""
@@ -440,7 +372,7 @@ class Row:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
         spelt out, ours mostly recomputes that. Torchtitan's "selective (op)" keeps every second product."""
         levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
-        if not self.fused_attention:
+        if not self.origin.fused_attention:
             levels["selective"] = "selective"
         return levels.get(self.recompute, "none")
 

@@ -44,7 +44,7 @@ from autopar.ir.redistribution import Collective
 from autopar.search.predict.predict import Predicted
 
 if TYPE_CHECKING:
-    from published_rows import Row
+    from benchmarks.published_rows import Row
 
 LAST_IN_PLACE = 21
 NEVER_APART = 100_000
@@ -97,7 +97,11 @@ def in_pieces_s(row: Row, captured: CapturedModel, plan: Plan, fitted: Fitted = 
 
 def gathers_in_place(row: Row) -> bool:
     """Whether it is ZeRO-3, of a model that is divided in no other way, by a source of 2021 or before."""
-    return row.zero_stage_or_fsdp == "zero3" and row.year <= LAST_IN_PLACE and row.number("dp") == row.number("n_gpus")
+    return (
+        row.zero_stage_or_fsdp == "zero3"
+        and row.origin.year <= LAST_IN_PLACE
+        and row.number("dp") == row.number("n_gpus")
+    )
 
 
 def in_place_s(row: Row, captured: CapturedModel, plan: Plan, fitted: Fitted = FITTED) -> float:

@@ -80,7 +80,7 @@ def test_what_of_a_plan_is_not_printed_is_open() -> None:
     ],
 )
 def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> None:
-    assert row(**cells).fused_attention is fused
+    assert row(**cells).origin.fused_attention is fused
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_tokens_are_dispatched_to_whole_experts() -> None:
     ],
 )
 def test_the_year_of_a_source_is_in_its_name(source: str, year: int) -> None:
-    assert row(source=source).year == year
+    assert row(source=source).origin.year == year
 
 
 def test_a_table_without_a_year_is_of_its_software() -> None:
-    assert row(source="mosaicml/llm-foundry scripts/train/benchmarking/README.md @8c8dd48f7").year == 23
-    assert row(source="mosaicml/llm-foundry, a report of 2025").year == 25
-    assert row(source="a page").year == 99
+    assert row(source="mosaicml/llm-foundry scripts/train/benchmarking/README.md @8c8dd48f7").origin.year == 23
+    assert row(source="mosaicml/llm-foundry, a report of 2025").origin.year == 25
+    assert row(source="a page").origin.year == 99
 
 
 @pytest.mark.parametrize(

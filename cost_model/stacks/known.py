@@ -67,7 +67,7 @@ AUTOPAR = Stack(
     attention=_CUDNN,
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
-    gathers_narrow=True,
+    gathers_narrow=frozenset({"weights", "activations"}),
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )
@@ -118,12 +118,15 @@ MEGATRON_CORE = Stack(
     gathers_ahead=True,
     casts_once=True,
     local_scales=True,
+    gathers_narrow=frozenset({"activations"}),
     overlaps=frozenset({Collective.ALL_GATHER, Collective.REDUCE_SCATTER}),
     why="Transformer Engine takes cuDNN's attention on Hopper and later, FlashAttention-2 before; with user buffers it "
     "cuts a tensor-parallel product into pieces, one of which is communicated while another is computed (recalled: its "
     "documentation); rotary embedding, SwiGLU and dropout with residual are kernels of their own; "
     "products add to float32 gradients (gradient_accumulation_fusion); experts are its layers, one by one or grouped, "
-    "as other products are (SequentialMLP and TEGroupedMLP of Megatron-Core); between virtual stages its schedule "
+    "as other products are (SequentialMLP and TEGroupedMLP of Megatron-Core); its norms write 8 bits, which is what "
+    "tensor-parallel ranks gather, and gradients are cast before they are gathered (ln_out of layernorm_linear.py and "
+    "grad_output_preprocess of base.py, transformer_engine/pytorch/module); between virtual stages Megatron's schedule "
     "calls param_sync_func for the next model chunk (megatron/core/pipeline_parallel/schedules.py)",
 )
 MEGATRON_CORE_2025 = replace(
@@ -162,7 +165,7 @@ TORCHTITAN = Stack(
     grouped=_GROUPED,
     fuses_casts=True,
     local_scales=True,
-    gathers_narrow=True,
+    gathers_narrow=frozenset({"weights", "activations"}),
     why="blocks and loss are compiled; scaled_dot_product_attention of torch 2.6 takes FlashAttention-2, after cuDNN's "
     "had been put behind it in 2.5.1 (recalled: release notes of torch 2.5.1); scaling by tensor is with "
     "float8 all-gathers of weights (docs/float8.md: enable_fsdp_float8_all_gather and precompute_float8_dynamic_scale_"

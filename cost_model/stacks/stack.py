@@ -17,6 +17,7 @@ from autopar.ir.redistribution import Collective
 # backward what comes in, read to be sorted and summed by expert (counted, not measured).
 _ROW_BY_ROW = (8.0, 4.0)
 
+GatheredNarrow = Literal["weights", "activations"]
 # Generations of devices that kernels are written for.
 Architecture = Literal["volta", "ampere", "hopper", "blackwell", "blackwell-ultra", "cdna", "cpu"]
 
@@ -30,8 +31,8 @@ class Stack:
     casts_once: whether operands of products in 8-bit floats are cast once for all of their products, forward and
     backward. fuses_casts: whether a compiler makes kernels of casts and the ops before them. local_scales: whether
     scales of 8-bit products are a rank's own, or from steps before, so that no product waits for a collective.
-    gathers_narrow: whether weights under ZeRO, and activations and gradients of tensor-parallel layers, are gathered in
-    8 bits where products by one scale read nothing else of them.
+    gathers_narrow: what is gathered in 8 bits where products by one scale read nothing else of it: weights under ZeRO,
+    activations and gradients of tensor-parallel layers.
     fuses: whether pointwise ops that follow each other are one kernel; reductions: names of the ops that may be in it
     too. merges: whether products of one tensor with several weights are one. extra_bytes: of ops that are several
     kernels, or read twice: bytes an element of the first operand, forward and backward, beyond each tensor once;
@@ -60,7 +61,7 @@ class Stack:
     casts_once: bool = False
     fuses_casts: bool = False
     local_scales: bool = False
-    gathers_narrow: bool = False
+    gathers_narrow: frozenset[GatheredNarrow] = frozenset()
     overlaps: frozenset[Collective] = frozenset()
     expert_biases: tuple[tuple[float, float], tuple[float, float]] = (_ROW_BY_ROW, _ROW_BY_ROW)
     sends_once: bool = False

@@ -164,7 +164,7 @@ class Pricing:
 
     def shares(self, transfer: Transfer) -> Shares:
         """Of the bytes that gathers of a transfer move, those that are left where products by tensor read them."""
-        if not self.ops.cluster.device.stack.gathers_narrow:
+        if "activations" not in self.ops.cluster.device.stack.gathers_narrow:
             return WHOLE
         forward, backward = (1.0 / transfer.tensor.itemsize if narrow else 1.0 for narrow in transfer.narrow)
         return forward, backward
@@ -229,7 +229,7 @@ class Pricing:
             # The only backward scatters each gradient as it is computed, as stage 2 does in every backward.
             zero = 2
         compute, device = ITEMSIZE[self.workload.precision], self.ops.cluster.device
-        is_narrow = narrow and bool(zero_axes) and not self.offload and device.stack.gathers_narrow
+        is_narrow = narrow and bool(zero_axes) and not self.offload and "weights" in device.stack.gathers_narrow
         gathered = 1 if is_narrow else compute
         local = numel / self.pieces(layout)
         micro = ZERO
