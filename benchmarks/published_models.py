@@ -71,8 +71,8 @@ def model(row: Row) -> nn.Module:
             n_inner=row.number("ffn_hidden"),
             n_positions=row.number("seq_len"),
             activation_function="gelu_pytorch_tanh",  # one kernel, as in Megatron and DeepSpeed
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
+            resid_pdrop=row.dropout,
+            embd_pdrop=row.dropout,
             attn_pdrop=0.0 if row.origin.fused_attention else 0.1,  # Megatron-LM's default, a kernel of its own
             attn_implementation="sdpa" if row.origin.fused_attention else "unfused",
             **common,
@@ -104,7 +104,7 @@ def captured_of(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Captur
         *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "global_batch"),
         *("experts", "top_k"),
     )
-    key = (*(row.cells.get(name, "") for name in names), row.shape, str(row.origin.fused_attention))
+    key = (*(row.cells.get(name, "") for name in names), row.shape, str(row.origin.fused_attention), str(row.dropout))
     if key not in known:
         known.clear()
         with torch.device("meta"):

@@ -221,6 +221,10 @@ class Row:
         return int(find_gpu(self.gpu).gpus_per_node.value)
 
     @property
+    def dropout(self) -> float:
+        return self.origin.dropout(self.model)
+
+    @property
     def stack(self) -> Stack:
         by_row = self.recipe == "fp8-row"
         return self.origin.stack(self.model, by_row=by_row, hides_dispatch=self.hides_dispatch)

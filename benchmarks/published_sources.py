@@ -8,12 +8,12 @@ Nothing depends on a row beyond the words of its source and its notes, and what 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.devices.parts import efa
 from autopar.cost_model.hardware.catalogue_entry import Published
 from autopar.cost_model.hardware.device import Link
-from autopar.cost_model.stacks.known import find_stack
+from autopar.cost_model.stacks.known import MEGATRON_CORE_2025, find_stack
 from autopar.cost_model.stacks.stack import Stack
 
 # The year of a source, as in "2022", "SC21", "_202412_", a release "24.11" or "arXiv 2205.05198"; of tables that print
@@ -53,6 +53,16 @@ STACKS = {
     "PaxML": "maxtext-2024",
     "MT-NLG": "megatron-lm-2021",  # published in 2022, announced with its runs in October 2021
 }
+# Recipes that turn cuDNN's attention off (NVTE_FUSED_ATTN=0): the default of NeMo's launcher
+# (launcher_scripts/conf/config.yaml of NVIDIA/NeMo-Framework-Launcher), and configure.sh of grok1, nemo_megatron and,
+# for 340b, nemotron in NVIDIA/dgxc-benchmarking.
+FLASH = ("NeMo-Framework-Launcher", "grok1/", "nemo_megatron/", "nemotron/README_340b")
+# Recipes of 2024 with cross entropy in one kernel (cross_entropy_loss_fusion in launcher_scripts/conf/training/llama of
+# NVIDIA/NeMo-Framework-Launcher for Llama 3.1, and in nemotron4-*-synth.yaml of NVIDIA/dgxc-benchmarking).
+FUSED_LOSS = ("dgxc-benchmarking @v24.11.1 llama3.1/", "dgxc-benchmarking @v24.11.1 nemotron/")
+# Recipes of GPT-3 with dropout of 0.1 after attention and MLP (hidden_dropout in launcher_scripts/conf/training/gpt3 of
+# NVIDIA/NeMo-Framework-Launcher and in nemo_megatron/gpt3_175b_hydra.yaml of NVIDIA/dgxc-benchmarking).
+DROPS = ("NeMo", "nemo_megatron/")
 MEGATRON = {21: "megatron-lm-2021", 23: "megatron-lm-2022", 24: "megatron-core-2024", 99: "megatron-core-2025"}
 # Megatron-Bridge's recipes for these models dispatch tokens by DeepEP (scripts/performance of its repository, by an
 # excerpt that may be of a later release).
@@ -115,6 +125,10 @@ class Source:
         """Whether sequence parallelism is on where nothing is printed of it."""
         return SHARES_SEQUENCES in self.words
 
+    def dropout(self, model: str) -> float:
+        """Share of what attention and MLP return that is dropped."""
+        return 0.1 if model.startswith("gpt3") and self._is_of(DROPS) else 0.0
+
     @property
     def network(self) -> Link | None:
         """Between its nodes, where that is not the usual one of its devices."""
@@ -128,10 +142,13 @@ class Source:
         if by_row:
             said = said.replace(ASYNCHRONOUS, "")
         megatron = next(stack for year, stack in MEGATRON.items() if self.year <= year)
+        if megatron == "megatron-core-2024" and self._is_of(FLASH):
+            megatron = "megatron-core-2024-flash"
         if hides_dispatch:
             once = model.startswith(DISPATCHED_ONCE)
             megatron = "megatron-core-2025-deepep" if once else "megatron-core-2025-overlap"
-        return find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
+        found = find_stack(next((stack for word, stack in STACKS.items() if word in said), megatron))
+        return replace(found, extra_bytes=MEGATRON_CORE_2025.extra_bytes) if self._is_of(FUSED_LOSS) else found
 
     def _is_of(self, names: tuple[str, ...]) -> bool:
         return any(name in self.words for name in names)

@@ -21,8 +21,10 @@ torchao/testing/float8/roofline_utils.py, with kernels fused with the op before)
 Of a weight that ranks gather in 8 bits (``Stack.gathers_narrow``) each has cast a piece before; what is left is to copy
 it in the order of backward's product.
 
-A stack that casts once (``Stack.casts_once``) does so where the tensor is made, and transposes it once; its gradient is
-cast and transposed by one kernel, and weights, once a step, are not counted.
+A stack that casts once (``Stack.casts_once``) has what norms make written in 8 bits, which backward transposes; other
+inputs and the gradients are each cast and transposed by one kernel, and weights, once a step, are not counted
+(NVIDIA/TransformerEngine, transformer_engine/pytorch/module: ``ln_out`` of layernorm_linear.py, ``inputmat`` of
+linear.py, ``grad_output_preprocess`` of base.py).
 """
 
 from __future__ import annotations
@@ -56,17 +58,18 @@ def casts_of_product(
     scaling: Scaling,
     *,
     shared: bool,
+    by_norm: bool = False,
 ) -> Casts:
     """Bytes moved by the casts of a linear layer, forward and backward: of each operand of each product.
 
     read: input and weight first. result: whose gradient is as large. differentiable: positions of the operands that
-    have a gradient. shared: the input is that of another product, for which it is cast.
+    have a gradient. shared: the input is that of another product, for which it is cast. by_norm: a norm makes it.
     """
     rows, weight = read[:2]
     number = scaling.bytes_of_number
     if device.stack.casts_once:
         return (
-            () if shared else (_moving(rows, 0, 2 * number),),
+            () if shared else (_moving(rows, 0 if by_norm else 1, 2 * number),),
             (_moving(result, 1, 2 * number),) if differentiable else (),
         )
     if device.stack.fuses_casts:

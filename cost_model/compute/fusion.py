@@ -20,6 +20,7 @@ import networkx as nx
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_view, op_name
+from autopar.cost_model.stacks.known import NORMS
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rules.call import call_of
@@ -60,6 +61,14 @@ def merged_products(nodes: Iterable[fx.Node]) -> dict[fx.Node, Fused]:
 def cast_before(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """Products whose input another product of the block before them needs in the same narrow floats."""
     return frozenset(_after_the_first((node for node in nodes if scaling_of(node) is not None), scaling_of))
+
+
+def made_by_norm(tensor: fx.Node) -> bool:
+    """Whether a norm makes a tensor, whatever views of it there are between."""
+    maker = source(tensor)[0]
+    while maker.op == "call_function" and is_view(maker):
+        maker = source(tensor_operands(maker)[0])[0]
+    return maker.op == "call_function" and op_name(maker) in NORMS
 
 
 def _after_the_first(nodes: Iterable[fx.Node], kind: Callable[[fx.Node], Hashable]) -> Iterator[fx.Node]:

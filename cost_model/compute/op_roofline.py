@@ -52,7 +52,7 @@ from autopar.cost_model.compute.flops import (
     op_name,
     wanted_gradients,
 )
-from autopar.cost_model.compute.fusion import Fused
+from autopar.cost_model.compute.fusion import Fused, made_by_norm
 from autopar.cost_model.compute.local_products import (
     ITSELF,
     OF_WEIGHTS,
@@ -233,13 +233,13 @@ class OpCost:
         casts: Casts = ((), ())
         slowdown = 1.0
         if scaling is not None and experts:
-            itemsize, carries_batch = written[0].itemsize, batch_factor is not None
-            casts = casts_of_experts(
-                node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=carries_batch
-            )
+            itemsize, moves = written[0].itemsize, batch_factor is not None
+            casts = casts_of_experts(node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=moves)
             slowdown = slowdown_of_gradients(scaling, rate, device.matmul_rate(precision))
         elif scaling is not None:
-            casts = casts_of_product(read, written[0], differentiable, device, scaling, shared=cast_before)
+            casts = casts_of_product(
+                read, written[0], differentiable, device, scaling, shared=cast_before, by_norm=made_by_norm(operands[0])
+            )
             launches = launches_of_product(launches, casts)
         if device.is_cpu:
             launches = _LAUNCHES_ON_CPU.get(op_name(node), launches)

@@ -129,6 +129,13 @@ MEGATRON_CORE = Stack(
     "grad_output_preprocess of base.py, transformer_engine/pytorch/module); between virtual stages Megatron's schedule "
     "calls param_sync_func for the next model chunk (megatron/core/pipeline_parallel/schedules.py)",
 )
+MEGATRON_CORE_FLASH = replace(
+    MEGATRON_CORE,
+    name="megatron-core-2024-flash",
+    attention=_FLASH2,
+    why="the same with FlashAttention-2 on Hopper too (NVTE_FUSED_ATTN=0: the default of NeMo's launcher in 2024, "
+    "launcher_scripts/conf/config.yaml of NVIDIA/NeMo-Framework-Launcher)",
+)
 MEGATRON_CORE_2025 = replace(
     MEGATRON_CORE,
     name="megatron-core-2025",
@@ -228,6 +235,7 @@ STACKS = {
     stack.name: stack
     for stack in (
         *(AUTOPAR, COMPILED, MEGATRON_LM, MEGATRON_LM_2022, ZERO_BUBBLE, MEGATRON_CORE, MEGATRON_CORE_2025),
+        MEGATRON_CORE_FLASH,
         MEGATRON_CORE_OVERLAP,
         MEGATRON_CORE_DEEPEP,
         *(TORCHTITAN, TORCHTITAN_EAGER, TORCHTITAN_ASYNC, NANOTRON, LLM_FOUNDRY, MAXTEXT),

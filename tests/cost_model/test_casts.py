@@ -63,6 +63,19 @@ def test_a_compiled_cast_by_a_known_maximum_reads_once() -> None:
     assert (at_hand, known) == (2 * 2 + 1, 2 + 1)
 
 
+def test_a_stack_that_casts_once_has_its_norms_write_eight_bits() -> None:
+    device = make_cluster("h100-sxm", 1, stack=MEGATRON_CORE_2025).device
+    one = MovedTensor(2.0, frozenset({WORK}), False, 2)
+    of_norm, of_other = (
+        casts_of_product((one, one), one, (0, 1), device, SCALINGS["fp8-tensor"], shared=False, by_norm=own)
+        for own in (True, False)
+    )
+    # In both orders; what no norm makes is read as it is, too, and so are gradients.
+    assert [own.num_bytes for own in of_norm[0]] == [1 + 1]
+    assert [own.num_bytes for own in of_other[0]] == [2 + 1 + 1]
+    assert [own.num_bytes for own in of_norm[1]] == [own.num_bytes for own in of_other[1]] == [2 + 1 + 1]
+
+
 def test_four_bits_are_faster_than_eight_and_these_than_sixteen() -> None:
     device = make_cluster("b200", 8, stack=MEGATRON_CORE_2025).device
     four, eight = (cost(recipe, device).time((), Mesh(())).total_s for recipe in ("nvfp4", "mxfp8"))
