@@ -16,7 +16,7 @@ class Fitted:
     launch_us: floor of the time of a kernel.
     power: exponent of the rate of a GPU that its power limits: twice the watts compute 2^power times as much.
     hidden: share of a tensor-parallel collective that a stack which overlaps it with a product hides.
-    early_attention: rate of the first FlashAttention, of what its successor's paper says of it.
+    early_attention: rate of FlashAttention in Triton, of what the paper of FlashAttention-2 says of it.
     """
 
     sustained: float
@@ -35,5 +35,5 @@ FITTED = Fitted(
     launch_us=3.28,
     power=0.48,
     hidden=0.60,
-    early_attention=1.33,
+    early_attention=1.20,
 )

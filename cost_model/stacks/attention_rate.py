@@ -35,8 +35,8 @@ class AttentionKernel:
     """One kernel on devices of one architecture.
 
     curves: by head size, the smallest first. causal: at each of ``LENGTHS``, the rate under a causal mask over that
-    under a full one. source: who measured it, and on what. early: the first FlashAttention, of which training runs say
-    more than its successor's paper.
+    under a full one. source: who measured it, and on what. early: FlashAttention in Triton, of which training runs say
+    more than the paper that compares it.
     """
 
     name: str

@@ -11,9 +11,10 @@ from autopar.cost_model.stacks.attention_kernels import (
     CUDNN_BLACKWELL_ULTRA,
     CUDNN_HOPPER,
     FLASH1_AMPERE,
-    FLASH1_HOPPER,
     FLASH2_AMPERE,
     FLASH2_HOPPER,
+    TRITON_AMPERE,
+    TRITON_HOPPER,
 )
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
 from autopar.cost_model.stacks.stack import Architecture, Stack
@@ -210,7 +211,7 @@ NANOTRON = Stack(
 LLM_FOUNDRY = Stack(
     name="llm-foundry-2023",
     memory=known_memory.LLM_FOUNDRY,
-    attention={**_CUDNN, "ampere": FLASH1_AMPERE, "hopper": FLASH1_HOPPER},
+    attention={**_CUDNN, "ampere": TRITON_AMPERE, "hopper": TRITON_HOPPER},
     merges=True,
     extra_bytes=_VOCABULARY_PARALLEL_LOSS,
     grouped=_GROUPED,
