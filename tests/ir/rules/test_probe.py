@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,8 +25,6 @@ from autopar.ir.rules.isolated import isolated
 from autopar.ir.rules.probe import probe
 
 aten = torch.ops.aten
-
-_HANDLERS: list[Any] = []  # of forks, which the C library calls for as long as this process lives
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +143,20 @@ def test_isolated_calls_run_a_backward_after_one_has_run_here() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.PyDLL(None), "_Fork"), reason="this C library has no _Fork")
-def test_no_library_hears_of_an_isolated_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_library_hears_of_an_isolated_call() -> None:
     """As a build of torch for GPUs would, which then refuses every backward in the copy."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    heard: list[bool] = []
-    handler = ctypes.CFUNCTYPE(None)(lambda: heard.append(True))
-    ctypes.PyDLL(None).__register_atfork(None, None, handler, None)
-    _HANDLERS.append(handler)
-    assert isolated(lambda: list(heard), limit_s=60.0) == []
+    # In a process of its own: the handler cannot be taken back, and runs Python in every copy that is forked later.
+    script = """
+import ctypes, torch
+from autopar.ir.rules.isolated import isolated
+torch.version.cuda = "13.0"
+heard = []
+handler = ctypes.CFUNCTYPE(None)(lambda: heard.append(True))
+ctypes.PyDLL(None).__register_atfork(None, None, handler, None)
+print(isolated(lambda: list(heard), limit_s=60.0))
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_isolated_calls_answer_fail_die_and_hang() -> None:
