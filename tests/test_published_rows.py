@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.cost_model.stacks.known import MEGATRON_CORE, MEGATRON_CORE_2025
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.plan import Plan, StagePlan
@@ -99,6 +100,20 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
 def test_software_is_what_the_row_names_or_of_its_year(cells: dict[str, str], stack: str) -> None:
     assert row(**cells).stack.name == stack
     assert row(**cells, gpu="h100-sxm", n_gpus="8").devices().device.stack.name == stack
+
+
+LAUNCHER = {"source": "NVIDIA/NeMo-Framework-Launcher examples/README.md (Mar 2024)"}
+DGXC = "NVIDIA/dgxc-benchmarking @v24.11.1"
+
+
+def test_recipes_say_what_their_runs_switched_on() -> None:
+    assert row(**LAUNCHER).stack.name == "megatron-core-2024-flash"
+    assert row(source=f"{DGXC} grok1/README_314b.md").stack.name == "megatron-core-2024-flash"
+    llama = row(source=f"{DGXC} llama3.1/README_8b.md").stack
+    assert llama.name == "megatron-core-2024"
+    assert llama.extra_bytes == MEGATRON_CORE_2025.extra_bytes != MEGATRON_CORE.extra_bytes
+    assert row(**LAUNCHER, model="gpt3-5b").dropout == 0.1
+    assert row(**LAUNCHER, model="llama2-7b").dropout == row(source="a page", model="gpt3-5b").dropout == 0.0
 
 
 BRIDGE = {"source": "Megatron-Bridge, NeMo 25.11", "experts": "8", "top_k": "2", "params_b": "", "vpp": "1"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autopar import planning_sizes, sized_workers
+from autopar import planning_sizes, sized_captures, sized_workers
 from autopar.cli.main import main
 from autopar.cli.sizes import shares_of, sizes_of
 from autopar.cost_model.catalogue import make_cluster
@@ -19,7 +19,7 @@ from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
 from autopar.planning import find_plan
-from autopar.planning_sizes import find_plans
+from autopar.planning_sizes import _even_bounds, find_plans
 from autopar.search.api import predict_plan
 from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.problem.constraints import Constraints
@@ -52,6 +52,14 @@ def test_other_sizes_are_refused(text: str) -> None:
 def test_other_shares_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="--shares"):
         shares_of(text)
+
+
+def test_lengths_are_divided_by_what_their_searches_take() -> None:
+    lengths = [1024, 2048, 3072, 4096, 8192, 12288, 16384, 32768]
+    assert _even_bounds(lengths, 2) == [0, 5, 8]
+    assert _even_bounds(lengths, 8) == list(range(9))
+    assert _even_bounds([1, 1, 10**9], 2) == [0, 2, 3], "none is left without"
+    assert _even_bounds([None], 1) == [0, 1]
 
 
 def test_plans_are_as_good_as_those_of_single_searches() -> None:
@@ -95,7 +103,8 @@ def test_plans_are_as_good_as_those_of_single_searches() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1, "killed"])
 def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) -> None:
-    """Where there are cores for it, lengths are shared out; of a fork that ends this process does the work."""
+    """Where there are cores for it, a fork makes the capture that is compared, and lengths are shared out; of a fork
+    that ends this process does the work."""
     forks: list[Helper] = []
 
     class Killed(Helper):
@@ -104,14 +113,16 @@ def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) 
             forks.append(self)
             os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(planning_sizes, "spare_cores", lambda: 0 if spare == 0 else 1)
+    for module in (planning_sizes, sized_captures):
+        monkeypatch.setattr(module, "spare_cores", lambda: 0 if spare == 0 else 1)
     if spare == "killed":
-        monkeypatch.setattr(sized_workers, "Helper", Killed)
+        for module in (sized_workers, sized_captures):
+            monkeypatch.setattr(module, "Helper", Killed)
     source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
     found = find_plans(
         source.meta_model(), cluster, source.meta_inputs, (16,), (256, 1024), pin_degrees=True, shares=(3, 1)
     )
-    assert len(forks) == (spare == "killed")
+    assert len(forks) == 2 * (spare == "killed")
     assert [(own.batch, own.length) for own in found.found] == [(16, 256), (16, 1024)]
     for own in found.found:
         inputs = source.meta_inputs(own.batch, own.length)
