@@ -51,7 +51,7 @@ class Errors(NamedTuple):
         return f"{self.loss:.0e} {self.gradient:.0e}"
 
 
-MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,vit"
+MODELS = "llama,gpt2,bert,t5,mixtral,deepseek_v3,gemma2,vit_40"
 # Ranks, constraints of the search, and the factor of every attention on axis cp where that is not left to it.
 PLANS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "dp2": (2, {"dp": 2, "zero": 0}, None),
