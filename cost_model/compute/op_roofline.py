@@ -233,8 +233,8 @@ class OpCost:
         casts: Casts = ((), ())
         slowdown = 1.0
         if scaling is not None and experts:
-            itemsize, moves = written[0].itemsize, batch_factor is not None
-            casts = casts_of_experts(node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=moves)
+            itemsize, batched = written[0].itemsize, batch_factor is not None
+            casts = casts_of_experts(node, read[3:5], differentiable, device, scaling, itemsize, carries_batch=batched)
             slowdown = slowdown_of_gradients(scaling, rate, device.matmul_rate(precision))
         elif scaling is not None:
             casts = casts_of_product(
