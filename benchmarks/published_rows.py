@@ -2,7 +2,8 @@
 
 A row that leaves open what a prediction needs raises ``Missing``. What of a plan can be searched for is not needed: how
 model parallelism is split into tensors and stages, virtual stages, the size of a microbatch (``Row.unprinted``).
-Nothing depends on the name of a row; on that of its model sizes that are not printed, and how its recipes dispatch.
+Nothing depends on the name of a row; on that of its model sizes that are not printed, and what its recipes switch on
+(``published_sources.py``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log10
+from typing import Any
 from unittest import mock
 
 from autopar.cost_model.catalogue import make_cluster
@@ -43,16 +44,8 @@ class Watched(Solver):
         self.solved.add(configuration)
         return Solver.inner(self, configuration, weights)
 
-    def complete(
-        self,
-        configuration: Configuration,
-        inner: Inner,
-        record_s: float = float("inf"),
-        *,
-        relaxed: bool = False,
-        try_first: tuple[str, int] | None = None,
-    ) -> Candidate | None:
-        found = Solver.complete(self, configuration, inner, record_s, relaxed=relaxed, try_first=try_first)
+    def complete(self, configuration: Configuration, *given: Any, **how: Any) -> Candidate | None:
+        found = Solver.complete(self, configuration, *given, **how)
         if found is not None and not found.pruned:
             self.simulated.add(configuration)
         return found
