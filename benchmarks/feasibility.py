@@ -28,6 +28,7 @@ from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, fit_probab
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from benchmarks.published_models import captured_of
+from benchmarks.published_predictions import devices_of, for_its_memory
 from benchmarks.published_rows import GIB, Missing, Row, read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -90,8 +91,8 @@ def measure(
     the error of a printed peak is added."""
     row.constraints()
     captured = captured_of(row, known)
-    predicted = row.for_its_memory(captured).predicted
-    usable = row.devices().device.usable_bytes
+    predicted = for_its_memory(row, captured).predicted
+    usable = devices_of(row).device.usable_bytes
     likely = fit_probability(predicted.peak_bytes, usable)
     text = f"  {row.id}: {predicted.peak_bytes / GIB:.1f} of {usable / GIB:.1f} GiB, {likely:.3f}"
     if row.is_memory:
@@ -103,7 +104,7 @@ def measure(
     if row.says_recomputation:
         return "recomputation printed", likely, text
     if likely < CLOSE:
-        least = row.for_its_memory(captured, **row.sparing).predicted.peak_bytes
+        least = for_its_memory(row, captured, **row.sparing).predicted.peak_bytes
         likely = fit_probability(least, usable)
         text += f"; at least {least / GIB:.1f} GiB, {likely:.3f}"
     return "not printed", likely, text

@@ -32,6 +32,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.search.api import predict_plan
 from benchmarks.published import ROOT
 from benchmarks.published_models import captured_of
+from benchmarks.published_predictions import roomy_cluster, under_its_plan, workload_of
 from benchmarks.published_rows import Missing, Row, read_rows
 from benchmarks.published_software import step_time_s
 
@@ -69,15 +70,15 @@ def measure(cells: list[dict[str, str]], fitted: Fitted, names: list[str]) -> li
         try:
             reported = row.reported()
             captured = captured_of(row, known)
-            workload = row.workload(captured)
-            result = row.under_its_plan(captured, workload, fitted)
+            workload = workload_of(row, captured)
+            result = under_its_plan(row, captured, workload, fitted)
         except (Missing, AutoparError):
             continue
         error = np.log(step_time_s(row, captured, result.plan, result.predicted, fitted) / reported)
         slopes = []
         for name in names:
             moved = replace(fitted, **{name: getattr(fitted, name) * np.exp(STEP)})
-            predicted = predict_plan(captured, row.cluster(moved), result.plan, workload=workload)
+            predicted = predict_plan(captured, roomy_cluster(row, moved), result.plan, workload=workload)
             step_s = step_time_s(row, captured, result.plan, predicted, moved)
             slopes.append(float(np.log(step_s / reported) - error) / STEP)
         found.append(Measured(row.id, row.family, float(error), tuple(slopes)))

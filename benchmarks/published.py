@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from autopar.ir.errors import AutoparError
 from autopar.ir.graph import CapturedModel
 from benchmarks.published_models import captured_of
+from benchmarks.published_predictions import for_its_memory, under_its_plan, under_the_best_plan
 from benchmarks.published_rows import GIB, Missing, Row, read_rows
 from benchmarks.published_software import step_time_s
 
@@ -104,9 +105,9 @@ def predict(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Compared:
     row.constraints()  # so that what is missing is said before the model is captured
     captured = captured_of(row, known)
     if unprinted:
-        found = row.under_the_best_plan(captured)
+        found = under_the_best_plan(row, captured)
     else:
-        found = row.for_its_memory(captured) if row.is_memory else row.under_its_plan(captured)
+        found = for_its_memory(row, captured) if row.is_memory else under_its_plan(row, captured)
     if row.is_memory:
         predicted = float(found.predicted.peak_bytes)
     else:

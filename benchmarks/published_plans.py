@@ -29,6 +29,7 @@ from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 from benchmarks.published import ROOT
 from benchmarks.published_models import captured_of
+from benchmarks.published_predictions import devices_of, under_its_plan, workload_of
 from benchmarks.published_rows import Missing, Row, read_rows
 
 # A part of the step is named if it differs by this share of the published step.
@@ -93,10 +94,10 @@ def compare(row: Row, known: dict[tuple[str, ...], CapturedModel]) -> Pair:
     """Raises Missing, or AutoparError where the published plan cannot be."""
     row.reported()
     captured = captured_of(row, known)
-    workload = row.workload(captured)
-    published = row.under_its_plan(captured, workload)
+    workload = workload_of(row, captured)
+    published = under_its_plan(row, captured, workload)
     free = Constraints(precision=row.dtype)
-    cluster = row.devices()
+    cluster = devices_of(row)
     # A little more, so that rounding does not exclude the plan itself.
     needed = int(1.001 * published.predicted.peak_bytes / free.memory_share)
     if cluster.device.usable_bytes < needed:

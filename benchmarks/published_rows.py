@@ -10,28 +10,17 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from autopar.cost_model.catalogue import find_gpu, make_cluster
-from autopar.cost_model.hardware.cluster import Cluster
-from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
+from autopar.cost_model.catalogue import find_gpu
 from autopar.cost_model.stacks.stack import Stack
-from autopar.ir.errors import InfeasiblePlan
-from autopar.ir.graph import CapturedModel
-from autopar.ir.plan import Plan, Precision, Recipe
-from autopar.ir.rules.moe import EXPERTS
-from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.ir.plan import Precision, Recipe
 from autopar.search.problem.constraints import Constraints, Remat
-from autopar.search.problem.forbidden_placements import Forbidden, deciding_ops
-from autopar.search.problem.workload import Workload
-from autopar.search.result import SearchResult
 from benchmarks.published_sources import Source
 
 GIB = 2**30
-ENOUGH = 1 << 50
 PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "16bit": "bf16", "fp32": "fp32"}
 # Words of a precision in narrow floats -> recipe of its products, the first that fits; all else is in bfloat16. Tables
 # of Megatron-Bridge and NeMo say "cs" for current scaling, "mx" for microscaling, "sc" for subchannels: tiles.
@@ -230,20 +219,6 @@ class Row:
         by_row = self.recipe == "fp8-row"
         return self.origin.stack(self.model, by_row=by_row, hides_dispatch=self.hides_dispatch)
 
-    def workload(self, captured: CapturedModel) -> Workload:
-        return replace(Workload.of(captured, self.dtype, recipe=self.recipe), ends_early=self.origin.ends_early)
-
-    # The cluster.
-
-    def devices(self, fitted: Fitted = FITTED) -> Cluster:
-        made = make_cluster(self.gpu, self.number("n_gpus"), fitted=fitted, stack=self.stack)
-        network = self.origin.network
-        return made if network is None else replace(made, inter_node=network)
-
-    def cluster(self, fitted: Fitted = FITTED) -> Cluster:
-        """The devices, with memory for whatever was run."""
-        return self.devices(fitted).with_memory(ENOUGH)
-
     # The plan.
 
     @property
@@ -321,13 +296,6 @@ class Row:
         """Whether it is printed, or, where nothing is, the recipes of the row's source have it on."""
         return self.sp == "1" or (not self.sp and self.origin.shares_sequences)
 
-    def _dispatching(self, workload: Workload) -> Constraints:
-        """The plan, with tokens dispatched to experts that are whole."""
-        given = self.constraints()
-        if self.whole_experts and self.expert_ranks > 1:
-            given = replace(given, forbidden=tuple(undispatched(workload)))
-        return given
-
     @property
     def dtype(self) -> Precision:
         if self.recipe is not None:
@@ -381,34 +349,6 @@ class Row:
             levels["selective"] = "selective"
         return levels.get(self.recompute, "none")
 
-    def under_its_plan(
-        self,
-        captured: CapturedModel,
-        workload: Workload | None = None,
-        fitted: Fitted = FITTED,
-        **other: Any,
-    ) -> SearchResult:
-        """The prediction, with memory for whatever was run. other: constraints instead of those that are printed.
-        Raises Missing where the plan is printed in part alone, and AutoparError where it cannot be."""
-        if self.unprinted:
-            raise Missing(", ".join(self.unprinted))
-        workload = workload or self.workload(captured)
-        cluster = self.cluster(fitted)
-        constraints = replace(self._dispatching(workload), **other)
-        found = estimate_captured(captured, cluster, constraints, workload=workload)
-        if "every other layer" in self.recompute:
-            plan = every_other_block_again(found.plan)
-            found = replace(found, plan=plan, predicted=predict_plan(captured, cluster, plan, workload=workload))
-        return found
-
-    def for_its_memory(self, captured: CapturedModel, **other: Any) -> SearchResult:
-        """The same, with the state of a distributed optimiser on all data-parallel ranks, those that share a sequence
-        included. The fastest plan may have copies of it, which takes memory that such runs did not."""
-        ranks = self.number("dp") * self.number("cp", 1)
-        if self.zero_stage_or_fsdp == "zero1" and ranks > 1:
-            other["shard"] = ranks
-        return self.under_its_plan(captured, **other)
-
     @property
     def sparing(self) -> dict[str, Any]:
         """Constraints that take least memory, of those that the row leaves open."""
@@ -418,32 +358,6 @@ class Row:
         if not self.zero_stage_or_fsdp and self.number("dp") > 1:
             found["zero"] = 1
         return found
-
-    def under_the_best_plan(self, captured: CapturedModel) -> SearchResult:
-        """The fastest plan that has what is printed, and fits; if none is thought to fit, with memory for whatever was
-        run. Raises AutoparError where there is none at all."""
-        try:
-            return self._best_plan(captured, self.devices())
-        except InfeasiblePlan:
-            return self._best_plan(captured, self.cluster())
-
-    def _best_plan(self, captured: CapturedModel, cluster: Cluster) -> SearchResult:
-        workload = self.workload(captured)
-        given = self._dispatching(workload)
-        schedules: tuple[Any, ...] = ("1f1b", "interleaved") if given.pp is None else (given.schedule,)
-        each = [replace(given, schedule=schedule) for schedule in schedules]
-        found = [search_captured(captured, cluster, one, workload=workload) for one in each]
-        return min(found, key=lambda one: one.predicted.step_time_s)
-
-
-def undispatched(workload: Workload) -> Iterator[Forbidden]:
-    """Every placement of experts on their own axis but that to which tokens are dispatched."""
-    for block, op, node in deciding_ops(workload):
-        if EXPERTS in (rule := workload.rule(node)).sizes:
-            first = rule.joint[0]
-            for choice in workload.cluster_of(node).choices:
-                if choice != first:
-                    yield Forbidden(pattern=f"{block}/{op}", placement=(("ep", choice),))
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -459,11 +373,3 @@ def read_rows(path: Path) -> list[Row]:
         )
         for cells in every
     ]
-
-
-def every_other_block_again(plan: Plan) -> Plan:
-    """Half the blocks of every stage rematerialised; which of them makes no difference to the time."""
-    stages = [
-        stage.model_copy(update={"remat": {"full": (stage.last - stage.first + 1) // 2}}) for stage in plan.stages
-    ]
-    return plan.model_copy(update={"stages": stages, "prediction": None})

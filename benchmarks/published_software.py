@@ -33,7 +33,6 @@ clipped, is known later and undoes the update. So no rank waits for others at th
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.hardware.device import ITEMSIZE
@@ -42,9 +41,8 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Collective
 from autopar.search.predict.predict import Predicted
-
-if TYPE_CHECKING:
-    from benchmarks.published_rows import Row
+from benchmarks.published_predictions import roomy_cluster
+from benchmarks.published_rows import Row
 
 LAST_IN_PLACE = 21
 NEVER_APART = 100_000
@@ -83,7 +81,7 @@ def reduces_in_pieces(row: Row) -> bool:
 def in_pieces_s(row: Row, captured: CapturedModel, plan: Plan, fitted: Fitted = FITTED) -> float:
     """Seconds a step of reducing gradients after the backward and gathering parameters after the optimiser, of stages
     that have equal parts of the model."""
-    cluster = row.cluster(fitted)
+    cluster = roomy_cluster(row, fitted)
     mesh, stages = plan.stage_mesh, row.number("pp", 1)
     axes = tuple(number for number, name in enumerate(mesh.names) if name.startswith("dp"))
     numel = sum(whole_sizes(captured)) / (row.number("tp", 1) * stages)
@@ -106,7 +104,7 @@ def gathers_in_place(row: Row) -> bool:
 
 def in_place_s(row: Row, captured: CapturedModel, plan: Plan, fitted: Fitted = FITTED) -> float:
     """Seconds a step of gathering each parameter and reducing each gradient by itself."""
-    cluster = row.cluster(fitted)
+    cluster = roomy_cluster(row, fitted)
     fabric, axes = Fabric(cluster, plan.stage_mesh), tuple(range(len(plan.stage_mesh)))
     passes = 3 if row.recompute == "full" else 2
     copies_s = plan.stage_mesh.size * cluster.device.kernel_launch_s

@@ -10,7 +10,8 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.plan import Plan, StagePlan
 from autopar.passes.normalise import normalise
-from benchmarks.published_rows import Missing, Row, every_other_block_again
+from benchmarks.published_predictions import devices_of, every_other_block_again, under_its_plan
+from benchmarks.published_rows import Missing, Row
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ def test_a_row_that_says_all() -> None:
     constraints = given.constraints()
     assert (constraints.dp, constraints.tp, constraints.pp, constraints.zero) == (8, 1, 1, 3)
     assert constraints.num_microbatches == 1
-    assert given.devices().device.name == "H100-96GB"
+    assert devices_of(given).device.name == "H100-96GB"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_attention_is_fused_from_2023_on(cells: dict[str, str], fused: bool) -> 
 )
 def test_software_is_what_the_row_names_or_of_its_year(cells: dict[str, str], stack: str) -> None:
     assert row(**cells).stack.name == stack
-    assert row(**cells, gpu="h100-sxm", n_gpus="8").devices().device.stack.name == stack
+    assert devices_of(row(**cells, gpu="h100-sxm", n_gpus="8")).device.stack.name == stack
 
 
 LAUNCHER = {"source": "NVIDIA/NeMo-Framework-Launcher examples/README.md (Mar 2024)"}
@@ -155,7 +156,7 @@ def test_tokens_are_dispatched_to_whole_experts() -> None:
         )  # fmt: skip
         built, tokens = transformers.MixtralForCausalLM(config), torch.zeros((8, 128), dtype=torch.long)
     captured = normalise(capture(built, {"input_ids": tokens, "labels": tokens.clone()}))
-    placed = [block.ops for block in given.under_its_plan(captured).plan.blocks]
+    placed = [block.ops for block in under_its_plan(given, captured).plan.blocks]
     experts = [op["ep"] for ops in placed for name, op in ops.items() if name.rpartition("/")[2].startswith("moe")]
     assert experts == ["d0&experts"]
 
@@ -237,7 +238,7 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(Missing, match="expert degree"):
         row(ep="16").constraints()
     with pytest.raises(InvalidCluster):
-        row(gpu="an abacus").devices()
+        devices_of(row(gpu="an abacus"))
 
 
 def test_a_small_vocabulary_does_not_have_to_be_printed() -> None:
@@ -284,8 +285,8 @@ def test_schedules_of_split_backwards() -> None:
 
 
 def test_part_of_a_rack_is_a_smaller_node() -> None:
-    assert row(gpu="GB200", n_gpus="256").devices().gpus_per_node == 64
-    assert row(gpu="GB200", n_gpus="144").devices().gpus_per_node == 72
+    assert devices_of(row(gpu="GB200", n_gpus="256")).gpus_per_node == 64
+    assert devices_of(row(gpu="GB200", n_gpus="144")).gpus_per_node == 72
 
 
 def test_every_other_block() -> None:

@@ -13,6 +13,7 @@ from autopar.ir.redistribution import Collective
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured
 from autopar.search.problem.constraints import Constraints
+from benchmarks.published_predictions import roomy_cluster
 from benchmarks.published_software import (
     gathers_in_place,
     in_pieces_s,
@@ -63,7 +64,7 @@ def test_what_it_takes(recompute: str, passes: int) -> None:
     given = row(**{**SC21, "recompute": recompute})
     with torch.device("meta"):
         captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
-    cluster = given.cluster()
+    cluster = roomy_cluster(given)
     found = estimate_captured(captured, cluster, given.constraints())
     fabric, axes = Fabric(cluster, found.plan.stage_mesh), tuple(range(len(found.plan.stage_mesh)))
     expected = 0.0
@@ -83,7 +84,7 @@ def test_later_software_is_todays() -> None:
     given = row(**{**SC21, "source": "a page of 2024"})
     with torch.device("meta"):
         captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
-    found = estimate_captured(captured, given.cluster(), given.constraints())
+    found = estimate_captured(captured, roomy_cluster(given), given.constraints())
     assert step_time_s(given, captured, found.plan, found.predicted) == found.predicted.step_time_s
 
 
@@ -111,7 +112,7 @@ def test_nothing_runs_beside_what_pieces_wait_for() -> None:
     given = row(**NANOTRON)
     with torch.device("meta"):
         captured = normalise(capture(Tied(), (torch.zeros(64, 400),)))
-    cluster = given.cluster()
+    cluster = roomy_cluster(given)
     found = estimate_captured(captured, cluster, given.constraints())
     fabric = Fabric(cluster, found.plan.stage_mesh)
     numel = 160_000 + 320_000 + 400
@@ -141,7 +142,7 @@ def test_zero_bubbles_authors_validate_an_update_in_the_next_step(cells: dict[st
     assert validates_later(given) is later
     constraints = Constraints(pp=2, num_microbatches=8, schedule="zb-2p", precision="bf16")
     model = chain_of_layers(256)
-    found = estimate_captured(model, given.cluster(), constraints)
+    found = estimate_captured(model, roomy_cluster(given), constraints)
     expected = found.predicted.period_s if later else found.predicted.step_time_s
     assert step_time_s(given, model, found.plan, found.predicted) == expected
     assert found.predicted.period_s < 0.99 * found.predicted.step_time_s
