@@ -117,6 +117,13 @@ def checkpoint_classes() -> Mapping[tuple[str, str], object]:
     }
 
 
+def chunks_of(tensor: Tensor) -> Any:
+    """The chunks of a tensor that this rank holds, with their offsets in it and their sizes. Public: within a write."""
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+    return _create_chunk_list(tensor)
+
+
 # FSDP, which does the following by hooks on forward and backward of whole modules, and by none else.
 
 

@@ -19,7 +19,9 @@ import pickle
 import re
 import shutil
 import uuid
+from collections.abc import Sequence
 from enum import EnumMeta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.checkpoint.saved import Saved
 from autopar.runtime.torch_private import checkpoint_classes
 
 _LATEST, _STATE = "latest", "state.pt"
@@ -89,6 +92,19 @@ def latest(path: Path) -> Path:
     return path / name
 
 
+def open_saved(path: Path) -> Saved:
+    """The latest complete checkpoint under ``path``. Raises CheckpointError."""
+    folder = latest(path)
+    state, metadata = read_state(folder), read_metadata(folder)
+    return Saved(
+        where=str(folder),
+        state=state,
+        metadata=metadata,
+        reader=partial(SafeReader, folder),
+        check=partial(check_files, folder, metadata),
+    )
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """The contents of ``state.pt``. Raises CheckpointError."""
     try:
@@ -123,7 +139,7 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
-def check_files(folder: Path, metadata: Metadata, names: list[str]) -> None:
+def check_files(folder: Path, metadata: Metadata, names: Sequence[str]) -> None:
     """Raise CheckpointError unless the files that hold ``names`` are there in full length."""
     for name in names:
         entry = metadata.state_dict_metadata[name]

@@ -213,6 +213,15 @@ def _checkpoint_classes() -> None:
     assert all(value is not None for value in private.checkpoint_classes().values())
 
 
+@case("chunks_of")
+def _chunks_of() -> None:
+    with one_rank():
+        tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for given in (tensor, torch.ones(4, 2)):
+            (chunk,) = private.chunks_of(given)
+            assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((0, 0), (4, 2))
+
+
 # FSDP.
 
 

@@ -1,0 +1,200 @@
+"""After every step each rank's state is copied to memory of its host, and to that of a partner on another host.
+
+    step 7           | optimiser | step 8: forward, backward          | optimiser |
+    thread                        copy 7 -> here  -> partner  -> all?
+
+A thread copies beside the next step, which reads the parameters and changes none until its optimiser; there the copy
+on this host is waited for. What is sent to the partner is sent from that copy. At the end all ranks agree that the
+step is safe: whatever ends now, a copy of each rank's state after it is left, unless a host and that of its partners
+are lost together. Copies are written in turns to two files, so one is complete at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.ir.errors import CheckpointError
+from autopar.runtime.copies.places import SLOTS, forget_others, slot_path
+from autopar.runtime.copies.slot import BODY, Slot, placed, set_step
+from autopar.runtime.copies.snapshot import Snapshot, Snapshots
+from autopar.runtime.launch import this_device
+from autopar.runtime.torch_private import timeout_of
+
+# The values of a step, as the state of a generator, may grow by this factor before a slot is made anew.
+_ROOM = 2
+# Elements of one message.
+_AT_A_TIME = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlaces:
+    """Where a rank copies to. folder: in memory of this host. host: its name. generation: of the job."""
+
+    folder: Path
+    host: str
+    generation: int
+
+
+class Copier:
+    """Copies the state of one rank. All ranks make one together, and call its methods in the same order."""
+
+    def __init__(self, snapshots: Snapshots, places: CopyPlaces) -> None:
+        self._snapshots, self._places = snapshots, places
+        self._header = snapshots.header()
+        world = dist.group.WORLD
+        assert world is not None, "the default group is there"
+        # A group of its own: its collectives are in no order with those of training.
+        self._group = dist.new_group(backend="gloo", timeout=timeout_of(world, this_device()))
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        hosts: list[Any] = [None] * self._size
+        dist.all_gather_object(hosts, places.host, group=self._group)
+        self._to, self._from = partners(hosts, self._rank)
+        self._first_of_host = hosts.index(places.host) == self._rank
+        self._slots: dict[int, Slot] = {}
+        self._layout: tuple[Any, ...] | None = None
+        self._received: dict[tuple[int, int], torch.Tensor] = {}
+        self._copied, self._thread = threading.Event(), threading.Thread()
+        self._error: BaseException | None = None
+        self.safe = 0
+        """The last step of which every rank's state is copied, here and at its partner."""
+        slot_path(places.folder, places.generation, 0, 0).parent.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, step: int, data: Any = None) -> None:
+        """Copy the state after ``step`` steps. Parameters and optimiser may not change until ``wait_copied``."""
+        self.finish()
+        snapshot = self._snapshots.take(step, data)
+        event = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._run, args=(snapshot, event), name="copies", daemon=True)
+        self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Wait until the state may change. Raises CheckpointError if it could not be copied."""
+        if self._thread.ident is not None:
+            self._copied.wait()
+        self._raise()
+
+    def finish(self) -> int:
+        """Wait until the last step is safe; returns it. Raises CheckpointError if it could not be copied."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._raise()
+        return self.safe
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(
+                f"the state could not be copied to {self._places.folder}: {error}\n"
+                "  try: more memory there, or --no-copies"
+            ) from error
+
+    def _run(self, snapshot: Snapshot, event: Any) -> None:
+        try:
+            slot = self._copy(snapshot, event)
+            self._copied.set()
+            self._exchange(slot, snapshot.step)
+            done = torch.zeros(1)
+            dist.all_reduce(done, group=self._group)
+            self.safe = snapshot.step
+            if self._first_of_host:
+                forget_others(self._places.folder, self._places.generation)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._copied.set()
+
+    def _copy(self, snapshot: Snapshot, event: Any) -> Slot:
+        slot = self._slot(snapshot)
+        slot.begin()
+        stream = None
+        if event is not None:
+            stream = torch.cuda.Stream()
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            for piece, (_, tensor, _, _) in zip(slot.pieces, snapshot.parts, strict=True):
+                slot.tensor(piece).copy_(tensor)
+        if not slot.finish(snapshot.step, snapshot.values):
+            self._layout = None
+            return self._copy(snapshot, event)
+        return slot
+
+    def _slot(self, snapshot: Snapshot) -> Slot:
+        """The slot of the step's turn; both are made anew where the tensors are others than before."""
+        layout = tuple((key, t.shape, t.dtype, offsets) for key, t, _, offsets in snapshot.parts)
+        if layout != self._layout:
+            self._slots, self._layout = {}, layout
+        turn = snapshot.step % SLOTS
+        if turn not in self._slots:
+            pieces, nbytes = placed([(key, t, shape, offsets) for key, t, shape, offsets in snapshot.parts])
+            self._slots[turn] = Slot.create(
+                self._path(self._rank, snapshot.step), self._header, pieces, nbytes, _ROOM * len(snapshot.values),
+                self._rank, self._size,
+            )  # fmt: skip
+        return self._slots[turn]
+
+    def _exchange(self, slot: Slot, step: int) -> None:
+        """Send this rank's copy to its partner, and take those of the ranks whose partner this one is."""
+        if self._to is None and not self._from:
+            return
+        sizes = {source: torch.zeros(1, dtype=torch.int64) for source in self._from}
+        own = torch.tensor([slot.data.numel()])
+        self._send({self._to: own}, sizes)
+        bodies = {}
+        for source, size in sizes.items():
+            bodies[source] = self._place_of(source, step, int(size))
+            set_step(bodies[source], -1)
+        self._send({self._to: slot.data[BODY:]}, {source: data[BODY:] for source, data in bodies.items()})
+        for data in bodies.values():
+            set_step(data, step)
+
+    def _send(self, there: dict[int | None, torch.Tensor], here: dict[int, torch.Tensor]) -> None:
+        works = [
+            dist.isend(part, to, group=self._group)
+            for to, data in there.items()
+            if to is not None
+            for part in data.split(_AT_A_TIME)
+        ]
+        works += [
+            dist.irecv(part, source, group=self._group)
+            for source, data in here.items()
+            for part in data.split(_AT_A_TIME)
+        ]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+
+    def _place_of(self, source: int, step: int, size: int) -> torch.Tensor:
+        key = source, step % SLOTS
+        if key not in self._received or self._received[key].numel() != size:
+            self._received[key] = Slot.empty(self._path(source, step), size)
+        return self._received[key]
+
+    def _path(self, rank: int, step: int) -> Path:
+        return slot_path(self._places.folder, self._places.generation, rank, step)
+
+
+def partners(hosts: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
+    """The rank that a rank sends its copies to, and those that it gets copies of: on the next host, the one at the same
+    place, round and round if it has fewer. (None, []) on a single host."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return None, []
+    on = {name: [number for number, host in enumerate(hosts) if host == name] for name in names}
+
+    def partner(one: int) -> int:
+        own = on[hosts[one]]
+        next_ones = on[names[(names.index(hosts[one]) + 1) % len(names)]]
+        return next_ones[own.index(one) % len(next_ones)]
+
+    return partner(rank), [one for one in range(len(hosts)) if one != rank and partner(one) == rank]

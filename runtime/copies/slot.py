@@ -1,0 +1,195 @@
+"""One copy of one rank's state: a file in memory that outlives the process that writes it.
+
+     0  magic               8 bytes
+     8  step                of which the copy is; -1 while it is being written
+    16  rank, world size    of the plan that it was made under
+    32  lengths             of the header, of the values, of the room for values, of the whole file
+    64  header              JSON: what is the same in every step, and where each tensor is
+        values              what is not a tensor, as ``torch.save`` writes it
+        tensors             one after the other
+
+A copy counts once its step is written, which is the last thing that is.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.ir.errors import CheckpointError
+
+BODY = 16
+"""Where the bytes begin that do not say whether the copy is complete."""
+
+_MAGIC = b"autopar1"
+_PREFIX = struct.Struct("<8sqqqqqqq")
+_ALIGNMENT = 64
+_WRITING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a tensor that a rank holds. key: of the tensor in checkpoints; shape: of all of it; offsets, sizes: of
+    the part in it; start: the first byte of the part among the tensors of the slot."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of its elements."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"a copy in memory is broken: {self.key} has dtype {self.dtype!r}")
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count * self.torch_dtype.itemsize
+
+
+def placed(parts: Sequence[tuple[str, torch.Tensor, Sequence[int], Sequence[int]]]) -> tuple[list[Piece], int]:
+    """The pieces of (key, local tensor, global shape, offsets), each at its place, and the bytes of all of them."""
+    pieces, start = [], 0
+    for key, tensor, shape, offsets in parts:
+        name = str(tensor.dtype).removeprefix("torch.")
+        piece = Piece(
+            key=key, dtype=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(tensor.shape), start=start
+        )
+        pieces.append(piece)
+        start = _aligned(start + piece.nbytes)
+    return pieces, start
+
+
+class Slot:
+    """A file that holds a copy, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a file that is none."""
+        self.path = path
+        try:
+            with open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+            magic, _, self.rank, self.world_size, header, _, room, size = _PREFIX.unpack_from(self._map)
+            if magic != _MAGIC or size != len(self._map):
+                raise ValueError("it is no copy of a state")
+            self.header: dict[str, Any] = json.loads(self._map[_PREFIX.size : _PREFIX.size + header])
+            self.pieces = [_piece(fields) for fields in self.header.pop("pieces")]
+        except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is broken: {error}") from error
+        self._values_at, self._room = _PREFIX.size + header, room
+        self._tensors_at = _aligned(self._values_at + room)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        header: Mapping[str, Any],
+        pieces: Sequence[Piece],
+        nbytes: int,
+        room: int,
+        rank: int,
+        size: int,
+    ) -> Slot:
+        """An empty one. header: what is JSON and the same in every step. nbytes: of all tensors. room: for values."""
+        text = json.dumps({**header, "pieces": [_fields(piece) for piece in pieces]}).encode()
+        total = _aligned(_PREFIX.size + len(text) + room) + max(nbytes, _ALIGNMENT)
+        new = path.with_suffix(f"{path.suffix}.new")
+        with open(new, "wb") as file:
+            file.write(_PREFIX.pack(_MAGIC, _WRITING, rank, size, len(text), 0, room, total) + text)
+            # Room that memory does not have ends a process when it writes there; here it is an error.
+            os.posix_fallocate(file.fileno(), 0, total)
+        os.replace(new, path)
+        return cls(path)
+
+    @classmethod
+    def empty(cls, path: Path, total: int) -> torch.Tensor:
+        """The bytes of a new file whose body another process sends."""
+        new = path.with_suffix(f"{path.suffix}.new")
+        with open(new, "w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, total)
+            file.write(_PREFIX.pack(_MAGIC, _WRITING, 0, 0, 0, 0, 0, 0))
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), total)
+        os.replace(new, path)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    @property
+    def step(self) -> int | None:
+        """The step that the copy is of; None where it is not complete."""
+        step = struct.unpack_from("<q", self._map, 8)[0]
+        return None if step < 0 else step
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of the file."""
+        return self._bytes
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """The place of a piece, which writes go to."""
+        start = self._tensors_at + piece.start
+        return self._bytes[start : start + piece.nbytes].view(piece.torch_dtype).view(piece.sizes)
+
+    def begin(self) -> None:
+        """The copy is not complete from here to ``finish``."""
+        set_step(self._bytes, _WRITING)
+
+    def finish(self, step: int, values: bytes) -> bool:
+        """It is complete, and of ``step``. Returns False, and it is not, if there is no room for the values."""
+        if len(values) > self._room:
+            return False
+        self._map[self._values_at : self._values_at + len(values)] = values
+        struct.pack_into("<q", self._map, 40, len(values))
+        set_step(self._bytes, step)
+        return True
+
+    @property
+    def values(self) -> bytes:
+        """What ``finish`` was given."""
+        length = struct.unpack_from("<q", self._map, 40)[0]
+        return self._map[self._values_at : self._values_at + length]
+
+
+def set_step(data: torch.Tensor, step: int) -> None:
+    """Write the step of a copy, whose bytes ``data`` are."""
+    data[8:16].view(torch.int64).fill_(step)
+
+
+def peek(path: Path) -> tuple[int, int, int] | None:
+    """(step, rank, world size) of a complete copy without reading it; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            magic, step, rank, size, *_ = _PREFIX.unpack(file.read(_PREFIX.size))
+    except (OSError, struct.error):
+        return None
+    return None if magic != _MAGIC or step < 0 else (step, rank, size)
+
+
+def _fields(piece: Piece) -> dict[str, Any]:
+    return {name: getattr(piece, name) for name in ("key", "dtype", "shape", "offsets", "sizes", "start")}
+
+
+def _piece(fields: dict[str, Any]) -> Piece:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Piece(**given)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

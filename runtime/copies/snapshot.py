@@ -1,0 +1,84 @@
+"""What a copy of the state holds: the tensors of a checkpoint, each rank's parts, and what belongs to the step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autopar.ir.primitives.read_parameter import local_of
+from autopar.runtime.checkpoint.optimizers import OptimizerState
+from autopar.runtime.checkpoint.saving import FORMAT, as_list, flat, history_tensors, random_tensors, tensors_of
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.torch_private import chunks_of
+
+Part = tuple[str, torch.Tensor, Sequence[int], Sequence[int]]
+"""Key, this rank's part, shape of the whole tensor, and where the part begins in it."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state after a step. parts: whose tensors may not change until they are copied. values: as bytes."""
+
+    step: int
+    parts: list[Part]
+    values: bytes
+
+
+class Snapshots:
+    """Takes snapshots of one module and its optimisers."""
+
+    def __init__(self, pm: ParallelModule, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> None:
+        self._pm, self._scheduler, self._scaler = pm, scheduler, scaler
+        self._optimizers: list[Optimizer] = as_list(optimizer)
+        self._state = OptimizerState(self._optimizers, dict(pm.named_parameters()))
+        self._settings: tuple[Any, bytes] | None = None
+
+    def header(self) -> dict[str, Any]:
+        """What is the same after every step, for JSON."""
+        engine = self._pm.engine
+        return {
+            "format": FORMAT,
+            "model": engine.captured.name,
+            "fingerprint": engine.captured.fingerprint,
+            "plan": engine.plan.to_yaml(),
+        }
+
+    def take(self, step: int, data: Any) -> Snapshot:
+        """The state after ``step`` steps. data: where the data stands."""
+        pm = self._pm
+        parameters = {f"model/{name}" for name, _ in pm.named_parameters()}
+        tensors = tensors_of(pm) | flat(self._state.tensors())
+        parts = []
+        for key, tensor in tensors.items():
+            # A forward writes buffers, and a step's end histories: these may change before they are copied.
+            steady = key in parameters or key.startswith("optimizer/")
+            parts.append(_part(key, tensor if steady else tensor.clone()))
+        for key, tensor in (random_tensors() | history_tensors(pm)).items():
+            parts.append(_part(key, tensor.clone()))
+        return Snapshot(step, parts, self._values(step, data))
+
+    def _values(self, step: int, data: Any) -> bytes:
+        content = {
+            "step": step,
+            "data": data,
+            "scheduler": [one.state_dict() for one in as_list(self._scheduler)],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "values": self._state.values(),
+            "settings": self._state.settings() or None,
+            "random": self._pm.engine.randomness.state(),
+        }
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        return buffer.getvalue()
+
+
+def _part(key: str, tensor: torch.Tensor) -> Part:
+    """This rank's part of a tensor, which may be empty."""
+    local = local_of(tensor.detach())
+    (chunk,) = chunks_of(tensor)
+    return key, local, tuple(tensor.shape), tuple(chunk.offsets)
