@@ -24,7 +24,7 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
-from autopar.ir.placed.placed_model import place
+from autopar.ir.placed.placed_model import PlacedModel, place
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.program import StageProgram
@@ -210,6 +210,33 @@ def _loads(given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """What ``parallelize`` works out of a model and a plan before a rank is there: a process that forks ranks does it
+    once for all of them."""
+
+    captured: CapturedModel
+    plan: Plan
+    placed: PlacedModel
+    programs: tuple[StageProgram, ...]
+
+    @classmethod
+    def of(cls, captured: CapturedModel, plan: Plan, analysis: Analysis | None = None) -> Prepared:
+        """The programs of a plan, proved to be right. Raises PlanMismatch or InvalidPlan."""
+        placed = place(Analysis.for_plan(captured, plan) if analysis is None else analysis, plan)
+        programs = partition(placed, outputs="loss" if captured.has_loss else "model")
+        verify_placements(placed.captured, programs, plan)
+        return cls(captured, plan, placed, programs)
+
+
+def assemble(model: nn.Module, example_inputs: Any, prepared: Prepared) -> ParallelModule:
+    """``parallelize`` of a model that is prepared, under its plan."""
+    ensure_process_group()
+    request = _Request(model, dist.get_world_size(), None, prepared.plan, {}, False)
+    engine = request.build(example_inputs, None, prepared)
+    return ParallelModule(engine, pretrained=format_of(model), training=model.training)
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
     """What the caller of ``parallelize`` wants, before there are inputs to capture with."""
 
@@ -235,12 +262,10 @@ class _Request:
             )
         constraints_of(self.constraints)
 
-    def build(self, example_inputs: Any, example_target: Any) -> Engine:
-        """The engine of this rank. All ranks call together."""
+    def build(self, example_inputs: Any, example_target: Any, prepared: Prepared | None = None) -> Engine:
+        """The engine of this rank. All ranks call together. prepared: all of them have it, or none."""
         captured = agree(
-            lambda: normalise(
-                capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target), check=False
-            )
+            lambda: self.capture(example_inputs, example_target) if prepared is None else prepared.captured
         )
         check_same_start(self.model, captured)
         agree_same(self._said(), "parallelize")
@@ -255,25 +280,23 @@ class _Request:
                 "  try: loss_fn=..., labels among the example inputs, or pp=1"
             )
 
-        def partitioned() -> tuple[Modes, tuple[StageProgram, ...]]:
-            analysis = known[0] if known else Analysis.for_plan(captured, plan)
-            placed = place(analysis, plan)
-            modes = Modes.of(self.model, example_inputs, self.loss_fn, example_target, placed)
-            programs = partition(placed, outputs="loss" if captured.has_loss else "model")
-            verify_placements(placed.captured, programs, plan)
-            return modes, programs
-
-        modes, programs = agree(partitioned)
+        analysis = known[0] if known else None
+        ready = agree(lambda: Prepared.of(captured, plan, analysis) if prepared is None else prepared)
         return Engine(
             self.model,
             captured,
             plan,
-            programs,
-            more=modes,
+            ready.programs,
+            more=Modes.of(self.model, example_inputs, self.loss_fn, example_target, ready.placed),
             seed=int(seed),
             compile_blocks=self.compile,
             values=self.values,
         )
+
+    def capture(self, example_inputs: Any, example_target: Any) -> CapturedModel:
+        """The model as a graph. Raises CaptureError."""
+        found = capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target)
+        return normalise(found, check=False)
 
     def _said(self) -> dict[str, object]:
         """What has to be the same on every rank. Of a plan's file, where it is there: rank 0 reads it."""

@@ -62,12 +62,16 @@ class Accord:
     """Agreement of the ranks of a job. All ranks make one together."""
 
     def __init__(
-        self, subjects: tuple[str, ...], patience: timedelta = _PATIENCE, free: Collection[str] = frozenset()
+        self,
+        subjects: tuple[str, ...],
+        patience: timedelta = _PATIENCE,
+        free: Collection[str] = frozenset(),
+        told: Collection[str] = frozenset(),
     ) -> None:
         """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits. free:
-        subjects in which ranks may differ.
+        subjects in which ranks may differ. told: those of numbers of which only the largest counts.
         """
-        self._subjects, self._patience, self._free = subjects, patience, free
+        self._subjects, self._patience, self._free, self._told = subjects, patience, free, frozenset(told)
         self._alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
         self._number = 0
@@ -103,7 +107,7 @@ class Accord:
             self._wait(dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group, async_op=True), statements)
         failed, *rest = seen.tolist()
         pairs = list(zip(self._subjects, rest[::2], rest[1::2], strict=True))
-        differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)}
+        differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)} - self._told
         self.numbers = {subject: a for subject, a, _ in pairs if a != _SILENT}
         if failed or differing.difference(self._free):
             self._raise(statements, failure)
@@ -168,7 +172,7 @@ class Accord:
             if other is not None:
                 raise LaunchError(f"on rank {rank}: {other}")
         for subject in self._subjects:
-            if subject in self._free:
+            if subject in self._free or subject in self._told:
                 continue
             said = {r: str(told[subject]) for r, (_, told) in enumerate(reports) if told.get(subject) is not None}
             if len(set(said.values())) > 1:
@@ -187,9 +191,15 @@ class Accord:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, AutoparError) or not any(word in text for text in _chain(error) for word in _LOST):
+            if isinstance(error, AutoparError) or not is_lost(error):
                 raise
             raise LaunchError(_why()) from error
+
+
+def is_lost(error: BaseException, *, late: bool = False) -> bool:
+    """Whether an error says that a rank could not be reached. late: or was waited for in vain."""
+    words = (*_LOST, _LATE) if late else _LOST
+    return any(word in text for text in _chain(error) for word in words)
 
 
 def _digest(statement: object) -> int | None:

@@ -6,10 +6,12 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not exported by name
 
 from autopar.ir.errors import LaunchError, PlanMismatch
 from autopar.runtime.environment import Environment
 from autopar.runtime.settling import settle_at_exit
+from autopar.runtime.torch_private import wait_at_most
 
 _JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -19,8 +21,10 @@ def in_job() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def ensure_process_group(environment: Environment | None = None) -> None:
+def ensure_process_group(environment: Environment | None = None, store: Store | None = None) -> None:
     """Join the default process group if that has not happened: nccl on CUDA, gloo on CPUs.
+
+    store: where ranks meet, if not where torchrun's environment says.
 
     Rank and world size come from torchrun's environment; without it the job has one rank. Raises PlanMismatch
     if a node has more ranks than GPUs, on all of its ranks, and LaunchError if the ranks do not find each other.
@@ -43,6 +47,14 @@ def ensure_process_group(environment: Environment | None = None) -> None:
     else:
         backend, device_id = "gloo", None
     timeout = environment.timeout
+    if timeout is not None:
+        wait_at_most(timeout)
+    if store is not None:
+        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, store=store, rank=number, world_size=count, device_id=device_id, timeout=timeout
+        )
+        return
     if "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not export it by name
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id, timeout=timeout)

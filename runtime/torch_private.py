@@ -80,6 +80,13 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+def wait_at_most(timeout: timedelta) -> None:
+    """Have collectives of groups that are made from now on wait so long, those of device meshes too. Public: for each
+    group where it is made, and meshes do not take it."""
+    made = cast(Any, dist.distributed_c10d)
+    made.default_pg_timeout = made.default_pg_nccl_timeout = timeout
+
+
 def fake_store() -> Any:
     """The store of a process group of backend ``fake``, which sends nothing; both are made for tests of torch."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -42,9 +42,15 @@ ALLOWED = {
     ),
     "autopar.training": (
         "autopar.ir", "autopar.runtime", "autopar.data", "autopar.load_model", "autopar.model_file",
-        "autopar.process_end", "autopar.standard_output",
+        "autopar.process_end", "autopar.standard_output", "autopar.api", "autopar.passes",
     ),
-    "autopar.launching": ("autopar.ir", "autopar.runtime", "autopar.training", "autopar.standard_output"),
+    "autopar.supervision": (
+        "autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search", "autopar.training",
+        "autopar.helper", "autopar.local_cluster", "autopar.process_end",
+    ),
+    "autopar.launching": (
+        "autopar.ir", "autopar.runtime", "autopar.training", "autopar.supervision", "autopar.standard_output",
+    ),
     "autopar.export": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.report", "autopar.training", "autopar.units",
     ),

@@ -106,6 +106,20 @@ def train(
             "--timeout", min=1.0, metavar="SECONDS", help="to join, and for a collective", rich_help_panel=_RANKS
         ),
     ] = None,
+    keep_alive: Annotated[
+        bool,
+        typer.Option(
+            "--keep-alive",
+            help="supervise the ranks: after any failure go on from copies of the state in memory (docs/survival.md)",
+            rich_help_panel=_RANKS,
+        ),
+    ] = False,
+    failures: Annotated[
+        int,
+        typer.Option(
+            "--failures", min=0, help="with --keep-alive, in a row after which the job ends", rich_help_panel=_RANKS
+        ),
+    ] = 3,
     debug: Annotated[
         bool,
         typer.Option(
@@ -124,7 +138,7 @@ def train(
         model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
         learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,
         resume=None if resume is None else str(resume), data=data, token_dtype=token_dtype, json=json,
-        eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches,
+        eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

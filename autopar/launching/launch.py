@@ -13,6 +13,12 @@ def launch(job: TrainingJob, *, ray: str | None = None, cpus_per_rank: int = 1) 
     Under torchrun, or whatever sets RANK and WORLD_SIZE as it does, this process is one rank of that job. Else ranks
     are started: on the Ray cluster at ``ray``, or on this machine. Raises AutoparError if they cannot be.
     """
+    if job.keep_alive:
+        if ray is not None:
+            raise InvalidInput("--keep-alive does not supervise the actors of --ray yet.\n  try: without --ray")
+        from autopar.launching.supervised import train_supervised
+
+        return train_supervised(job)
     if in_job():
         if ray is not None:
             raise InvalidInput(

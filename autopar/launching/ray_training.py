@@ -6,6 +6,7 @@ from typing import Any
 
 from autopar.launching.on_ray import connected, run_ranks
 from autopar.training.job import TrainingJob
+from autopar.training.rank import DIFFERS
 
 
 class _Lines:
@@ -45,7 +46,7 @@ def train_on_ray(job: TrainingJob, address: str, *, cpus_per_rank: int = 1) -> i
             cpus_per_rank=cpus_per_rank,
             meanwhile=show,
         )
-    return 0 if all(agree) else 1
+    return 0 if all(agree) else DIFFERS
 
 
 def _train_rank(job: TrainingJob, lines: Any) -> bool:
@@ -54,4 +55,4 @@ def _train_rank(job: TrainingJob, lines: Any) -> bool:
     from autopar.training.loop import train
 
     # Waits for the line to be kept, so that none is missing when the rank is done.
-    return train(job, lambda line: ray.get(lines.put.remote(line)))
+    return train(job, lambda line: ray.get(lines.put.remote(line))).agrees

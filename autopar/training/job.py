@@ -23,7 +23,8 @@ class TrainingJob:
     data: a corpus, as ``--data`` names it (None: the model file's own batches, or its example inputs). token_dtype: of
     its ``.bin`` files. eval_data: a corpus that is not trained on. eval_every: steps between evaluations (None: one
     after the last step). eval_batches: global batches of an evaluation, at most. json: report one JSON object at the
-    end, and nothing else.
+    end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends. job:
+    folder of checkpoints to start or go on from, and to save to.
     """
 
     model: str
@@ -44,6 +45,9 @@ class TrainingJob:
     eval_batches: int = 8
     json: bool = False
     environment: Environment = field(default_factory=Environment)
+    keep_alive: bool = False
+    failures: int = 3
+    job: str | None = None
 
     def opened(self) -> OpenedJob:
         """The job with what it names. Raises what would go wrong on every rank, before there are any."""

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import autopar
+from autopar.api import assemble
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
+from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree, agree_same, from_first
+from autopar.runtime.checkpoint.loading import Progress, load_saved
+from autopar.runtime.copies.reading import open_copies
+from autopar.runtime.launch import ensure_process_group, this_device
+from autopar.runtime.mesh import check_world_size
 from autopar.training.batches import Batches, arguments_of, open_batches
+from autopar.training.copies import Copies
 from autopar.training.evaluation import HeldOut
 from autopar.training.finite import check_finite
 from autopar.training.job import OpenedJob, TrainingJob
+from autopar.training.notice import Notice
+from autopar.training.place import Place
 from autopar.training.report import Report, tokens_of
+from autopar.training.warm import Warm
 
 
 def say_here(line: str) -> None:
@@ -25,68 +38,117 @@ def say_here(line: str) -> None:
     print(line, flush=True)
 
 
-def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
+@dataclass(frozen=True, slots=True)
+class Result:
+    """agrees: whether the losses agree with one process (True if they are not compared). left: the exit code of a rank
+    that was asked to end before it had made all steps; else 0."""
+
+    agrees: bool
+    left: int = 0
+
+
+def train(
+    job: TrainingJob,
+    say: Callable[[str], object] = say_here,
+    *,
+    opened: OpenedJob | None = None,
+    place: Place | None = None,
+    warm: Warm | None = None,
+) -> Result:
     """Train as one rank of the job that this process is in. All ranks call together.
 
-    say: takes the lines that rank 0 reports. Returns whether the losses agree with one process (True if they are not
-    compared). Raises AutoparError, on every rank.
+    say: takes the lines that rank 0 reports. opened: the job, if it is open already. place: of a rank that is
+    supervised. warm: what the process has made that has forked this one. Raises AutoparError, on every rank.
     """
-    import autopar
-    from autopar.runtime.launch import ensure_process_group, this_device
-    from autopar.runtime.mesh import check_world_size
-
-    ensure_process_group(job.environment)
+    notice = Notice()
+    ensure_process_group(job.environment, None if place is None else place.meeting(job.environment.timeout))
     rank = dist.get_rank()
-    opened = agree(job.opened)
+    opened = agree(lambda: job.opened() if opened is None else opened)
+    if place is not None:
+        opened = replace(opened, plan=Plan.from_yaml(place.plan))
     plan, source = opened.plan, opened.source
     _same_everywhere(opened)
     check_world_size(plan, dist.get_world_size())
-    torch.manual_seed(job.seed)
-    model = source.build()
-    if not model.training:
-        model.train()
+    warm = Warm(opened) if warm is None else warm
+    model = warm.model
     single = _Single(copy.deepcopy(model), job) if job.compare_single and rank == 0 else None
     example = source.meta_inputs(plan.batch.global_size, opened.seq_len)
-    parallel = autopar.parallelize(model, plan.num_ranks, example_inputs=example, plan=plan)
+    prepared = warm.prepared(plan.to_yaml())
+    if prepared is None:
+        parallel = autopar.parallelize(model, plan.num_ranks, example_inputs=example, plan=plan)
+    else:
+        parallel = assemble(model, example, prepared)
     optimizer = _optimizer(job, parallel)
     scaler = autopar.LossScaler(parallel) if plan.precision == "fp16" else None
-    done, saved = 0, None
-    if job.resume is not None:
-        progress = autopar.load(parallel, optimizer, job.resume, scaler=scaler)
-        done, saved = progress.step, progress.data
+    resumed = _resumed(job, place, parallel, optimizer, scaler)
+    done, saved = (0, None) if resumed is None else (resumed.step, resumed.data)
     batches = agree(lambda: open_batches(opened, model, saved, done))
     held_out = None if opened.held_out is None else agree(lambda: HeldOut(opened, model))
     report = Report(opened, this_device(), done, tokens_of(example), say if rank == 0 else lambda line: None)
+    if saved is not None:
+        report.resumed(saved.get("loss"))
     agree(lambda: _check_first(batches, held_out, done, parallel, single))
     if single is not None:
         # One process, if it is compared, trains from the start.
         for step in range(done):
             single.step(batches.whole(step))
+    copies = None if place is None else Copies(parallel, optimizer, scaler, place)
+    agreement = parallel.engine.accord
+    pending: deque[tuple[int, float, float, float | None]] = deque()
+
+    def tell(safe: int) -> None:
+        """A step is reported once nothing that ends could undo it."""
+        while pending and pending[0][0] <= safe:
+            report.step(*pending.popleft()[1:])
+
     for step in range(done, job.steps):
         start = time.perf_counter()
+        parallel.engine.notice = notice.code
         try:
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
-            parallel.engine.accord.fail(InvalidInput(f"step {step + 1}: {error}"))
+            agreement.fail(InvalidInput(f"step {step + 1}: {error}"))
         loss = parallel.step(*args, **kwargs)
+        left = parallel.engine.noticed
         if scaler is None:
             check_finite(parallel, loss, step + 1, job.save)
+        if copies is not None:
+            copies.before_update()
         optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
         value = float(loss)
         seconds = time.perf_counter() - start
-        report.step(value, seconds, None if single is None else single.step(batches.whole(step)))
         number = step + 1
+        pending.append((number, value, seconds, None if single is None else single.step(batches.whole(step))))
+        state = {**batches.state(number), "loss": value}
+        tell(number if copies is None else copies.after_update(number, state))
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
+            tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
-        if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
-            data = batches.state(number)
-            autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
+        last = number == job.steps or bool(left)
+        if job.save is not None and (last or (job.save_every and number % job.save_every == 0)):
+            autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=state, asynchronous=True)
+        if left and number < job.steps:
+            break
+    else:
+        left = 0
     # A write may be going on; the process group has to outlive it.
     parallel.engine.background.finish()
+    if copies is not None:
+        tell(copies.finish())
     report.end()
     dist.barrier()
-    return report.agrees
+    return Result(report.agrees, left)
+
+
+def _resumed(job: TrainingJob, place: Place | None, parallel: Any, optimizer: Any, scaler: Any) -> Progress | None:
+    """The state that the job goes on from; None for one that starts."""
+    if place is not None and place.source[0] == "copies":
+        _, step, generation = place.source
+        saved = open_copies(place.copies, step, generation, parallel.engine.plan)
+        return load_saved(parallel, optimizer, lambda: saved, scaler=scaler)
+    folder = job.job if place is not None and place.source[0] == "disk" else job.resume
+    return None if folder is None else autopar.load(parallel, optimizer, folder, scaler=scaler)
 
 
 def _same_everywhere(opened: OpenedJob) -> None:

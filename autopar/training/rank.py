@@ -10,21 +10,31 @@ from functools import partial
 
 import torch.distributed as dist
 
-from autopar.ir.errors import AutoparError
-from autopar.runtime.accord import leave_note
+from autopar.ir.errors import AutoparError, LaunchError
+from autopar.runtime.accord import is_lost, leave_note
 from autopar.standard_output import reserved_output
-from autopar.training.job import TrainingJob
-from autopar.training.loop import train
+from autopar.training.job import OpenedJob, TrainingJob
+from autopar.training.loop import Result, train
+from autopar.training.place import Place
+from autopar.training.warm import Warm
 
-BAD_INPUT = 2
+DIFFERS, BAD_INPUT = 1, 2
+LOST_OTHERS = 75
+"""Exit code of a supervised rank whose error is of another rank's end."""
+
 _LAST_WORDS_S = 2.0
 
 
+class LostOthers(Exception):
+    """Another rank has ended, or does not come."""
+
+
 def run_rank(job: TrainingJob) -> int:
-    """The exit code: 0, 1 if the losses differ from those of one process, 2 for a mistake of the user's."""
+    """The exit code: 0, 1 if the losses differ from those of one process, 2 for a mistake of the user's, 128 and the
+    number of a signal after which the state was saved."""
     try:
         with reserved_output() if job.json else nullcontext(sys.stdout) as out:
-            return 0 if train(job, say=partial(print, file=out, flush=True)) else 1
+            return _exit_code(train(job, say=partial(print, file=out, flush=True)))
     except AutoparError as error:
         _explain(error)
         return BAD_INPUT
@@ -34,6 +44,31 @@ def run_rank(job: TrainingJob) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run_place(opened: OpenedJob, place: Place, warm: Warm) -> int:
+    """The exit code of a rank that a supervisor watches. What goes wrong in it is raised, but for mistakes of the
+    user's, which rank 0 says. Raises LostOthers for what goes wrong because another rank has ended."""
+    job = opened.job
+    try:
+        with reserved_output() if job.json else nullcontext(sys.stdout) as out:
+            return _exit_code(
+                train(job, say=partial(print, file=out, flush=True), opened=opened, place=place, warm=warm)
+            )
+    except LaunchError as error:
+        raise LostOthers(str(error)) from error
+    except AutoparError as error:
+        if place.rank == 0:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except RuntimeError as error:
+        if is_lost(error, late=True):
+            raise LostOthers(str(error)) from error
+        raise
+
+
+def _exit_code(result: Result) -> int:
+    return result.left or (0 if result.agrees else DIFFERS)
 
 
 def _explain(error: AutoparError) -> None:

@@ -38,6 +38,11 @@ class Report:
         columns = "   one process   relative difference" if self.job.compare_single else ""
         self._line(f"step        loss{columns}   seconds")
 
+    def resumed(self, loss: float | None) -> None:
+        """The run goes on after ``done`` steps. loss: of the last of them, if it is known."""
+        if loss is not None:
+            self._line(f"{self.done:4d}  {loss:10.6f}   before")
+
     def step(self, loss: float, seconds: float, single: float | None) -> None:
         """Report one step: its loss, its seconds, and the loss of one process if that runs beside."""
         self.losses.append(loss)

@@ -62,7 +62,7 @@ class Copier:
         self._received: dict[tuple[int, int], torch.Tensor] = {}
         self._copied, self._thread = threading.Event(), threading.Thread()
         self._error: BaseException | None = None
-        self.safe = 0
+        self.safe = -1
         """The last step of which every rank's state is copied, here and at its partner."""
         slot_path(places.folder, places.generation, 0, 0).parent.mkdir(parents=True, exist_ok=True)
 

@@ -213,6 +213,20 @@ def _checkpoint_classes() -> None:
     assert all(value is not None for value in private.checkpoint_classes().values())
 
 
+@case("wait_at_most")
+def _wait_at_most() -> None:
+    made = dist.distributed_c10d
+    before = made.default_pg_timeout, made.default_pg_nccl_timeout
+    try:
+        private.wait_at_most(timedelta(seconds=77))
+        with one_rank():
+            mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+            for group in (dist.new_group(), mesh.get_group("a")):
+                assert private.timeout_of(group, torch.device("cpu")) == timedelta(seconds=77)
+    finally:
+        made.default_pg_timeout, made.default_pg_nccl_timeout = before
+
+
 @case("chunks_of")
 def _chunks_of() -> None:
     with one_rank():

@@ -1,0 +1,47 @@
+"""``autopar train --keep-alive``: this process supervises ranks, all of them or, under torchrun, one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from autopar.ir.errors import InvalidInput
+from autopar.runtime.launch import in_job
+from autopar.supervision.council import Council
+from autopar.supervision.store import OwnStore, of_torchrun
+from autopar.supervision.supervisor import Supervision, Supervisor
+from autopar.training.job import TrainingJob
+
+# What ranks use, so that it is there when they are forked.
+_PRELOADED = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+_LEASE_S = 5.0
+_JOIN_S = 300.0
+
+
+def train_supervised(job: TrainingJob) -> int:
+    """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot."""
+    opened = job.opened()
+    size = opened.plan.num_ranks
+    index, count = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if in_job() else (0, 1)
+    if torch.cuda.is_initialized():
+        raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")
+    slots = size if count == 1 else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // slots)))
+    if torch.cuda.device_count() < slots:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
+    for name in _PRELOADED:
+        __import__(name)
+    store = OwnStore() if count == 1 else None
+    try:
+        address = of_torchrun() if store is None else store.address
+        timeout = job.environment.timeout_s
+        council = Council(address.connect(), index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S)
+        given = Supervision(
+            slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+        return Supervisor(opened, address, council, given).run()
+    finally:
+        if store is not None:
+            store.stop()

@@ -1,0 +1,169 @@
+"""Supervisors agree, through a store: who is there, when to stop, from what to go on. One alone agrees with itself.
+
+    join        every one greets, the first answers with a name for the job that contains their greetings
+    lease/i     a number that supervisor i raises; one whose number stays the same is lost, until it moves again
+    stop/r      the cause that ended round r: the first one that is written
+    facts/r/i   what supervisor i knows as round r begins
+    go/r        who is in it and what it does, written by the first of those that are there
+
+Keys of an earlier start may be in the store of an agent that has restarted its workers: all of these are under the name
+of the job, which is new each time, and greetings are numbers drawn at random.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
+
+from autopar.ir.errors import LaunchError
+from autopar.supervision.decision import Decision, Facts
+
+POLL_S = 0.05
+_BEAT_S = 0.5
+_HELLO, _START = "autopar/hello/", "autopar/start"
+
+
+class Council:
+    """One supervisor's place among all of them."""
+
+    def __init__(self, store: Store, index: int, size: int, *, lease_s: float, join_s: float) -> None:
+        """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together."""
+        self.index, self.size, self._lease_s = index, size, lease_s
+        self.job = _join(store, index, size, join_s)
+        self.store = PrefixStore(f"autopar/{self.job}", store)
+        self._beats = 0
+        self._next_beat = 0.0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._fresh = tuple(range(size))
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that this one is there, and look who else is; often enough, this does nothing."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT_S
+        self._beats += 1
+        self.store.set(f"lease/{self.index}", str(self._beats))
+        if self.size == 1:
+            return
+        fresh = []
+        for other in range(self.size):
+            key = f"lease/{other}"
+            value = self.store.get(key) if self.store.check([key]) else b""
+            if other not in self._seen or self._seen[other][0] != value:
+                self._seen[other] = value, now
+            if now - self._seen[other][1] <= self._lease_s:
+                fresh.append(other)
+        self._fresh = tuple(fresh)
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """Those that have been heard of lately, in order; this one is among them."""
+        return tuple(sorted({*self._fresh, self.index}))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of those that are there."""
+        return self.there[0] == self.index
+
+    def stop(self, number: int, cause: str) -> None:
+        """End a round, for a cause, unless one has ended it."""
+        self.store.compare_set(f"stop/{number}", "", cause)
+
+    def stopped(self, number: int) -> str | None:
+        """The cause that has ended a round."""
+        key = f"stop/{number}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def meet(
+        self, number: int, facts: Facts, decide: Callable[[Sequence[Facts]], Decision], wait_s: float
+    ) -> Decision | None:
+        """Come to a decision on a round; None if this supervisor is not in it, or it has ended before it began.
+
+        decide: called on the first of those that are there. It may raise LaunchError, which is raised everywhere.
+        wait_s: for what others know.
+        """
+        self.store.set(f"facts/{number}/{self.index}", json.dumps(asdict(facts)))
+        deadline = time.monotonic() + wait_s
+        while True:
+            self.beat()
+            if self.store.check([f"go/{number}"]):
+                return self._read(number)
+            if self.stopped(number) is not None:
+                return None
+            if self.leads:
+                found = {other: self._facts(number, other) for other in self.there}
+                known = [fact for fact in found.values() if fact is not None]
+                if len(known) == len(found) or time.monotonic() > deadline:
+                    self.store.compare_set(f"go/{number}", "", _decided(known, decide))
+                    continue
+            time.sleep(POLL_S)
+
+    def _facts(self, number: int, other: int) -> Facts | None:
+        key = f"facts/{number}/{other}"
+        return Facts.of_json(json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+    def _read(self, number: int) -> Decision | None:
+        found: dict[str, Any] = json.loads(self.store.get(f"go/{number}"))
+        if "error" in found:
+            raise LaunchError(found["error"])
+        decision = Decision.of_json(found)
+        return decision if self.index in decision.ranks else None
+
+    def done(self, number: int) -> int:
+        """This one's ranks have finished; returns how many supervisors' have."""
+        return int(self.store.add(f"done/{number}", 1))
+
+    def num_done(self, number: int) -> int:
+        """How many supervisors' ranks have finished."""
+        return int(self.store.add(f"done/{number}", 0))
+
+
+def _decided(known: Sequence[Facts], decide: Callable[[Sequence[Facts]], Decision]) -> str:
+    try:
+        return json.dumps(asdict(decide(known)))
+    except LaunchError as error:
+        return json.dumps({"error": str(error)})
+
+
+def _join(store: Store, index: int, size: int, join_s: float) -> str:
+    """The name of the job, which is new, and the same for all supervisors. Raises LaunchError if not all come."""
+    own, deadline = uuid.uuid4().hex, time.monotonic() + join_s
+    store.set(f"{_HELLO}{index}", own)
+    said: list[str] = []
+    job = ""
+    while True:
+        if index == 0:
+            now = [
+                store.get(f"{_HELLO}{other}").decode() if store.check([f"{_HELLO}{other}"]) else ""
+                for other in range(size)
+            ]
+            if now != said and all(now):
+                job, said = uuid.uuid4().hex, now
+                store.set(_START, json.dumps({"job": job, "hellos": said}))
+            if job and store.add(f"autopar/{job}/came", 0) == size - 1:
+                return job
+        elif store.check([_START]):
+            found = json.loads(store.get(_START))
+            if len(found["hellos"]) == size and found["hellos"][index] == own:
+                # Counted once for each name: a new one is given if somebody greets anew.
+                if found["job"] != job:
+                    job = found["job"]
+                    store.add(f"autopar/{job}/came", 1)
+                if store.check([f"autopar/{job}/came"]) and store.add(f"autopar/{job}/came", 0) == size - 1:
+                    return job
+        if time.monotonic() > deadline:
+            absent = [number for number, hello in enumerate(said or [""] * size) if not hello]
+            raise LaunchError(
+                f"not all of {size} supervisors came in {join_s:.0f} s; this is number {index}, and "
+                f"{'number ' + ', '.join(map(str, absent[:8])) if index == 0 else 'the first'} is missing or stale.\n"
+                "  try: the same command on every host; --timeout"
+            )
+        time.sleep(POLL_S)

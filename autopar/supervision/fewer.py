@@ -1,0 +1,96 @@
+"""Plans for fewer ranks than the job was started with, searched before they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.helper import Helper
+from autopar.ir.capture.capture import capture
+from autopar.ir.errors import AutoparError, InvalidCluster
+from autopar.ir.graph import CapturedModel
+from autopar.ir.plan import Plan
+from autopar.local_cluster import local_cluster
+from autopar.passes.normalise import normalise
+from autopar.search.api import search_captured
+from autopar.search.problem.constraints import Constraints
+from autopar.training.job import OpenedJob
+
+
+class FewerRanks:
+    """Plans by their number of ranks: for the same model, global batch and precision."""
+
+    def __init__(self, opened: OpenedJob) -> None:
+        self._opened = opened
+        self._captured: CapturedModel | None = None
+        self._known: dict[int, str | None] = {}
+        self._helper: Helper | None = None
+        self._asked: list[int] = []
+
+    def ahead(self, sizes: Iterable[int]) -> None:
+        """Search for these in a process beside this one."""
+        self._asked = [size for size in sizes if 0 < size < self._opened.plan.num_ranks and size not in self._known]
+        if self._asked and self._helper is None:
+            self._helper = Helper(self._search_beside)
+            for size in self._asked:
+                self._helper.send(size)
+
+    def collect(self) -> None:
+        """Take what has been found meanwhile."""
+        while self._helper is not None and self._asked and self._helper.has_answered():
+            try:
+                self._known[self._asked.pop(0)] = self._helper.receive()
+            except (EOFError, OSError):
+                self._asked = []
+            if not self._asked:
+                self.stop()
+
+    def stop(self) -> None:
+        """Search no more."""
+        if self._helper is not None:
+            self._helper.stop()
+            self._helper = None
+
+    def plan(self, room: int) -> tuple[int, str] | None:
+        """The most ranks, at most ``room``, that there is a plan for, and its text."""
+        self.collect()
+        for size in range(room, 0, -1):
+            if size not in self._known:
+                self._known[size] = self._search(size)
+            text = self._known[size]
+            if text is not None:
+                return size, text
+        return None
+
+    def _search_beside(self, size: int) -> str | None:
+        os.nice(10)  # training comes first
+        return self._search(size)
+
+    def _search(self, size: int) -> str | None:
+        """The text of the best plan for so many ranks; None if nothing fits."""
+        plan, source = self._opened.plan, self._opened.source
+        recipes = dict.fromkeys(recipe for block in plan.blocks for recipe in block.recipes.values())
+        constraints = Constraints(
+            precision=plan.precision, recipes=tuple(recipes) or (None,), expert_capacity=plan.expert_capacity
+        )
+        try:
+            if self._captured is None:
+                inputs = source.meta_inputs(plan.batch.global_size, self._opened.seq_len)
+                self._captured = normalise(capture(source.meta_model(), inputs, name=source.name))
+            found = search_captured(self._captured, cluster_like(plan, size), constraints).plan
+        except AutoparError:
+            return None
+        return found.model_copy(update={"model": plan.model}).to_yaml()
+
+
+def cluster_like(plan: Plan, size: int) -> Cluster:
+    """So many devices of the kind that a plan is for, on nodes of at most as many as it says."""
+    per_node = max(n for n in range(1, min(plan.cluster.gpus_per_node, size) + 1) if size % n == 0)
+    try:
+        return make_cluster(plan.cluster.gpu, size, per_node)
+    except InvalidCluster:
+        return local_cluster(size, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

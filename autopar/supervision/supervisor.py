@@ -1,0 +1,222 @@
+"""A supervisor starts the ranks of its host, watches them, and starts them again, with all others, after a failure.
+
+    round 1   meet: facts -> decision     ranks run: generation 1      rank 3 is killed: stop, all ranks are ended
+    round 2   meet: copies of step 41     ranks run: generation 2      ...                                   done
+
+Ranks are forked, so that a start takes no imports. Nothing of a failed generation is kept but the copies of its state:
+whatever the failure was, what comes after it is a start like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.ir.errors import AutoparError
+from autopar.runtime.copies.copier import CopyPlaces
+from autopar.runtime.copies.places import copies_in
+from autopar.supervision.causes import Ending
+from autopar.supervision.council import POLL_S, Council
+from autopar.supervision.decision import Decision, Facts, decide
+from autopar.supervision.fewer import FewerRanks
+from autopar.supervision.hosts import copies_folder, host_name
+from autopar.supervision.local_ranks import LocalRanks
+from autopar.supervision.progress import Progress
+from autopar.supervision.store import Address
+from autopar.training.job import OpenedJob
+from autopar.training.notice import LEFT
+from autopar.training.place import Place
+from autopar.training.rank import BAD_INPUT, DIFFERS, LOST_OTHERS, run_place
+from autopar.training.warm import Warm
+
+# What others know, after a failure: they have ranks to end first.
+_FACTS_S = 20.0
+# Ranks that fail because another one has: how long to wait for the supervisor that knows of that.
+_CONSEQUENCE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """slots: ranks that this supervisor can run. failures: in a row without a step in between, after which the job
+    ends. say: takes a line for the user."""
+
+    slots: int
+    failures: int
+    say: Callable[[str], object]
+
+
+class Supervisor:
+    """One of the supervisors of a job."""
+
+    def __init__(self, opened: OpenedJob, address: Address, council: Council, given: Supervision) -> None:
+        self._opened, self._address, self._council, self._given = opened, address, council, given
+        self.host = host_name()
+        self.folder = copies_folder(opened.job.job or council.job)
+        timeout = opened.job.environment.timeout_s
+        self._ranks = LocalRanks(self.host, None if timeout is None else 1.5 * timeout)
+        self._fewer, self._warm = FewerRanks(opened), Warm(opened)
+        self._before: dict[int, tuple[int, ...]] = {}
+        self._asked = 0
+
+    def run(self) -> int:
+        """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
+        for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(one, self._notice)
+        number, in_a_row, safe, cause = 1, 0, -1, ""
+        try:
+            while True:
+                decision = self._council.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
+                if decision is None:  # this one was taken for lost: it comes to the next round
+                    self._wait_for_stop(number)
+                    number += 1
+                    continue
+                if self._council.leads:
+                    self._tell(decision, cause)
+                self._start(decision)
+                found = self._watch(number, decision)
+                self._ranks.end()
+                if isinstance(found, int):
+                    return found
+                self._before = decision.ranks
+                now = max((copy.step for copy in copies_in(self.folder)), default=0)
+                in_a_row = in_a_row + 1 if now <= safe else 1
+                cause, safe = found, now
+                if in_a_row > self._given.failures:
+                    self._given.say(f"{cause}\n  it is the failure number {in_a_row} without a step in between")
+                    return 1
+                number += 1
+        finally:
+            self._ranks.end()
+            self._fewer.stop()
+
+    def _facts(self) -> Facts:
+        copies = tuple((copy.step, copy.generation, copy.rank, copy.world_size) for copy in copies_in(self.folder))
+        return Facts(
+            index=self._council.index,
+            host=self.host,
+            slots=self._given.slots,
+            copies=copies,
+            on_disk=None if self._opened.job.job is None else _step_on_disk(Path(self._opened.job.job)),
+        )
+
+    def _decide(self, number: int, facts: Sequence[Facts]) -> Decision:
+        wanted = self._opened.plan.num_ranks, self._opened.plan.to_yaml()
+        generation = max([number, *(copy[1] + 1 for fact in facts for copy in fact.copies)])
+        return decide(facts, generation, wanted, self._before, self._fewer.plan)
+
+    def _start(self, decision: Decision) -> None:
+        own = decision.ranks[self._council.index]
+        size = len(own)
+
+        def body(rank: int, place: int, progress: Progress) -> int:
+            os.environ.update(
+                RANK=str(rank), WORLD_SIZE=str(decision.world_size), LOCAL_RANK=str(place), LOCAL_WORLD_SIZE=str(size)
+            )
+            return run_place(
+                self._opened,
+                Place(
+                    rank=rank,
+                    world_size=decision.world_size,
+                    store=(self._address.host, self._address.port),
+                    prefix=f"autopar/{self._council.job}/g{decision.generation}",
+                    plan=decision.plan,
+                    copies=CopyPlaces(self.folder, self.host, decision.generation),
+                    source=(decision.source.kind, decision.source.step, decision.source.generation),
+                    progress=progress,
+                ),
+                self._warm,
+            )
+
+        if not torch.cuda.device_count():  # a backward in this process would keep forks from running any on a GPU
+            self._warm.prepare(decision.plan)
+
+        self._ranks.start(own, body)
+        if self._council.leads and self._council.size > 1:
+            slots = self._given.slots
+            self._fewer.ahead([decision.world_size - slots])
+
+    def _watch(self, number: int, decision: Decision) -> int | str:
+        """The exit code, once the job is over, or the cause of a failure after which it goes on."""
+        council, finished = self._council, not self._ranks.running
+        members = sum(bool(ranks) for ranks in decision.ranks.values())
+        consequence: tuple[float, Ending] | None = None
+        while True:
+            council.beat()
+            if (cause := council.stopped(number)) is not None:
+                return _verdict(cause)
+            ended = self._ranks.ended()
+            for ending in ended:
+                if ending.code == 0:
+                    continue
+                if ending.code == LOST_OTHERS:
+                    consequence = consequence or (time.monotonic(), ending)
+                    continue
+                council.stop(number, f"{_final(ending)} {ending}")
+            if consequence is not None and time.monotonic() - consequence[0] > _CONSEQUENCE_S:
+                council.stop(number, f"{_CONTINUES} {consequence[1]}")
+            if not finished and not self._ranks.running and consequence is None:
+                finished = True
+                if all(ending.code == 0 for ending in ended):
+                    council.done(number)
+            if finished and council.num_done(number) == members:
+                return 0
+            if council.leads and (lost := set(decision.ranks) - set(council.there)):
+                council.stop(number, f"{_CONTINUES} no word from supervisor {', '.join(map(str, sorted(lost)))}")
+            if council.leads and set(council.there) - set(decision.ranks):
+                council.stop(number, f"{_CONTINUES} supervisors have come back")
+            self._fewer.collect()
+            time.sleep(POLL_S)
+
+    def _wait_for_stop(self, number: int) -> None:
+        while self._council.stopped(number) is None:
+            self._council.beat()
+            time.sleep(POLL_S)
+
+    def _notice(self, number: int, frame: Any) -> None:
+        """The first signal is passed on, and ranks save and leave; the second ends everything."""
+        if self._asked or number == signal.SIGINT:
+            self._ranks.end()
+            os._exit(128 + number)
+        self._asked = number
+        self._ranks.signal(number)
+
+    def _tell(self, decision: Decision, cause: str) -> None:
+        """Why, and how it goes on: the first that a user reads of it."""
+        source = {
+            "start": "from the start",
+            "copies": f"from step {decision.source.step}, copied in memory",
+            "disk": f"from step {decision.source.step}, the checkpoint",
+        }[decision.source.kind]
+        if not cause and decision.source.kind == "start":
+            return
+        plan = "the same plan" if decision.same_plan else f"a plan for {decision.world_size} ranks"
+        self._given.say(f"{cause + chr(10) if cause else ''}  going on {source}, with {plan}")
+
+
+_CONTINUES, _FINAL = "continues", "final"
+
+
+def _final(ending: Ending) -> str:
+    return f"{_FINAL}-{ending.code}" if ending.left and ending.code in (DIFFERS, BAD_INPUT, *LEFT) else _CONTINUES
+
+
+def _verdict(cause: str) -> int | str:
+    kind, _, text = cause.partition(" ")
+    return text if kind == _CONTINUES else int(kind.partition("-")[2])
+
+
+def _step_on_disk(folder: Path) -> int | None:
+    from autopar.runtime.checkpoint.folder import latest
+
+    try:
+        return int(latest(folder).name.split("-")[1])
+    except AutoparError:
+        return None

@@ -1,0 +1,38 @@
+"""A rank's place in a job that is supervised: what its supervisor has decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
+
+from autopar.runtime.copies.copier import CopyPlaces
+
+
+class Watched(Protocol):
+    """Takes what a rank says of itself."""
+
+    def made(self, steps: int, safe: int, own_s: float = 0.0) -> None:
+        """So many steps are made, and of so many all ranks have copies. own_s: that the last one did not wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """store: host and port of the store where ranks meet, under ``prefix``. plan: its text. source: of the state:
+    "start", "copies" or "disk", the steps that were made, and the generation of the copies."""
+
+    rank: int
+    world_size: int
+    store: tuple[str, int]
+    prefix: str
+    plan: str
+    copies: CopyPlaces
+    source: tuple[str, int, int]
+    progress: Watched
+
+    def meeting(self, timeout: timedelta | None) -> Store:
+        """The store, in this process."""
+        timeout = timedelta(seconds=300) if timeout is None else timeout
+        return PrefixStore(self.prefix, TCPStore(*self.store, is_master=False, timeout=timeout))
