@@ -33,6 +33,7 @@ from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
 from autopar.runtime.torch_private import default_store, timeout_of
 
 _SILENT = -(1 << 62)
+_NOTICE = "a notice"
 _NOTE, _WAITS = "autopar/ended/", "autopar/waits/"
 _SETTING = re.compile(r"\w+=(?:\([^)]*\)|[^,;()\s]+)")  # lr=0.1, betas=(0.9, 0.99)
 _PATIENCE = timedelta(seconds=60)
@@ -66,17 +67,18 @@ class Accord:
         subjects: tuple[str, ...],
         patience: timedelta = _PATIENCE,
         free: Collection[str] = frozenset(),
-        told: Collection[str] = frozenset(),
     ) -> None:
         """subjects: what statements are about, the same on every rank. patience: until a rank says that it waits. free:
-        subjects in which ranks may differ. told: those of numbers of which only the largest counts.
+        subjects in which ranks may differ.
         """
-        self._subjects, self._patience, self._free, self._told = subjects, patience, free, frozenset(told)
+        self._subjects, self._patience, self._free = (*subjects, _NOTICE), patience, free
         self._alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
         self._number = 0
         self.numbers: dict[str, int] = {}
         """Subject -> what was said of it in the last check, where it is a number, by any rank."""
+        self.notice = 0
+        """What this rank tells all others with the next call: a number, 0 for nothing."""
         if not self._alone:
             _leave_notes()
             self._group = _between_cpus()
@@ -86,12 +88,18 @@ class Accord:
         """Name of the process group that ranks agree over; None before the first call."""
         return None if self._group is None else self._group.group_name
 
+    @property
+    def noticed(self) -> int:
+        """The largest of the notices that ranks gave with the last call, the same on all of them."""
+        return self.numbers.get(_NOTICE, 0)
+
     def check(self, statements: Statements, failure: Exception | None = None) -> bool:
         """Raise the same error on every rank if one has a ``failure``, or if they disagree in a statement.
 
         statements: by subject. All ranks call together. On the rank that has it the failure itself is raised. Returns
         whether they agree where they need not.
         """
+        statements = {**statements, _NOTICE: self.notice}
         if self._alone:
             if failure is not None:
                 raise failure
@@ -107,7 +115,7 @@ class Accord:
             self._wait(dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group, async_op=True), statements)
         failed, *rest = seen.tolist()
         pairs = list(zip(self._subjects, rest[::2], rest[1::2], strict=True))
-        differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)} - self._told
+        differing = {subject for subject, a, b in pairs if a not in (-b, _SILENT)} - {_NOTICE}
         self.numbers = {subject: a for subject, a, _ in pairs if a != _SILENT}
         if failed or differing.difference(self._free):
             self._raise(statements, failure)
@@ -124,7 +132,8 @@ class Accord:
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
-        what = f"{next(iter(statements.values()), None) or 'a call that all make together'}"
+        said = next((text for subject, text in statements.items() if subject != _NOTICE), None)
+        what = f"{said or 'a call that all make together'}"
         store, own = default_store(), dist.get_rank()
         store.set(f"{_WAITS}{own}", str(self._number))
         time.sleep(min(1.0, self._patience.total_seconds()))  # for those that have waited as long
@@ -172,7 +181,7 @@ class Accord:
             if other is not None:
                 raise LaunchError(f"on rank {rank}: {other}")
         for subject in self._subjects:
-            if subject in self._free or subject in self._told:
+            if subject in self._free or subject == _NOTICE:
                 continue
             said = {r: str(told[subject]) for r, (_, told) in enumerate(reports) if told.get(subject) is not None}
             if len(set(said.values())) > 1:

@@ -44,7 +44,6 @@ from autopar.runtime.zero import ZeroEngine, apply_zero, zero_meshes
 
 # What ranks say of themselves before each call.
 _CALL, _OPTIMIZER, _GROUPS = "the call", "the optimizer", "the optimizer's settings on pipeline rank {}"
-_NOTICE = "a notice"
 
 
 class Engine:
@@ -121,9 +120,7 @@ class Engine:
             planned=self.signature.planned,
         )
         subjects = (*map(_GROUPS.format, range(self.mesh.num_pipeline_ranks)), *self._sizes.subjects)
-        self.accord = Accord((_CALL, _OPTIMIZER, _NOTICE, *subjects), free=self._sizes.free, told=(_NOTICE,))
-        self.notice = 0
-        """What this rank tells all others with the next call: a number, 0 for nothing."""
+        self.accord = Accord((_CALL, _OPTIMIZER, *subjects), free=self._sizes.free)
         self.frozen = FrozenParameters(self._parameters_here, self.layouts)
         self._settings = OptimizerSettings(self._parameters_here)
         self.variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
@@ -241,11 +238,6 @@ class Engine:
         found = (self.tensor(name).grad for name in self.layouts)
         return [gradient for gradient in found if gradient is not None]
 
-    @property
-    def noticed(self) -> int:
-        """The largest of the notices that ranks gave with the last call, the same on all of them."""
-        return self.accord.numbers.get(_NOTICE, 0)
-
     def agree_to(self, call: str) -> None:
         """Before a call that all ranks make together: raise the same error on all of them if one differs."""
         self._agree_to(call, None, None, {})
@@ -264,12 +256,8 @@ class Engine:
         calls, mode = self.randomness.calls, "train" if training else "eval"
         when = f"after {calls} calls of the model" if training is None else f"number {calls + 1}, in {mode} mode"
         groups = _GROUPS.format(self.mesh.pipeline_rank)
-        said: dict[str, object] = {
-            _CALL: f"{call}, {when}",
-            _OPTIMIZER: self._settings.made(),
-            groups: self._settings.groups(),
-        }
-        return self.accord.check({**said, _NOTICE: self.notice, **statements}, failure)
+        said = {_CALL: f"{call}, {when}", _OPTIMIZER: self._settings.made(), groups: self._settings.groups()}
+        return self.accord.check({**said, **statements}, failure)
 
     def _parameters_here(self) -> dict[str, torch.Tensor]:
         self.reshard()

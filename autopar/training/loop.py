@@ -103,13 +103,13 @@ def train(
 
     for step in range(done, job.steps):
         start = time.perf_counter()
-        parallel.engine.notice = notice.code
+        agreement.notice = notice.code
         try:
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
             agreement.fail(InvalidInput(f"step {step + 1}: {error}"))
         loss = parallel.step(*args, **kwargs)
-        left = parallel.engine.noticed
+        left = agreement.noticed
         if scaler is None:
             check_finite(parallel, loss, step + 1, job.save)
         if copies is not None:
