@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from autopar.ir.errors import CheckpointError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree
-from autopar.runtime.checkpoint.folder import SafeReader, check_files, latest, read_metadata, read_state
+from autopar.runtime.checkpoint.contents import SafeReader, check_places
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import OptimizerState
 from autopar.runtime.checkpoint.saving import (
-    FORMAT,
     Stateful,
     as_list,
     flat,
@@ -30,15 +29,20 @@ from autopar.runtime.checkpoint.saving import (
     random_tensors,
     tensors_of,
 )
+from autopar.runtime.checkpoint.verification import Verified, verified
 from autopar.runtime.module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training was: the ``step`` and ``data`` that were saved."""
+    """How far training was: the ``step`` and ``data`` that were saved.
+
+    skipped: name -> what is wrong with each newer checkpoint that is damaged, if ``load`` was to pass them over.
+    """
 
     step: int
     data: Any
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(
@@ -48,39 +52,44 @@ def load(
     *,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: Stateful | None = None,
+    fall_back: bool = False,
 ) -> Progress:
     """Read the latest checkpoint in the folder ``path``, whatever plan it was saved under. All ranks call together.
 
+    Every byte of it is compared with its checksum first. fall_back: if it is damaged, read the newest one that is kept
+    there (``save(..., keep=2)``) and is not; a warning says what was passed over and why, as ``Progress.skipped`` does.
+
     optimizer: None for the parameters and buffers alone. The state of the generators of random numbers is restored
     under the plan that it was saved under; under another one dropout goes on from the same seed and step.
-    Raises CheckpointError, on every rank, before anything has changed if the checkpoint does not fit the model.
+    Raises CheckpointError, on every rank, before anything has changed, if the checkpoint is damaged or does not fit.
     """
     what = [type(one).__name__ for one in (*as_list(optimizer), *as_list(scheduler), *as_list(scaler))]
-    pm.engine.agree_to(f"load({', '.join(('pm', *what, repr(str(path))))})")
-    pm.engine.background.finish()
+    pm.engine.agree_to(f"load({', '.join(('pm', *what, repr(str(path))))}, fall_back={fall_back})")
+    agree(pm.engine.background.finish)
     schedulers = as_list(scheduler)
     state = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
-    folder, saved, tensors = agree(lambda: _check(pm, state, Path(path), schedulers, scaler))
+    found = verified(Path(path), fall_back=fall_back)
+    pm.engine.background.damaged |= found.skipped.keys()
+    tensors = agree(lambda: _check(pm, state, found, schedulers, scaler))
+    saved = found.state
     if saved.get("frozen") is not None:
-        _check_frozen(pm, saved, folder)
+        _check_frozen(pm, saved, found.folder)
     if state.names:
+        state.load_settings(saved["settings"])
         state.create()  # not within agree: the step of an optimiser may communicate
-    agree(lambda: _read(pm, state, folder, saved, tensors))
+    agree(lambda: _read(pm, state, found, tensors))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
-    return Progress(saved["step"], saved["data"])
+    return Progress(saved["step"], saved["data"], found.skipped)
 
 
 def _check(
-    pm: ParallelModule, state: OptimizerState, path: Path, schedulers: list[Stateful], scaler: Stateful | None
-) -> tuple[Path, dict[str, Any], dict[str, set[str]]]:
-    """The folder, what is in ``state.pt``, and the names of the tensors of each parameter's optimiser state."""
-    folder = latest(path)
-    saved, metadata = read_state(folder), read_metadata(folder)
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {saved.get('format')!r}; this version of autopar reads {FORMAT}")
+    pm: ParallelModule, state: OptimizerState, found: Verified, schedulers: list[Stateful], scaler: Stateful | None
+) -> dict[str, set[str]]:
+    """The names of the tensors of each parameter's optimiser state. Raises CheckpointError if anything does not fit."""
+    folder, saved, metadata = found.folder, found.state, found.metadata
     wanted = tensors_of(pm, _names_in(pm, saved))
     _check_model(pm, wanted, metadata.state_dict_metadata, saved, folder)
     if state.names and saved["settings"] is None:
@@ -95,10 +104,10 @@ def _check(
             name, _, leaf = key.removeprefix("optimizer/").rpartition("/")
             tensors.setdefault(name, set()).add(leaf)
     own = [f"optimizer/{name}/{leaf}" for name in state.names for leaf in tensors.get(name, ())]
-    check_files(folder, metadata, [*wanted, *own])
+    check_places(folder, metadata, [*wanted, *own])
     if state.names:
-        state.load_settings(saved["settings"])
-    return folder, saved, tensors
+        state.check_settings(saved["settings"])
+    return tensors
 
 
 def _names_in(pm: ParallelModule, saved: Mapping[str, Any]) -> set[str] | None:
@@ -116,12 +125,10 @@ def _check_frozen(pm: ParallelModule, saved: Mapping[str, Any], folder: Path) ->
         )
 
 
-def _read(
-    pm: ParallelModule, state: OptimizerState, folder: Path, saved: dict[str, Any], tensors: Mapping[str, set[str]]
-) -> None:
+def _read(pm: ParallelModule, state: OptimizerState, found: Verified, tensors: Mapping[str, set[str]]) -> None:
     """On each rank by itself; nothing is sent."""
+    folder, saved, saved_tensors = found.folder, found.state, found.metadata.state_dict_metadata
     wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
-    saved_tensors = read_metadata(folder).state_dict_metadata
     for name, value in history_tensors(pm).items():
         if name in saved_tensors:
             wanted[name] = value
@@ -135,7 +142,9 @@ def _read(
             # It says that a single process is assumed. Each rank is to read by itself, without a word to the others.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(wanted | generators, storage_reader=SafeReader(folder), planner=planner, no_dist=True)
+            dcp.load(
+                wanted | generators, storage_reader=SafeReader(folder, found.metadata), planner=planner, no_dist=True
+            )
     except CheckpointError:
         raise
     except Exception as error:
