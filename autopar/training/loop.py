@@ -18,6 +18,7 @@ from autopar.training.evaluation import HeldOut
 from autopar.training.finite import check_finite
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.report import Report, tokens_of
+from autopar.training.resuming import resume
 
 
 def say_here(line: str) -> None:
@@ -50,11 +51,9 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
     parallel = autopar.parallelize(model, plan.num_ranks, example_inputs=example, plan=plan)
     optimizer = _optimizer(job, parallel)
     scaler = autopar.LossScaler(parallel) if plan.precision == "fp16" else None
-    done, saved = 0, None
-    if job.resume is not None:
-        progress = autopar.load(parallel, optimizer, job.resume, scaler=scaler)
-        done, saved = progress.step, progress.data
-    batches = agree(lambda: open_batches(opened, model, saved, done))
+    progress = resume(job, parallel, optimizer, scaler)
+    done = progress.step
+    batches = agree(lambda: open_batches(opened, model, progress.data, done))
     held_out = None if opened.held_out is None else agree(lambda: HeldOut(opened, model))
     report = Report(opened, this_device(), done, tokens_of(example), say if rank == 0 else lambda line: None)
     agree(lambda: _check_first(batches, held_out, done, parallel, single))
@@ -70,7 +69,7 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
             parallel.engine.accord.fail(InvalidInput(f"step {step + 1}: {error}"))
         loss = parallel.step(*args, **kwargs)
         if scaler is None:
-            check_finite(parallel, loss, step + 1, job.save)
+            check_finite(parallel, loss, step + 1, job.saves_to)
         optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
         value = float(loss)
@@ -79,9 +78,11 @@ def train(job: TrainingJob, say: Callable[[str], object] = say_here) -> bool:
         number = step + 1
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             report.evaluation(number, held_out.loss(parallel))
-        if job.save is not None and (number == job.steps or (job.save_every and number % job.save_every == 0)):
-            data = batches.state(number)
-            autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=data, asynchronous=True)
+        if job.saves_to is not None and job.saves_after(number):
+            where, data = job.saves_to, batches.state(number)
+            autopar.save(
+                parallel, optimizer, where, scaler=scaler, step=number, data=data, asynchronous=True, keep=job.keep
+            )
     # A write may be going on; the process group has to outlive it.
     parallel.engine.background.finish()
     report.end()
@@ -110,7 +111,9 @@ def _same_everywhere(opened: OpenedJob) -> None:
                 )
 
     agree(check)
-    names = ("steps", "optimizer", "learning_rate", "seed", "save_every", "eval_every", "eval_batches", "seq_len")
+    names = (
+        "steps", "optimizer", "learning_rate", "seed", "save_every", "keep", "eval_every", "eval_batches", "seq_len",
+    )  # fmt: skip
     agree_same({name: getattr(opened.job, name) for name in names}, "autopar train")
 
 
