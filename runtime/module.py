@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autopar.ir.analysis.token_work import token_work
-from autopar.ir.errors import InvalidInput
+from autopar.ir.errors import CheckpointError, InvalidInput
 from autopar.ir.plan import Plan
 from autopar.runtime.call_sizes import CallSizes
-from autopar.runtime.checkpoint.finite import check_finite_parameters
+from autopar.runtime.checkpoint.finite import check_finite
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder
 from autopar.runtime.data import Dataloader
 from autopar.runtime.engine import Engine
@@ -109,7 +109,7 @@ class ParallelModule(nn.Module):
         """The inputs of a call that all ranks make, and their sizes, or the same error on every rank."""
         args, kwargs, target = self._first_call(args, kwargs, target)
         engine = self.engine
-        failure = engine.frozen.failure()
+        failure: Exception | None = engine.background.failure() or engine.frozen.failure()
         inputs: dict[str, torch.Tensor] = {}
         try:
             inputs = engine.signature.bind(args, kwargs, target, engine.device)
@@ -124,7 +124,11 @@ class ParallelModule(nn.Module):
         given = ", ".join(engine.signature.inputs[name].label for name in inputs)
         without = " without gradients" if call == "forward" and not has_gradients else ""
         own = engine.signature.sizes(inputs)
-        sizes = engine.agree_to_run(f"{call}({given}){without}", self.training, failure, own)
+        try:
+            sizes = engine.agree_to_run(f"{call}({given}){without}", self.training, failure, own)
+        except CheckpointError:
+            engine.background.drop()  # of a write beside training, on whichever rank its end was seen first
+            raise
         plain = call == "forward"
         absent = engine.signature.absent(inputs) if plain else frozenset()
         variant = engine.variant("model" if plain else "loss", self.training, absent, sizes)
@@ -354,7 +358,7 @@ class ParallelModule(nn.Module):
                 "  try: autopar.save(pm, optimizer, path), or torch.save(pm.full_state_dict(), file)"
             )
         self.engine.agree_to(f"save_pretrained({os.fspath(path)!r})")
-        check_finite_parameters(self, path)
+        check_finite(self, path)
         self._pretrained.save(self.engine, path, max_shard_size)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

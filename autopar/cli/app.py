@@ -310,6 +310,9 @@ def export(
     model: Annotated[str | None, typer.Option("--model", help="MODEL, if the plan does not say it")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="training steps of a job")] = 1000,
     image: Annotated[str | None, typer.Option("--image", help="container image of a job")] = None,
+    claim: Annotated[
+        str | None, typer.Option("--claim", help="persistent volume claim with the checkpoints of a job")
+    ] = None,
     predict: Annotated[
         bool, typer.Option("--predict/--no-predict", help="what the step takes on the software that the target runs")
     ] = True,
@@ -318,7 +321,7 @@ def export(
     """Write a plan as another system takes it, and say what of it is lost: a configuration, code, or a job."""
     from autopar.cli.export import run_export
 
-    run_export(plan, to, output=output, model=model, steps=steps, image=image, predict=predict, json=json)
+    run_export(plan, to, output=output, model=model, steps=steps, image=image, claim=claim, predict=predict, json=json)
 
 
 app.command(

@@ -27,6 +27,7 @@ def run_export(
     model: str | None = None,
     steps: int = 1000,
     image: str | None = None,
+    claim: str | None = None,
     predict: bool = True,
     json: bool = False,
 ) -> None:
@@ -35,7 +36,7 @@ def run_export(
     predict: whether the step is predicted on the software that the target runs, if that is not the plan's.
     """
     plan = Plan.load(plan_file)
-    options = Options(plan_path=str(plan_file), model=model, steps=steps, image=image)
+    options = Options(plan_path=str(plan_file), model=model, steps=steps, image=image, claim=claim)
     exported = export(plan, target, options)
     stack = TARGETS[target].stack
     if predict and stack is not None:

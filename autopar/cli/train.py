@@ -67,14 +67,30 @@ def train(
     save_every: Annotated[
         int | None,
         typer.Option(
-            "--save-every", min=1, help="steps between them; after the last if not given", rich_help_panel=_CHECKPOINTS
+            "--save-every",
+            min=1,
+            help="steps between them; if not given after the last, under --job after each tenth of the steps",
+            rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, help="how many of the newest stay", rich_help_panel=_CHECKPOINTS)
+    ] = 1,
     resume: Annotated[
         Path | None,
         typer.Option(
             "--resume",
             help="go on from the checkpoint in this folder, saved under any plan, and where it stood in the data",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    job_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--job",
+            metavar="DIR",
+            help="save to this folder, and start or go on from the newest undamaged checkpoint in it: one command for "
+            "the first start and every restart",
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
@@ -137,7 +153,8 @@ def train(
     job = TrainingJob(
         model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
         learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,
-        resume=None if resume is None else str(resume), data=data, token_dtype=token_dtype, json=json,
+        resume=None if resume is None else str(resume), job=None if job_folder is None else str(job_folder), keep=keep,
+        data=data, token_dtype=token_dtype, json=json,
         eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip

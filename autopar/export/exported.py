@@ -12,14 +12,16 @@ class Options:
     """Settings that a plan does not have, for targets that need them.
 
     plan_path: where the plan lies, as a launched job finds it. model: MODEL of the command line, instead of the one
-    that the plan names. steps: training steps of a launched job. image: container image of a launched job. predicted: a
-    note of what the step takes on the target's software stack.
+    that the plan names. steps: training steps of a launched job. image: container image of a launched job. claim:
+    persistent volume claim with the checkpoints of a launched job. predicted: a note of what the step takes on the
+    target's software stack.
     """
 
     plan_path: str = "plan.yaml"
     model: str | None = None
     steps: int = 1000
     image: str | None = None
+    claim: str | None = None
     predicted: str | None = None
 
 

@@ -11,19 +11,33 @@ from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.training import TrainingJob
 
+RESTARTS = 3
+"""How often a job that has failed is started again, where the system that starts it does that."""
+_KEPT = 2
+"""Checkpoints that stay, so that a damaged one has another beside it."""
 _UNFIT = re.compile(r"[^a-z0-9]+")
 _LONGEST_NAME = 40
 
 
-def training_job(plan: Plan, options: Options, target: str) -> TrainingJob:
-    """Raises InvalidInput if neither the plan nor the user says what to train."""
+def training_job(plan: Plan, options: Options, target: str, folder: str | None = None) -> TrainingJob:
+    """A job that starts, or goes on from its checkpoints in ``folder`` (None: of its own name).
+
+    Raises InvalidInput if neither the plan nor the user says what to train.
+    """
     model = options.model or plan.model.source
     if model is None:
         raise InvalidInput(
             f"the plan does not say where its model is, which a job for {target} trains.\n"
             "  try: --model file.py, or --model file.py:name"
         )
-    return TrainingJob(model=model, plan=options.plan_path, steps=options.steps, seq_len=plan.model.seq)
+    return TrainingJob(
+        model=model,
+        plan=options.plan_path,
+        steps=options.steps,
+        seq_len=plan.model.seq,
+        job=folder or job_name(plan),
+        keep=_KEPT,
+    )
 
 
 def as_argument(job: TrainingJob) -> str:

@@ -15,6 +15,7 @@ Json = dict[str, Any]
 
 PLAN_FOLDER = "/etc/autopar"
 PLAN_PATH = f"{PLAN_FOLDER}/plan.yaml"
+_CHECKPOINTS = "/checkpoints"
 _AMD = ("mi2", "mi3", "mi4")
 
 
@@ -31,6 +32,26 @@ def image_notes(options: Options, model: str) -> list[str]:
     return notes if options.image else [*notes, "Another image: --image NAME."]
 
 
+def claim_of(options: Options, name: str) -> str:
+    """Name of the persistent volume claim with the checkpoints: that of the options, else the job's."""
+    return options.claim or name
+
+
+def job_folder(name: str) -> str:
+    """Where containers find the checkpoints of the job ``name``."""
+    return f"{_CHECKPOINTS}/{name}"
+
+
+def claim_notes(options: Options, nodes: Nodes, name: str) -> list[str]:
+    """Sentences on the volume that checkpoints are in."""
+    access = "ReadWriteMany, as pods on several nodes write to it" if nodes.count > 1 else "ReadWriteOnce will do"
+    notes = [
+        f"Checkpoints are in the volume of the claim {claim_of(options, name)}, which has to be there ({access}); a "
+        "pod that starts again goes on from the newest."
+    ]
+    return notes if options.claim else [*notes, "Another claim: --claim NAME."]
+
+
 def config_map(name: str, files: dict[str, str]) -> Json:
     """A ConfigMap of these files, by name."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
@@ -44,20 +65,25 @@ def resources(plan: Plan, nodes: Nodes) -> Json:
     return {"limits": {device: str(nodes.ranks_each)}, "requests": {device: str(nodes.ranks_each)}}
 
 
-def pod(name: str, container: Json, **spec: Any) -> Json:
-    """A pod template of one container, which finds ``files`` of the config map in ``PLAN_FOLDER``.
+def pod(name: str, container: Json, claim: str | None = None) -> Json:
+    """A pod template of one container, which finds the files of the config map in ``PLAN_FOLDER``.
+
+    claim: of the volume with the checkpoints, if the container writes any.
 
     Shared memory is as much as there is: NCCL and data loaders need more than the 64 MiB of a container.
     """
-    mounts = [
+    mounts: list[Json] = [
         {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
-    volumes = [
+    volumes: list[Json] = [
         {"name": "plan", "configMap": {"name": name}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
-    return {"spec": {**spec, "containers": [{**container, "volumeMounts": mounts}], "volumes": volumes}}
+    if claim is not None:
+        mounts.append({"name": "checkpoints", "mountPath": _CHECKPOINTS})
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}})
+    return {"spec": {"containers": [{**container, "volumeMounts": mounts}], "volumes": volumes}}
 
 
 def documents(notes: list[str], heading: str, *found: Json) -> str:

@@ -9,8 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.export.exported import Exported, Options
-from autopar.export.jobs import as_argument, job_name, training_job
-from autopar.export.kubernetes import PLAN_PATH, Json, config_map, documents, image_notes, image_of, pod, resources
+from autopar.export.jobs import RESTARTS, as_argument, job_name, training_job
+from autopar.export.kubernetes import (
+    PLAN_PATH,
+    Json,
+    claim_notes,
+    claim_of,
+    config_map,
+    documents,
+    image_notes,
+    image_of,
+    job_folder,
+    pod,
+    resources,
+)
 from autopar.export.nodes import nodes_of
 from autopar.export.strategy import Strategy
 
@@ -18,9 +30,10 @@ from autopar.export.strategy import Strategy
 def write(strategy: Strategy, options: Options) -> Exported:
     """Nothing of the plan is lost: the job runs it. Raises InvalidInput if there is no model to train."""
     plan = strategy.plan
-    job = replace(training_job(plan, options, "pytorchjob"), plan=PLAN_PATH)
     nodes, name = nodes_of(plan), job_name(plan)
-    notes = image_notes(options, job.model)
+    job = replace(training_job(plan, options, "pytorchjob", job_folder(name)), plan=PLAN_PATH)
+    notes = [*image_notes(options, job.model), *claim_notes(options, nodes, name)]
+    claim = claim_of(options, name)
     container: Json = {
         "name": "pytorch",  # the operator looks for this name
         "image": image_of(options),
@@ -31,7 +44,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     }
 
     def replicas(count: int) -> Json:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod(name, container)}
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod(name, container, claim)}
 
     specs = {"Master": replicas(1)}
     if nodes.count > 1:
@@ -42,7 +55,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         "metadata": {"name": name},
         "spec": {
             "nprocPerNode": str(nodes.ranks_each),
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RESTARTS},
             "pytorchReplicaSpecs": specs,
         },
     }

@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.export.exported import Exported, Options
-from autopar.export.jobs import as_argument, job_name, training_job
+from autopar.export.jobs import RESTARTS, as_argument, job_name, training_job
 from autopar.export.kubernetes import (
     PLAN_FOLDER,
     PLAN_PATH,
     Json,
+    claim_notes,
+    claim_of,
     config_map,
     documents,
     image_notes,
     image_of,
+    job_folder,
     pod,
     resources,
 )
@@ -32,10 +35,11 @@ _RAY = "2.40.0"
 def write(strategy: Strategy, options: Options) -> Exported:
     """Nothing of the plan is lost: the job runs it. Raises InvalidInput if there is no model to train."""
     plan = strategy.plan
-    job = replace(training_job(plan, options, "rayjob"), plan=PLAN_PATH)
     nodes, name = nodes_of(plan), job_name(plan)
+    job = replace(training_job(plan, options, "rayjob", job_folder(name)), plan=PLAN_PATH)
     notes = [
         *image_notes(options, job.model),
+        *claim_notes(options, nodes, name),
         f"The image also has Ray; set rayVersion, which is {_RAY} here, to its version.",
     ]
     program = render(
@@ -44,6 +48,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         num_workers=plan.num_ranks,
         use_gpu=nodes.gpus,
         backend="nccl" if nodes.gpus else "gloo",
+        restarts=RESTARTS,
     )
     found: Json = {
         "apiVersion": "ray.io/v1",
@@ -51,6 +56,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         "metadata": {"name": name},
         "spec": {
             "entrypoint": f"python {PLAN_FOLDER}/train.py",
+            "backoffLimit": RESTARTS,
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
             "rayClusterSpec": _cluster(strategy, options, nodes, name),
@@ -87,7 +93,7 @@ def _cluster(strategy: Strategy, options: Options, nodes: Nodes, name: str) -> J
                 "maxReplicas": nodes.count,
                 # Ray counts one CPU for each rank, and one for the trainer that starts them.
                 "rayStartParams": {"num-cpus": str(nodes.ranks_each + 1)},
-                "template": pod(name, worker),
+                "template": pod(name, worker, claim_of(options, name)),
             }
         ],
     }

@@ -15,6 +15,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     job, nodes = training_job(plan, options, "slurm"), nodes_of(plan)
     notes = [
         f"{job.plan} and {job.model} are read on every node, from the folder in which the job is submitted.",
+        f"Checkpoints are in {job.job}/ there, from which the job goes on when it is requeued or submitted again.",
         "Add what the site asks for (--partition, --account, --time, --constraint) to sbatch or to the script.",
     ]
     if nodes.ranks_each < plan.cluster.gpus_per_node and nodes.count > 1:

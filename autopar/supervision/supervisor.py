@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.errors import AutoparError
+from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
 from autopar.supervision.causes import Ending
@@ -214,9 +214,5 @@ def _verdict(cause: str) -> int | str:
 
 
 def _step_on_disk(folder: Path) -> int | None:
-    from autopar.runtime.checkpoint.folder import latest
-
-    try:
-        return int(latest(folder).name.split("-")[1])
-    except AutoparError:
-        return None
+    """Of the newest checkpoint that has all its files; whether they are undamaged is seen when it is read."""
+    return max((int(name.split("-")[1]) for name in complete(folder)), default=None)

@@ -18,13 +18,14 @@ from autopar.runtime.environment import Environment
 class TrainingJob:
     """model: MODEL of the command line; plan: path. seq_len: None for that of the plan, or the model file's default.
 
-    steps: in all, those before a checkpoint included. save, resume: folders of checkpoints. save_every: steps
-    between two (None: one after the last step). seed: of weights and data; the checkpoint's, if one is resumed.
+    steps: in all, those before a checkpoint included. save, resume: folders of checkpoints. job: the folder of both, so
+    that the same job starts, or goes on from the newest checkpoint there that is not damaged. save_every: steps between
+    two checkpoints (None: one after the last step; of a ``job``, one after each tenth of the steps). keep: how many of
+    them stay. seed: of weights and data; the checkpoint's, if one is resumed.
     data: a corpus, as ``--data`` names it (None: the model file's own batches, or its example inputs). token_dtype: of
     its ``.bin`` files. eval_data: a corpus that is not trained on. eval_every: steps between evaluations (None: one
     after the last step). eval_batches: global batches of an evaluation, at most. json: report one JSON object at the
-    end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends. job:
-    folder of checkpoints to start or go on from, and to save to.
+    end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends.
     """
 
     model: str
@@ -38,6 +39,8 @@ class TrainingJob:
     save: str | None = None
     save_every: int | None = None
     resume: str | None = None
+    job: str | None = None
+    keep: int = 1
     data: str | None = None
     token_dtype: str = "uint16"
     eval_every: int | None = None
@@ -47,14 +50,12 @@ class TrainingJob:
     environment: Environment = field(default_factory=Environment)
     keep_alive: bool = False
     failures: int = 3
-    job: str | None = None
 
     def opened(self) -> OpenedJob:
         """The job with what it names. Raises what would go wrong on every rank, before there are any."""
         if self.optimizer not in ("adamw", "sgd"):
             raise InvalidInput(f"unknown optimizer {self.optimizer!r}; expected adamw or sgd")
-        if self.save_every is not None and self.save is None:
-            raise InvalidInput("--save-every needs a folder to save to.\n  try: --save DIR")
+        self._check_folders()
         if self.eval_every is not None and self.eval_data is None:
             raise InvalidInput("--eval-every needs data that is not trained on.\n  try: --eval-data WHERE")
         if self.steps < 1:
@@ -66,6 +67,31 @@ class TrainingJob:
         corpus = None if self.data is None else open_corpus(self.data, self.token_dtype)
         held_out = None if self.eval_data is None else open_corpus(self.eval_data, self.token_dtype)
         return OpenedJob(job=self, plan=plan, source=source, corpus=corpus, held_out=held_out, seq_len=seq_len)
+
+    @property
+    def saves_to(self) -> str | None:
+        """The folder that checkpoints are written to."""
+        return self.save if self.job is None else self.job
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after ``step`` steps."""
+        every = self.save_every
+        if every is None and self.job is not None:
+            every = max(1, self.steps // 10)
+        return self.saves_to is not None and (step == self.steps or (every is not None and step % every == 0))
+
+    def _check_folders(self) -> None:
+        for option, folder in (("--save", self.save), ("--resume", self.resume)):
+            if self.job is not None and folder is not None:
+                raise InvalidInput(
+                    f"--job {self.job} saves to its folder and resumes from it; {option} {folder} contradicts that.\n"
+                    f"  try: --job without {option}, or --save and --resume without --job"
+                )
+        for option, given in (("--save-every", self.save_every is not None), ("--keep", self.keep != 1)):
+            if given and self.saves_to is None:
+                raise InvalidInput(f"{option} needs a folder to save to.\n  try: --save DIR, or --job DIR")
+        if self.keep < 1:
+            raise InvalidInput(f"--keep {self.keep}: expected at least 1")
 
     def with_absolute_paths(self) -> TrainingJob:
         """For processes that start in another folder."""
@@ -84,6 +110,7 @@ class TrainingJob:
             plan=str(Path(self.plan).absolute()),
             save=absolute(self.save),
             resume=absolute(self.resume),
+            job=absolute(self.job),
             data=self.data if self.data == STDLIB else absolute(self.data),
             eval_data=self.eval_data if self.eval_data == STDLIB else absolute(self.eval_data),
         )

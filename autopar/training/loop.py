@@ -18,8 +18,6 @@ from autopar.api import assemble
 from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree, agree_same, from_first
-from autopar.runtime.checkpoint.loading import Progress, load_saved
-from autopar.runtime.copies.reading import open_copies
 from autopar.runtime.launch import ensure_process_group, this_device
 from autopar.runtime.mesh import check_world_size
 from autopar.training.batches import Batches, arguments_of, open_batches
@@ -30,6 +28,7 @@ from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.notice import Notice
 from autopar.training.place import Place
 from autopar.training.report import Report, tokens_of
+from autopar.training.resuming import resume
 from autopar.training.warm import Warm
 
 
@@ -80,8 +79,8 @@ def train(
         parallel = assemble(model, example, prepared)
     optimizer = _optimizer(job, parallel)
     scaler = autopar.LossScaler(parallel) if plan.precision == "fp16" else None
-    resumed = _resumed(job, place, parallel, optimizer, scaler)
-    done, saved = (0, None) if resumed is None else (resumed.step, resumed.data)
+    progress = resume(job, place, parallel, optimizer, scaler)
+    done, saved = progress.step, progress.data
     batches = agree(lambda: open_batches(opened, model, saved, done))
     held_out = None if opened.held_out is None else agree(lambda: HeldOut(opened, model))
     report = Report(opened, this_device(), done, tokens_of(example), say if rank == 0 else lambda line: None)
@@ -111,7 +110,7 @@ def train(
         loss = parallel.step(*args, **kwargs)
         left = agreement.noticed
         if scaler is None:
-            check_finite(parallel, loss, step + 1, job.save)
+            check_finite(parallel, loss, step + 1, job.saves_to)
         if copies is not None:
             copies.before_update()
         optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -126,8 +125,17 @@ def train(
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
         last = number == job.steps or bool(left)
-        if job.save is not None and (last or (job.save_every and number % job.save_every == 0)):
-            autopar.save(parallel, optimizer, job.save, scaler=scaler, step=number, data=state, asynchronous=True)
+        if job.saves_to is not None and (last or job.saves_after(number)):
+            autopar.save(
+                parallel,
+                optimizer,
+                job.saves_to,
+                scaler=scaler,
+                step=number,
+                data=state,
+                asynchronous=True,
+                keep=job.keep,
+            )
         if left and number < job.steps:
             break
     else:
@@ -139,16 +147,6 @@ def train(
     report.end()
     dist.barrier()
     return Result(report.agrees, left)
-
-
-def _resumed(job: TrainingJob, place: Place | None, parallel: Any, optimizer: Any, scaler: Any) -> Progress | None:
-    """The state that the job goes on from; None for one that starts."""
-    if place is not None and place.source[0] == "copies":
-        _, step, generation = place.source
-        saved = open_copies(place.copies, step, generation, parallel.engine.plan)
-        return load_saved(parallel, optimizer, lambda: saved, scaler=scaler)
-    folder = job.job if place is not None and place.source[0] == "disk" else job.resume
-    return None if folder is None else autopar.load(parallel, optimizer, folder, scaler=scaler)
 
 
 def _same_everywhere(opened: OpenedJob) -> None:
@@ -172,7 +170,9 @@ def _same_everywhere(opened: OpenedJob) -> None:
                 )
 
     agree(check)
-    names = ("steps", "optimizer", "learning_rate", "seed", "save_every", "eval_every", "eval_batches", "seq_len")
+    names = (
+        "steps", "optimizer", "learning_rate", "seed", "save_every", "keep", "eval_every", "eval_batches", "seq_len",
+    )  # fmt: skip
     agree_same({name: getattr(opened.job, name) for name in names}, "autopar train")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.ir.errors import CheckpointError
 
@@ -17,6 +19,7 @@ class Saving:
     def __init__(self, path: str, future: Future[Any] | None) -> None:
         """future: of the write; None if it is complete."""
         self._path, self._future = path, future
+        self._told = False
 
     @property
     def done(self) -> bool:
@@ -25,25 +28,41 @@ class Saving:
 
     def wait(self) -> None:
         """Wait for the write. Raises CheckpointError, on every rank, if it failed on any."""
-        future, self._future = self._future, None
-        if future is None:
-            return
-        try:
-            future.result()
-        except Exception as error:
+        error = None if self._future is None else self._future.exception()
+        if error is not None:
+            self._told = True
             raise write_failed(self._path, error) from error
+
+    def failure(self) -> CheckpointError | None:
+        """Why the write failed, if it has and ``wait()`` has not said so. Does not wait."""
+        error = None if self._told or self._future is None or not self._future.done() else self._future.exception()
+        return None if error is None else write_failed(self._path, error)
+
+    def finish(self) -> None:
+        """``wait()``, but an error that it has raised before is not raised again."""
+        if not self._told:
+            self.wait()
 
 
 def write_failed(path: str, error: BaseException) -> CheckpointError:
     """The error of a write that failed."""
-    return CheckpointError(f"writing a checkpoint to {path} failed: {error}\n  the one before it is still complete")
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, CheckpointException):
+        # Its own text is a page of stack traces.
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        what = "; ".join(f"on rank {rank} {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+    return CheckpointError(f"writing a checkpoint to {path} failed: {what}\n  what was saved before is kept")
 
 
 @dataclass(slots=True)
 class Background:
-    """State of writes beyond one call: their process group, and the write that may be running."""
+    """State of writes beyond one call: their process group, and the write that may be running.
+
+    damaged: names of checkpoints that were found damaged, which do not count among those that are kept.
+    """
 
     saving: Saving | None = None
+    damaged: set[str] = field(default_factory=set)
     _group: dist.ProcessGroup | None = None
 
     def group(self) -> dist.ProcessGroup:
@@ -52,8 +71,17 @@ class Background:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
+    def failure(self) -> CheckpointError | None:
+        """Why the write that was going on has failed, if it has and nobody was told. Does not wait."""
+        return None if self.saving is None else self.saving.failure()
+
     def finish(self) -> None:
-        """Wait for the write that is going on, if there is one."""
+        """Wait for the write that is going on, if any. Raises CheckpointError if it failed and nobody was told."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            saving.wait()
+            saving.finish()
+
+    def drop(self) -> None:
+        """Let go of a write that has failed, which is told already. It fails on all ranks, if not at one instant."""
+        with suppress(CheckpointError):
+            self.finish()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ from torch.optim import Optimizer
 from autopar.ir.errors import CheckpointError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree
-from autopar.runtime.checkpoint.folder import open_saved
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import OptimizerState
 from autopar.runtime.checkpoint.saved import Saved
 from autopar.runtime.checkpoint.saving import (
-    FORMAT,
     Stateful,
     as_list,
     flat,
@@ -31,15 +29,20 @@ from autopar.runtime.checkpoint.saving import (
     random_tensors,
     tensors_of,
 )
+from autopar.runtime.checkpoint.verification import verified
 from autopar.runtime.module import ParallelModule
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training was: the ``step`` and ``data`` that were saved."""
+    """How far training was: the ``step`` and ``data`` that were saved.
+
+    skipped: name -> what is wrong with each newer checkpoint that is damaged, if ``load`` was to pass them over.
+    """
 
     step: int
     data: Any
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(
@@ -49,51 +52,56 @@ def load(
     *,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: Stateful | None = None,
+    fall_back: bool = False,
 ) -> Progress:
     """Read the latest checkpoint in the folder ``path``, whatever plan it was saved under. All ranks call together.
 
+    Every byte of it is compared with its checksum first. fall_back: if it is damaged, read the newest one that is kept
+    there (``save(..., keep=2)``) and is not; a warning says what was passed over and why, as ``Progress.skipped`` does.
+
     optimizer: None for the parameters and buffers alone. The state of the generators of random numbers is restored
     under the plan that it was saved under; under another one dropout goes on from the same seed and step.
-    Raises CheckpointError, on every rank, before anything has changed if the checkpoint does not fit the model.
+    Raises CheckpointError, on every rank, before anything has changed, if the checkpoint is damaged or does not fit.
     """
     what = [type(one).__name__ for one in (*as_list(optimizer), *as_list(scheduler), *as_list(scaler))]
-    pm.engine.agree_to(f"load({', '.join(('pm', *what, repr(str(path))))})")
-    return load_saved(pm, optimizer, lambda: open_saved(Path(path)), scheduler=scheduler, scaler=scaler)
+    pm.engine.agree_to(f"load({', '.join(('pm', *what, repr(str(path))))}, fall_back={fall_back})")
+    agree(pm.engine.background.finish)
+    found = verified(Path(path), fall_back=fall_back)
+    pm.engine.background.damaged |= found.skipped.keys()
+    return load_saved(pm, optimizer, found, scheduler=scheduler, scaler=scaler)
 
 
 def load_saved(
     pm: ParallelModule,
     optimizer: Optimizer | Sequence[Optimizer] | None,
-    opened: Callable[[], Saved],
+    found: Saved,
     *,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: Stateful | None = None,
 ) -> Progress:
-    """``load`` of a state wherever it is. opened: finds it; it may raise CheckpointError on some ranks."""
-    pm.engine.background.finish()
+    """``load`` of a state that is found. All ranks call together."""
     schedulers = as_list(scheduler)
     state = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
-    found, tensors = agree(lambda: _check(pm, state, opened(), schedulers, scaler))
+    tensors = agree(lambda: _check(pm, state, found, schedulers, scaler))
     saved = found.state
     if saved.get("frozen") is not None:
         _check_frozen(pm, found)
     if state.names:
+        state.load_settings(saved["settings"])
         state.create()  # not within agree: the step of an optimiser may communicate
     agree(lambda: _read(pm, state, found, tensors))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
-    return Progress(saved["step"], saved["data"])
+    return Progress(saved["step"], saved["data"], found.skipped)
 
 
 def _check(
     pm: ParallelModule, state: OptimizerState, found: Saved, schedulers: list[Stateful], scaler: Stateful | None
-) -> tuple[Saved, dict[str, set[str]]]:
-    """The saved state, if it fits, and the names of the tensors of each parameter's optimiser state."""
+) -> dict[str, set[str]]:
+    """The names of the tensors of each parameter's optimiser state. Raises CheckpointError if anything does not fit."""
     where, saved, metadata = found.where, found.state, found.metadata
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(f"{where} has format {saved.get('format')!r}; this version of autopar reads {FORMAT}")
     wanted = tensors_of(pm, _names_in(pm, saved))
     _check_model(pm, wanted, found)
     if state.names and saved["settings"] is None:
@@ -110,8 +118,8 @@ def _check(
     own = [f"optimizer/{name}/{leaf}" for name in state.names for leaf in tensors.get(name, ())]
     found.check([*wanted, *own])
     if state.names:
-        state.load_settings(saved["settings"])
-    return found, tensors
+        state.check_settings(saved["settings"])
+    return tensors
 
 
 def _names_in(pm: ParallelModule, saved: Mapping[str, Any]) -> set[str] | None:
@@ -123,18 +131,16 @@ def _check_frozen(pm: ParallelModule, found: Saved) -> None:
     """Raise CheckpointError unless the frozen parameters are those beside which the others were trained."""
     if frozen_sum(pm) != found.state["frozen"]:
         raise CheckpointError(
-            f"the checkpoint {found.where} holds what trains alone, and the frozen parameters of "
-            f"{pm.engine.captured.name} are not those beside which it was trained.\n"
-            "  expected: the same base weights, as much of them frozen\n"
+            f"{found.where} holds what trains alone, and the frozen parameters of {pm.engine.captured.name} "
+            "are not those beside which it was trained.\n  expected: the same base weights, as much of them frozen\n"
             "  try: from_pretrained of the same base; or save(...) without trainable_only, which holds all of them"
         )
 
 
 def _read(pm: ParallelModule, state: OptimizerState, found: Saved, tensors: Mapping[str, set[str]]) -> None:
     """On each rank by itself; nothing is sent."""
-    saved = found.state
+    saved, saved_tensors = found.state, found.metadata.state_dict_metadata
     wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
-    saved_tensors = found.metadata.state_dict_metadata
     for name, value in history_tensors(pm).items():
         if name in saved_tensors:
             wanted[name] = value
@@ -164,8 +170,7 @@ def _check_model(
     found: Saved,
 ) -> None:
     """Raise CheckpointError unless the checkpoint has the model's parameters and buffers, and no others."""
-    saved, there = found.state, found.metadata.state_dict_metadata
-    captured = pm.engine.captured
+    saved, there, captured = found.state, found.metadata.state_dict_metadata, pm.engine.captured
     names = {p.name for p in captured.parameters.values()} | {b.name for b in captured.buffers.values() if b.persistent}
     problems = [f"{key} is missing" for key in wanted if key not in there]
     for key, value in wanted.items():
@@ -179,7 +184,7 @@ def _check_model(
         listed = "\n".join(f"  {problem}" for problem in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
-            f"the checkpoint {found.where} does not fit the model:\n{listed}{more}\n"
+            f"{found.where} does not fit the model:\n{listed}{more}\n"
             f"  it is of {saved['model']} (fingerprint {saved['fingerprint']}), this is {captured.name} "
             f"({captured.fingerprint})\n  try: the model that was saved"
         )

@@ -88,18 +88,15 @@ class OptimizerState:
             for name, (_, group, _) in self._place.items()
         }
 
-    def load_settings(self, settings: ByName) -> None:
-        """Give each group the hyperparameters that its parameters had. Raises CheckpointError if they differ."""
+    def check_settings(self, settings: ByName) -> None:
+        """Raise CheckpointError unless each group's parameters had the same hyperparameters."""
         missing = [name for name in self._place if name not in settings]
         if missing:
             raise CheckpointError(
                 f"the checkpoint has no optimiser state of {_some(missing)}.\n"
                 "  try: an optimiser over the same parameters, or load(pm, None, path) for the parameters alone"
             )
-        by_group: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        for name, (_, group, _) in self._place.items():
-            by_group.setdefault(id(group), (group, []))[1].append(name)
-        for group, names in by_group.values():
+        for _, names in self._groups():
             saved = settings[names[0]]
             other = next((name for name in names if settings[name] != saved), None)
             if other is not None:
@@ -108,11 +105,22 @@ class OptimizerState:
                     f"{names[0]} and {other} are in one parameter group, but had different {', '.join(keys)} when "
                     "they were saved.\n  try: parameter groups as they were when saving"
                 )
-            for key, value in saved.items():
+
+    def load_settings(self, settings: ByName) -> None:
+        """Give each group the hyperparameters that its parameters had, which ``check_settings`` has checked."""
+        for group, names in self._groups():
+            for key, value in settings[names[0]].items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
+
+    def _groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each group, with the names of its parameters."""
+        by_group: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for name, (_, group, _) in self._place.items():
+            by_group.setdefault(id(group), (group, []))[1].append(name)
+        return list(by_group.values())
 
     def create(self) -> None:
         """Make the state that a first step makes. The gradients stay; parameters may change, so load them later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -15,6 +15,7 @@ class Saved:
     """where: it is, for messages. state: everything that is not a tensor. metadata: its tensors and their chunks.
 
     reader: makes what reads tensors. check: raises CheckpointError unless all of the tensors it is given can be read.
+    skipped: name -> what is wrong with each newer one that was passed over.
     """
 
     where: str
@@ -22,3 +23,4 @@ class Saved:
     metadata: Metadata
     reader: Callable[[], StorageReader]
     check: Callable[[Sequence[str]], None]
+    skipped: dict[str, str] = field(default_factory=dict)

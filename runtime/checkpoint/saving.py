@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.optim import Optimizer
 
+from autopar.ir.errors import InvalidInput
 from autopar.runtime.agreement import agree, from_first
 from autopar.runtime.checkpoint.background import Saving, write_failed
-from autopar.runtime.checkpoint.finite import check_finite_parameters
-from autopar.runtime.checkpoint.folder import AtomicWriter, new_name, state_bytes
+from autopar.runtime.checkpoint.contents import state_bytes
+from autopar.runtime.checkpoint.finite import check_finite
+from autopar.runtime.checkpoint.folder import new_name, remove_incomplete
+from autopar.runtime.checkpoint.free_space import check_free_space
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import ByName, OptimizerState
+from autopar.runtime.checkpoint.verification import FORMAT
+from autopar.runtime.checkpoint.writer import AtomicWriter
 from autopar.runtime.module import ParallelModule
-
-FORMAT = 1
 
 
 class Stateful(Protocol):
@@ -45,8 +50,9 @@ def save(
     data: Any = None,
     asynchronous: bool = False,
     trainable_only: bool = False,
+    keep: int = 1,
 ) -> Saving:
-    """Write a checkpoint to the folder ``path``, replacing the one in it once the new one is complete.
+    """Write a checkpoint to the folder ``path``; the newest ``keep`` stay, older ones go once the new one is complete.
 
     All ranks call together, on a file system that they share. Saved are parameters, buffers, optimiser and
     generators of random numbers of all ranks, and of rank 0 ``scheduler``, ``scaler``, ``step`` and ``data``: where
@@ -54,34 +60,56 @@ def save(
 
     trainable_only: leave out frozen parameters, which a model with adapters has most of, and buffers that forward does
     not write. ``load`` then wants a model whose frozen parameters are the same, and checks that they are.
-    asynchronous: return once everything is copied to the CPU, and write it beside training. ``wait()`` for the
-    result; the next ``save`` does so too, and the program must before it ends the process group.
-    Raises InvalidInput or CheckpointError, on every rank, and NotFinite, without writing anything, if a parameter that
-    trains is infinite or not a number.
+    asynchronous: return once everything is copied to the CPU, and write it beside training. If that fails, the next
+    call of ``pm`` raises CheckpointError, or the next ``save``, or ``wait()``, which the program must call before it
+    ends the process group.
+    Raises InvalidInput or CheckpointError, on every rank, and without writing anything CheckpointError if the disk has
+    no room, NotFinite if a number that training would go on from is not finite. What was saved before is kept then.
     """
     background, folder = pm.engine.background, Path(path)
     what = [type(one).__name__ for one in (*as_list(optimizer), *as_list(scheduler), *as_list(scaler))]
-    options = f"step={step}, asynchronous={asynchronous}, trainable_only={trainable_only}"
+    options = f"step={step}, asynchronous={asynchronous}, trainable_only={trainable_only}, keep={keep}"
     pm.engine.agree_to(f"save({', '.join(('pm', *what, repr(str(path))))}, {options})")
-    background.finish()
-    check_finite_parameters(pm, path, step)
+    if keep < 1:
+        raise InvalidInput(f"keep={keep}: expected at least 1, the checkpoint that is written")
+    agree(background.finish)
     optimizers = agree(lambda: OptimizerState(as_list(optimizer), dict(pm.named_parameters())))
-    tensors = tensors_of(pm, changes(pm) if trainable_only else None) | flat(optimizers.tensors()) | random_tensors()
-    tensors |= history_tensors(pm)
+    of_optimizers = flat(optimizers.tensors())
+    check_finite(pm, path, step, optimizer=of_optimizers, buffers=_written_buffers(pm))
+    tensors = tensors_of(pm, changes(pm) if trainable_only else None) | of_optimizers | history_tensors(pm)
+    own = random_tensors()
     frozen = frozen_sum(pm) if trainable_only else None
     state = _state(pm, optimizers, scheduler, scaler, step, data, frozen)
+    agree(lambda: remove_incomplete(folder) if dist.get_rank() == 0 else None)
+    check_free_space(pm, folder, tensors, own, state)
     name = from_first(lambda: new_name(step))
-    writer = AtomicWriter(folder, name, state)
+    writer = AtomicWriter(folder, name, state, keep, frozenset(background.damaged))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    group, everything = background.group(), tensors | own
     if asynchronous:
-        future = dcp.async_save(tensors, storage_writer=writer, planner=planner, process_group=background.group())
-        background.saving = Saving(str(path), future)  # type: ignore[arg-type]  # a stager of its own gives a future
+        future = dcp.async_save(everything, storage_writer=writer, planner=planner, process_group=group)
+        assert isinstance(future, Future), "of a writer that stages by itself"
+        future.add_done_callback(lambda ended: _clear(writer) if ended.exception() is not None else None)
+        background.saving = Saving(str(path), future)
         return background.saving
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=background.group())
-    except Exception as error:
+        dcp.save(everything, storage_writer=writer, planner=planner, process_group=group)
+    except (Exception, CheckpointException) as error:
+        _clear(writer)
         raise write_failed(str(path), error) from error
     return Saving(str(path), None)
+
+
+def _written_buffers(pm: ParallelModule) -> dict[str, torch.Tensor]:
+    """The buffers of this rank that forward writes."""
+    written = {buffer.name for buffer in pm.engine.captured.buffers.values() if buffer.updated_by is not None}
+    return {name: value for name, value in pm.named_buffers() if name in written}
+
+
+def _clear(writer: AtomicWriter) -> None:
+    """Give back the room of a write that has failed, of which all ranks know by now."""
+    if dist.get_rank() == 0:
+        writer.discard()
 
 
 def _state(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.ir.primitives.read_parameter import local_of
 from autopar.runtime.checkpoint.optimizers import OptimizerState
-from autopar.runtime.checkpoint.saving import FORMAT, as_list, flat, history_tensors, random_tensors, tensors_of
+from autopar.runtime.checkpoint.saving import as_list, flat, history_tensors, random_tensors, tensors_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.torch_private import chunks_of
 
@@ -42,7 +42,6 @@ class Snapshots:
         """What is the same after every step, for JSON."""
         engine = self._pm.engine
         return {
-            "format": FORMAT,
             "model": engine.captured.name,
             "fingerprint": engine.captured.fingerprint,
             "plan": engine.plan.to_yaml(),

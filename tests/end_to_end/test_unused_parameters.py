@@ -179,9 +179,11 @@ def save_what_trains(folder: str) -> None:
 
 
 def tensors_in(folder: str) -> set[str]:
-    from autopar.runtime.checkpoint.folder import latest, read_metadata
+    from autopar.runtime.checkpoint.contents import METADATA, parse_metadata
+    from autopar.runtime.checkpoint.folder import latest
 
-    found = read_metadata(latest(Path(folder))).state_dict_metadata
+    newest = latest(Path(folder))
+    found = parse_metadata((newest / METADATA).read_bytes(), newest).state_dict_metadata
     return {key.removeprefix("model/") for key in found if key.startswith("model/")}
 
 

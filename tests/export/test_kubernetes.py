@@ -60,6 +60,13 @@ def documents(plan: Plan, target: str, options: Options | None = None) -> tuple[
     return config_map, job
 
 
+def claims(template: dict[str, Any]) -> list[str]:
+    """The claims of the volumes that the container mounts at /checkpoints."""
+    (container,) = template["spec"]["containers"]
+    mounted = {one["name"] for one in container["volumeMounts"] if one["mountPath"] == "/checkpoints"}
+    return [one["persistentVolumeClaim"]["claimName"] for one in template["spec"]["volumes"] if one["name"] in mounted]
+
+
 @pytest.mark.parametrize(("ranks", "pods", "each"), [(1, 1, 1), (8, 1, 8), (32, 4, 8), (12, 2, 6)])
 def test_pytorchjob(ranks: int, pods: int, each: int) -> None:
     _, job = documents(decoder_plan(dp=ranks), "pytorchjob", Options(image="trainer:1", steps=7))
@@ -74,7 +81,9 @@ def test_pytorchjob(ranks: int, pods: int, each: int) -> None:
         assert container["resources"]["limits"] == {"nvidia.com/gpu": str(each)}
         assert container["command"][:3] == ["torchrun", "-m", "autopar.training"]
         given = TrainingJob(**json.loads(container["command"][3]))
-        assert given == TrainingJob(model="examples/gpt.py", plan=PLAN_PATH, steps=7, seq_len=1024)
+        folder = "/checkpoints/autopar-decoder"
+        assert given == TrainingJob(model="examples/gpt.py", plan=PLAN_PATH, steps=7, seq_len=1024, job=folder, keep=2)
+        assert claims(spec["template"]) == ["autopar-decoder"]
 
 
 @pytest.mark.parametrize("gpu", ["h100-sxm", "mi300x", "cpu"])
@@ -82,7 +91,9 @@ def test_rayjob(gpu: str) -> None:
     config_map, job = documents(decoder_plan(dp=16, gpu=gpu), "rayjob")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
-    assert set(spec) == {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
+    assert set(spec) == {
+        "entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec",
+    }  # fmt: skip
     cluster = spec["rayClusterSpec"]
     assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
     assert set(cluster["headGroupSpec"]) == {"rayStartParams", "template"}
@@ -103,6 +114,18 @@ def test_rayjob(gpu: str) -> None:
     }
     scaling = {keyword.arg: ast.literal_eval(keyword.value) for keyword in calls["ScalingConfig"].keywords}
     assert (scaling["num_workers"], scaling["use_gpu"]) == (16, gpu != "cpu")
+    assert "FailureConfig" in calls and claims(workers["template"]) == ["autopar-decoder"]
+    assert claims(cluster["headGroupSpec"]["template"]) == []
+
+
+@pytest.mark.parametrize("target", ["pytorchjob", "rayjob"])
+def test_checkpoints_are_in_a_claim_that_several_pods_write_to(target: str) -> None:
+    plan = decoder_plan(dp=16)
+    assert "claim autopar-decoder, which has to be there (ReadWriteMany" in " ".join(export(plan, target).notes)
+    _, job = documents(plan, target, Options(claim="disk"))
+    specs = job["spec"]["pytorchReplicaSpecs"]["Worker"] if target == "pytorchjob" else None
+    template = specs["template"] if specs else job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]
+    assert claims(template) == ["disk"]
 
 
 @pytest.mark.parametrize("target", ["pytorchjob", "rayjob"])

@@ -56,16 +56,18 @@ def test_one_torchrun_a_node(stubs: Path) -> None:
         assert (given["--master-addr"], given["--master-port"]) == ("n1", "20077")
         assert words[10:12] == ["-m", "autopar.training"]
         job = TrainingJob(**json.loads(words[12]))
-        assert job == TrainingJob(model="examples/gpt.py", plan="plan.yaml", steps=1000, seq_len=1024)
+        assert job == TrainingJob(
+            model="examples/gpt.py", plan="plan.yaml", steps=1000, seq_len=1024, job="autopar-decoder", keep=2
+        )
 
 
-def test_steps_checkpoints_and_programs(stubs: Path, tmp_path: Path) -> None:
+def test_steps_checkpoints_and_programs(stubs: Path) -> None:
     plan = decoder_plan(dp=16)
-    (words, _) = run(plan, stubs, STEPS="7", SAVE="/nowhere", SAVE_EVERY="3")
+    (words, _) = run(plan, stubs, STEPS="7", JOB="/there", SAVE_EVERY="3", KEEP="5")
     job = TrainingJob(**json.loads(words[12]))
-    assert (job.steps, job.save, job.save_every, job.resume) == (7, "/nowhere", 3, None)
-    (words, _) = run(plan, stubs, SAVE=str(tmp_path))
-    assert TrainingJob(**json.loads(words[12])).resume == str(tmp_path)
+    assert (job.steps, job.job, job.save_every, job.keep) == (7, "/there", 3, 5)
+    (words, _) = run(plan, stubs, JOB="")
+    assert TrainingJob(**json.loads(words[12])).job is None
     (words, _) = run(plan, stubs, "my program.py", "--flag")
     assert words[10:12] == ["my program.py", "--flag"]
 
@@ -77,6 +79,11 @@ def test_names_are_no_shell_code(stubs: Path, tmp_path: Path) -> None:
     job = json.loads(words[12])
     assert (job["model"], job["plan"]) == (odd, "it's $HOME.yaml")
     assert not (tmp_path / "broken").exists()
+
+
+def test_the_script_that_slurm_starts_again_goes_on() -> None:
+    text = export(decoder_plan(dp=2), "slurm").text
+    assert "#SBATCH --requeue\n" in text and "--open-mode=append\n" in text
 
 
 def test_resources() -> None:

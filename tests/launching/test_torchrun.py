@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from autopar.cli.app import app
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 from autopar.launching.launch import launch
@@ -88,6 +92,37 @@ def test_another_number_of_ranks_is_refused_on_every_rank(folder: Path) -> None:
     assert "this job has 3" in err
     assert "exitcode  : 2 " in err, err  # as torchrun says; it ends the ranks that have not left yet
     assert "loss" not in out
+
+
+def test_torchrun_takes_no_option_of_train_for_one_of_its_own() -> None:
+    command = get_command(app)
+    assert isinstance(command, TyperGroup)
+    options = [name for one in command.commands["train"].params for name in one.opts if name.startswith("--")]
+    assert {"--job", "--keep", "--save-every"} <= set(options)
+    for option in options:
+        words = ["-m", "autopar", "train", "model.py", "plan.yaml", option, "value"]
+        found = get_args_parser().parse_args(["--nproc-per-node", "2", *words])  # ends the process if it cannot
+        assert [found.training_script, *found.training_script_args] == words[1:]
+
+
+@pytest.mark.slow
+def test_the_same_command_starts_goes_on_and_says_that_it_is_done(folder: Path) -> None:
+    words = (
+        "-m",
+        "autopar",
+        "train",
+        str(folder / "model.py"),
+        str(folder / "plan.yaml"),
+        "--job",
+        str(folder / "run"),
+    )
+    said = []
+    for steps in ("2", "4", "4"):
+        code, out, err = torchrun(2, *words, "--steps", steps, "--keep", "2")
+        assert code == 0, err
+        said.append([line.split()[0] for line in out.splitlines() if line[:4].strip().isdigit()])
+    assert said == [["1", "2"], ["3", "4"], []]
+    assert "nothing to do: 4 steps are done" in out
 
 
 def test_ray_within_torchrun_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

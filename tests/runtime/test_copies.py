@@ -123,7 +123,7 @@ def _places(folder: str, per_host: int) -> CopyPlaces:
 def _resumed(folder: str, per_host: int, constraints: dict[str, Any]) -> tuple[list[float], int, Any]:
     pm, optimizer = _module(**constraints)
     saved = open_copies(_places(folder, per_host), 3, 1, pm.plan)
-    progress = load_saved(pm, optimizer, lambda: saved)
+    progress = load_saved(pm, optimizer, saved)
     return _steps(pm, optimizer, 3, 6), progress.step, progress.data
 
 

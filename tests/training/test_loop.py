@@ -100,7 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         }
         return TrainingJob(**paths, steps=steps, **{"json": True} | more)
 
-    run = str(folder / "run")
+    run, own = str(folder / "run"), str(folder / "own")
     jobs = {
         "whole": job("dp", seed=3, compare_single=True),
         "first": job("dp", 2, seed=3, save=run),
@@ -117,6 +117,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "diverges": job("dp", 4, optimizer="sgd", learning_rate=1e30, save=str(folder / "bad"), save_every=1),
         "not a gradient": replace(job("kink", 1, model="floats.py:kink", save=run), data=None),
         "unharmed": job("dp", 4, resume=run),
+        "job starts": job("dp", 2, seed=3, job=own, save_every=1, keep=2),
+        "job goes on": job("pp", seed=3, job=own),
+        "job is done": job("pp", seed=3, job=own, json=False),
+        "job that saves elsewhere": job("dp", job=own, save=run),
+        "job that resumes elsewhere": job("dp", job=own, resume=run),
+        "keeps nothing": job("dp", save=run, keep=0),
+        "keeps what is not saved": job("dp", keep=2),
     }
     return run_ranks(_train_each, 2, jobs)
 
@@ -171,3 +178,24 @@ def test_a_loss_that_is_not_finite_is_said_and_no_checkpoint_is_overwritten(foun
         # The loss is finite, its gradient is not.
         assert "step 1: " in rank["not a gradient"] and "nothing is saved" in rank["not a gradient"]
     assert json.loads(found[0]["unharmed"][0])["first_step"] == 3
+
+
+def test_one_job_starts_and_goes_on_and_says_that_it_is_done(found: list[dict[str, Any]]) -> None:
+    whole, starts, goes_on = (json.loads(found[0][name][0]) for name in ("whole", "job starts", "job goes on"))
+    assert (starts["first_step"], goes_on["first_step"]) == (1, 3)
+    assert starts["losses"] + goes_on["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert found[0]["job is done"][-1] == "nothing to do: 5 steps are done"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("job that saves elsewhere", "try: --job without --save"),
+        ("job that resumes elsewhere", "try: --job without --resume"),
+        ("keeps nothing", "--keep 0: expected at least 1"),
+        ("keeps what is not saved", "--keep needs a folder to save to"),
+    ],
+)
+def test_contradictions_about_checkpoints_are_refused(found: list[dict[str, Any]], name: str, words: str) -> None:
+    for rank in found:
+        assert rank[name].startswith("InvalidInput") and words in rank[name], rank[name]
