@@ -10,7 +10,7 @@ import torch
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.launch import in_job
 from autopar.supervision.council import Council
-from autopar.supervision.store import OwnStore, of_torchrun
+from autopar.supervision.store import OwnStore, of_torchrun, serves_itself
 from autopar.supervision.supervisor import Supervision, Supervisor
 from autopar.training.job import TrainingJob
 
@@ -33,9 +33,13 @@ def train_supervised(job: TrainingJob) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
     for name in _PRELOADED:
         __import__(name)
-    store = OwnStore() if count == 1 else None
+    store = None
+    if count == 1:
+        store = OwnStore()
+    elif index == 0 and not serves_itself():
+        store = OwnStore(of_torchrun().port)
     try:
-        address = of_torchrun() if store is None else store.address
+        address = store.address if store is not None and count == 1 else of_torchrun()
         timeout = job.environment.timeout_s
         council = Council(address.connect(), index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S)
         given = Supervision(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 from autopar.runtime.copies.places import memory_folder
+
+_OWNER = "owner-"
 
 
 def host_name() -> str:
@@ -20,6 +23,18 @@ def copies_folder(job: str) -> Path:
     """Where the ranks of a job on this host copy their state to. job: what names it, the same on every host."""
     digest = hashlib.sha256(job.encode()).hexdigest()[:12]
     return memory_folder() / f"autopar-{os.getuid()}-{digest}-{host_name()}"
+
+
+def claim(folder: Path, *, lasting: bool) -> None:
+    """Make the folder of a job that this process supervises, and remove those of processes that have ended. lasting: it
+    is of use to a later start of the job, so it is left if this process is killed."""
+    for other in folder.parent.glob(f"autopar-{os.getuid()}-*/{_OWNER}*"):
+        pid = other.name.removeprefix(_OWNER)
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(other.parent, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not lasting:
+        (folder / f"{_OWNER}{os.getpid()}").touch()
 
 
 def _identity() -> str:

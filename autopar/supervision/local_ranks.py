@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,12 +15,12 @@ from pathlib import Path
 from autopar.ir.fork import fork
 from autopar.process_end import end_process
 from autopar.supervision.causes import Ending, out_of_memory_kills
+from autopar.supervision.forked import die_with
 from autopar.supervision.progress import Progress
 from autopar.training.rank import LOST_OTHERS, LostOthers
 
 # A rank that is stopped for longer is taken for lost; somebody may stop one to look at it.
 STOPPED_S = 3.0
-_SET_PDEATHSIG = 1
 FAILED = 70
 """Exit code of a rank that raised an error."""
 
@@ -150,16 +149,6 @@ def _run(body: Callable[[int, int, Progress], int], rank: int, place: int, progr
         with suppress(OSError):
             os.write(said, (words.splitlines() or [""])[0][:4000].encode())
         return LOST_OTHERS if lost else FAILED
-
-
-def die_with(parent: int) -> None:
-    """End this process when its parent does."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    with suppress(AttributeError, OSError):  # not on Linux
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _state(pid: int) -> str:

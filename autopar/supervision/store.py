@@ -6,10 +6,13 @@ import os
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
-from typing import Any
+from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
+
+from autopar.ir.errors import LaunchError
+from autopar.ir.fork import fork
+from autopar.supervision.forked import die_with
 
 _PATIENCE = timedelta(seconds=300)
 
@@ -29,18 +32,25 @@ class Address:
 class OwnStore:
     """A store on this host, in a process that ends with this one: a server has threads, and a supervisor forks."""
 
-    def __init__(self) -> None:
-        context = get_context("fork")
-        here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
-        self._process.start()
-        there.close()
-        self.address = Address("127.0.0.1", here.recv())
+    def __init__(self, port: int = 0) -> None:
+        """port: 0 for any that is free."""
+        reader, writer = os.pipe()
+        parent = os.getpid()
+        self._pid = fork()
+        if self._pid == 0:
+            os.close(reader)
+            _serve(writer, parent, port)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            said = pipe.read()
+        if not said:
+            raise LaunchError(f"no store can be opened at port {port} of this host.\n  try: another --master-port")
+        self.address = Address("127.0.0.1", int(said))
 
     def stop(self) -> None:
         """End it."""
-        self._process.kill()
-        self._process.join()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
 
 def of_torchrun() -> Address:
@@ -53,13 +63,14 @@ def serves_itself() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _serve(pipe: Any, parent: int) -> None:
-    from autopar.supervision.local_ranks import die_with
-
+def _serve(pipe: int, parent: int, port: int) -> NoReturn:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
-    pipe.close()
-    while True:
-        signal.pause()
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        os.write(pipe, str(store.port).encode())
+        os.close(pipe)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(1)

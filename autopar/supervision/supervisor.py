@@ -10,6 +10,7 @@ whatever the failure was, what comes after it is a start like any other.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError  # type: ignore[attr-defined]
 
+from autopar.ir.errors import LaunchError
 from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
@@ -27,7 +30,7 @@ from autopar.supervision.causes import Ending
 from autopar.supervision.council import POLL_S, Council
 from autopar.supervision.decision import Decision, Facts, decide
 from autopar.supervision.fewer import FewerRanks
-from autopar.supervision.hosts import copies_folder, host_name
+from autopar.supervision.hosts import claim, copies_folder, host_name
 from autopar.supervision.local_ranks import LocalRanks
 from autopar.supervision.progress import Progress
 from autopar.supervision.store import Address
@@ -60,6 +63,7 @@ class Supervisor:
         self._opened, self._address, self._council, self._given = opened, address, council, given
         self.host = host_name()
         self.folder = copies_folder(opened.job.job or council.job)
+        claim(self.folder, lasting=opened.job.job is not None)
         timeout = opened.job.environment.timeout_s
         self._ranks = LocalRanks(self.host, None if timeout is None else 1.5 * timeout)
         self._fewer, self._warm = FewerRanks(opened), Warm(opened)
@@ -84,6 +88,8 @@ class Supervisor:
                 found = self._watch(number, decision)
                 self._ranks.end()
                 if isinstance(found, int):
+                    if found == 0 or self._opened.job.job is None:
+                        shutil.rmtree(self.folder, ignore_errors=True)
                     return found
                 self._before = decision.ranks
                 now = max((copy.step for copy in copies_in(self.folder)), default=0)
@@ -93,6 +99,11 @@ class Supervisor:
                     self._given.say(f"{cause}\n  it is the failure number {in_a_row} without a step in between")
                     return 1
                 number += 1
+        except DistError as error:
+            raise LaunchError(
+                f"the store that supervisors meet at is gone: {str(error).splitlines()[0]}\n"
+                "  expected: the host of the first supervisor; the same command goes on from the copies that are left"
+            ) from error
         finally:
             self._ranks.end()
             self._fewer.stop()

@@ -1,0 +1,24 @@
+"""A process that a supervisor has forked: it ends with it, and has none of its duties."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from multiprocessing import util
+
+_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent does; signals do what they do by default."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    # It would end the processes that the parent has started.
+    atexit.unregister(util._exit_function)  # type: ignore[attr-defined]
+    with suppress(AttributeError, OSError):  # not on Linux
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
