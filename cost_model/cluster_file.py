@@ -168,14 +168,14 @@ class FailuresDescription(_Model):
         ):
             if hours is not None:
                 known = known.with_mean_hours(kind, hours)
-        seconds = {
-            "repair_hours": self.repair_hours,
-            "detection_s": self.detect_s,
-            "restart_s": self.restart_s,
-            "save_s": self.save_s,
-            "replan_s": self.replan_s,
-        }
-        return replace(known, **{name: value for name, value in seconds.items() if value is not None})
+        return replace(
+            known,
+            repair_hours=known.repair_hours if self.repair_hours is None else self.repair_hours,
+            detection_s=known.detection_s if self.detect_s is None else self.detect_s,
+            restart_s=known.restart_s if self.restart_s is None else self.restart_s,
+            save_s=known.save_s if self.save_s is None else self.save_s,
+            replan_s=known.replan_s if self.replan_s is None else self.replan_s,
+        )
 
 
 class ClusterDescription(_Model):

@@ -132,8 +132,8 @@ class Prediction(_Model):
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
     in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
-    the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it over
-    days with failures, and the intervals and spares that leave most.
+    the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it
+    over days with failures, and the intervals and spares that leave most.
     """
 
     step_time_s: float

@@ -1,4 +1,4 @@
-"""Bytes that outlive a step: parameters and optimiser state, of which checkpoints and copies on other hosts are made."""
+"""Bytes that outlive a step: parameters and optimiser state, which checkpoints and copies on other hosts hold."""
 
 from __future__ import annotations
 
