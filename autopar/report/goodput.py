@@ -12,8 +12,8 @@ _HOUR_S, _MINUTE_S = 3600, 60
 
 
 def goodput_words(found: GoodputPrediction, counted: str) -> str:
-    """In a line: ``goodput 97.7 %: 174 billion tokens a day, checkpoint every 22 min, ...``. counted: what a step takes,
-    tokens or samples."""
+    """In a line: ``goodput 97.7 %: 174 billion tokens a day, checkpoint every 22 min, ...``. counted: tokens or
+    samples."""
     copies = found.replicate_every_steps
     said = [
         f"{count(found.effective_tokens_per_day)} {counted} a day",
