@@ -3,7 +3,7 @@
     python benchmarks/goodput.py [--runs 20] [--days 54] [--jobs 2]
 
 The step is that of the plan that the search finds for ``examples/llama31_405b.py``; failures come as often as in Llama
-3's pre-training (``cost_model/hardware/failure_rates.py``), planned interruptions too. Of each policy: the closed form's
+3's pre-training (``cost_model/hardware/failure_rates.py``), planned ones too. Of each policy: the closed form's
 share of time spent training, the mean and the standard deviation of simulated runs, and the parts of the rest. Nothing
 is fitted to the share that Meta reports, "higher than 90 %".
 """
@@ -36,7 +36,7 @@ from autopar.ir.goodput import TimeParts
 from autopar.load_model import load_model_file
 from autopar.planning import find_plan
 from autopar.report.words import one_line
-from autopar.search.predict.to_plan import job_of
+from autopar.search.predict.kept_state import model_state_bytes
 from autopar.search.problem.constraints import Constraints
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "llama31_405b.py"
@@ -62,8 +62,18 @@ def found_job(cluster: Cluster) -> Job:
         constraints=Constraints(precision="bf16"),
         name=source.name,
     )
-    print(f"plan: {one_line(planned.plan)}, {planned.result.predicted.step_time_s:.2f} s a step")
-    return job_of(planned.result.pricing, planned.result.predicted, planned.plan.data_parallel_size)
+    plan, result = planned.plan, planned.result
+    print(f"plan: {one_line(plan)}, {result.predicted.step_time_s:.2f} s a step")
+    return Job(
+        step_time_s=result.predicted.step_time_s,
+        tokens_per_step=BATCH * SEQ,
+        num_gpus=GPUS,
+        gpus_per_node=cluster.gpus_per_node,
+        state_bytes=result.predicted.state(),
+        checkpoint_bytes=model_state_bytes(result.workload),
+        data_parallel_size=plan.data_parallel_size,
+        num_microbatches=plan.batch.num_microbatches,
+    )
 
 
 def cases_of(job: Job, costs: ProtectionCosts, hazards: Sequence[Hazard]) -> list[Case]:
@@ -142,8 +152,8 @@ def main() -> None:
     failing = sum(hazard.rate_per_s for hazard in hazards)
     print(
         f"interruptions: {86_400 * given.days * failing:.0f} expected in {given.days:g} days; state "
-        f"{job.state_bytes / 1e9:.2f} GB a rank, {job.checkpoint_bytes / 1e12:.2f} TB in all\n{costs}\nfrom disk alone, "
-        f"Young {young_s(costs.checkpoint_stall_s, 1 / failing):.0f} s, Daly "
+        f"{job.state_bytes / 1e9:.2f} GB a rank, {job.checkpoint_bytes / 1e12:.2f} TB in all\n{costs}\n"
+        f"from disk alone, Young {young_s(costs.checkpoint_stall_s, 1 / failing):.0f} s, Daly "
         f"{daly_s(costs.checkpoint_stall_s, 1 / failing):.0f} s between checkpoints\n"
     )
     names = [
@@ -153,7 +163,7 @@ def main() -> None:
         "spares",
         "closed form %",
         "simulated %",
-        "billion tokens a day",
+        "10⁹ tokens a day",
     ]
     parts = [name.replace("_", " ") for name in TimeParts.model_fields][1:]
     print(f"| {' | '.join(names + parts)} |\n|{'---|' * (len(names) + len(parts))}")

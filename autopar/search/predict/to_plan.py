@@ -143,11 +143,11 @@ def prediction_of(
         stage_weights_s=list(predicted.weights_s),
         memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
-        goodput=predicted_goodput(job_of(pricing, predicted, data_parallel_size), cluster),
+        goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size), cluster),
     )
 
 
-def job_of(pricing: Pricing, predicted: Predicted, data_parallel_size: int) -> Job:
+def _job(pricing: Pricing, predicted: Predicted, data_parallel_size: int) -> Job:
     """The run of a plan, as far as failures concern it."""
     cluster = pricing.ops.cluster
     return Job(
