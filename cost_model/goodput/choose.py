@@ -1,12 +1,13 @@
 """The intervals and the number of spare nodes that get most training done.
 
-For each of some numbers of steps between copies to partners, and for none, the interval between checkpoints is searched
-(``minimum``). Spares are as many as raise the training of a node most, spares counted: another one would mostly wait.
+For numbers of steps between copies to partners, each a quarter more than the one before, and for none, the interval
+between checkpoints is searched (``minimum``). Spares are as many as raise the training of a node most, spares counted:
+another one would mostly wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -17,9 +18,6 @@ from autopar.cost_model.goodput.protection_costs import Hazard, ProtectionCosts,
 from autopar.cost_model.goodput.spare_nodes import out_of_service
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.goodput import GoodputPrediction
-
-# Steps between copies to partners that are tried.
-_REPLICA_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # A checkpoint a day at least, whatever the rates say: they know nothing of mistakes of people.
 LONGEST_S = 86_400.0
@@ -53,17 +51,28 @@ def best_policy(
 ) -> Policy:
     """The intervals, and the number of spares if it is not given. replicas: whether copies on other nodes may be used;
     there are none for a job on one node."""
-    with_intervals, most = None, -1.0
-    for copies in (None, *_REPLICA_STEPS) if replicas and job.num_nodes > 1 else (None,):
-        tried = _with_checkpoints(job, Policy(checkpoint_steps=1, replica_steps=copies), costs, hazards)
-        training = running_shares(job, tried, costs, hazards).training
-        if training > most:
-            with_intervals, most = tried, training
-        elif copies != _REPLICA_STEPS[0]:
-            break  # Copies as rare as this cost less than the work that they would have saved.
-    assert with_intervals is not None, "a policy without copies is tried"
+
+    def training(policy: Policy) -> float:
+        return running_shares(job, policy, costs, hazards).training
+
+    with_intervals = _with_checkpoints(job, Policy(checkpoint_steps=1), costs, hazards)
+    if replicas and job.num_nodes > 1:
+        with_intervals = max(with_intervals, _with_copies(job, costs, hazards, training), key=training)
     policy = replace(with_intervals, replans=replans, spare_nodes=spare_nodes or 0)
     return policy if spare_nodes is not None else _with_spares(job, policy, costs, hazards)
+
+
+def _with_copies(
+    job: Job, costs: ProtectionCosts, hazards: Sequence[Hazard], training: Callable[[Policy], float]
+) -> Policy:
+    """With the best intervals between copies on other hosts and between checkpoints."""
+    best, copies = None, 1
+    while best is None or copies * job.step_time_s <= LONGEST_S:
+        tried = _with_checkpoints(job, Policy(checkpoint_steps=1, replica_steps=copies), costs, hazards)
+        if best is not None and training(tried) <= training(best):
+            break
+        best, copies = tried, max(copies + 1, copies * 5 // 4)
+    return best
 
 
 def _with_checkpoints(job: Job, policy: Policy, costs: ProtectionCosts, hazards: Sequence[Hazard]) -> Policy:

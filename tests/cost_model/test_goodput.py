@@ -130,6 +130,17 @@ def test_the_picked_intervals_are_the_best_of_all(hazards: tuple, replicas: bool
             assert running_shares(job(), other, costs(), hazards).training <= best + 1e-7
 
 
+def test_copies_are_rare_where_steps_are_short() -> None:
+    found = best_policy(job(step_time_s=1e-3), costs(copy_s=1e-2), ALL)
+    assert found.replica_steps is not None
+    assert 0.1 < found.replica_steps * 1e-3 < 100
+    for steps in (1, found.replica_steps // 2, found.replica_steps * 2, 10**6):
+        other = replace(found, replica_steps=steps, checkpoint_steps=max(steps, found.checkpoint_steps))
+        assert running_shares(job(step_time_s=1e-3), other, costs(copy_s=1e-2), ALL).training < (
+            running_shares(job(step_time_s=1e-3), found, costs(copy_s=1e-2), ALL).training
+        )
+
+
 def test_a_checkpoint_is_written_before_the_next_and_one_a_day_at_least() -> None:
     cheap = best_policy(job(), costs(checkpoint_stall_s=0.0, write_s=301.0), (PROCESS,), spare_nodes=0, replicas=False)
     assert cheap.checkpoint_steps == 61
