@@ -14,6 +14,12 @@ gpus_per_node: 8
 nics: {per_node: 4, bandwidth_gb_s: 25}
 pods: {num_nodes: 16, oversubscription: 4}
 
+Failures, storage for checkpoints and nodes in reserve, of which goodput is predicted:
+
+failures: {gpu_hours: 80000, node_hours: 50000, repair_hours: 24, restart_s: 90}
+storage_gb_s: 200
+spares: 2
+
 Plans share work evenly, so ranks wait for the slowest kind of node: a cluster of several kinds is planned as one whose
 devices have the least of every figure. Rail switches, which join the NICs of equal number of many nodes, make one pod
 of those nodes: what goes to another NIC takes the links inside a node first.
@@ -28,11 +34,12 @@ from typing import Annotated, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster, Pods
 from autopar.cost_model.hardware.device import GB, MIB, Link, MatmulRate
+from autopar.cost_model.hardware.failure_rates import Reliability
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
 from autopar.ir.errors import InvalidCluster
@@ -132,6 +139,45 @@ class PodsDescription(_Model):
     oversubscription: Annotated[float, Field(ge=1)]
 
 
+class FailuresDescription(_Model):
+    """Figures of failures that replace those that were observed (``failure_rates``).
+
+    process_hours, gpu_hours, node_hours, network_hours: mean hours between failures of the software of one rank, of one
+    GPU, of one host, and of the network of one node. repair_hours: until a lost node serves again. detect_s: from a
+    failure until all ranks have ended; restart_s: until they are there again; save_s: by which a checkpoint delays
+    training, besides its copy to host memory; replan_s: to find a plan for fewer ranks.
+    """
+
+    process_hours: PositiveFloat | None = None
+    gpu_hours: PositiveFloat | None = None
+    node_hours: PositiveFloat | None = None
+    network_hours: PositiveFloat | None = None
+    repair_hours: NonNegativeFloat | None = None
+    detect_s: NonNegativeFloat | None = None
+    restart_s: NonNegativeFloat | None = None
+    save_s: NonNegativeFloat | None = None
+    replan_s: NonNegativeFloat | None = None
+
+    def applied_to(self, known: Reliability) -> Reliability:
+        """``known`` with the stated figures in place of its own."""
+        for kind, hours in (
+            ("process", self.process_hours),
+            ("gpu", self.gpu_hours),
+            ("host", self.node_hours),
+            ("network", self.network_hours),
+        ):
+            if hours is not None:
+                known = known.with_mean_hours(kind, hours)
+        return replace(
+            known,
+            repair_hours=known.repair_hours if self.repair_hours is None else self.repair_hours,
+            detection_s=known.detection_s if self.detect_s is None else self.detect_s,
+            restart_s=known.restart_s if self.restart_s is None else self.restart_s,
+            save_s=known.save_s if self.save_s is None else self.save_s,
+            replan_s=known.replan_s if self.replan_s is None else self.replan_s,
+        )
+
+
 class ClusterDescription(_Model):
     """A cluster file. What it does not say is the catalogue's entry for ``gpu``, or for those of ``nodes``.
 
@@ -140,7 +186,8 @@ class ClusterDescription(_Model):
     are not the same for all. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
     element. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused
     AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
-    root of the time. host_gb_s: achieved between host and device.
+    root of the time. host_gb_s: achieved between host and device. storage_gb_s: of checkpoints that all ranks write or
+    read together. spares: nodes in reserve beyond those of ``num_gpus``; without it as many are taken as are worth it.
     """
 
     gpu: str | None = None
@@ -161,6 +208,9 @@ class ClusterDescription(_Model):
     optimizer_gb_s: PositiveFloat | None = None
     jitter_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
+    failures: FailuresDescription = FailuresDescription()
+    storage_gb_s: PositiveFloat | None = None
+    spares: NonNegativeInt | None = None
     intra_node: LinkDescription = LinkDescription()
     inter_node: LinkDescription = LinkDescription()
 
@@ -240,6 +290,9 @@ class ClusterDescription(_Model):
             intra_node=self.intra_node.applied_to(base.intra_node),
             inter_node=self.inter_node.applied_to(inter_node),
             pods=pods,
+            reliability=self.failures.applied_to(base.reliability),
+            storage=None if self.storage_gb_s is None else self.storage_gb_s * GB,
+            spare_nodes=self.spares,
         )
 
 

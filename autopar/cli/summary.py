@@ -14,6 +14,7 @@ KEYS = (
     "feasible", "pp",
     "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
     "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
+    "goodput",
 )  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "breakdown_s": dict(prediction.breakdown_s),
         "divided": divided_data(planned.divided()),
         "lengths": None if prediction.lengths is None else prediction.lengths.model_dump(),
+        "goodput": None if prediction.goodput is None else prediction.goodput.model_dump(),
     }
     return {key: values[key] for key in KEYS}
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.ir import plan_page
 from autopar.ir.errors import InvalidPlan
+from autopar.ir.goodput import GoodputPrediction
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward
@@ -131,7 +132,8 @@ class Prediction(_Model):
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
     in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
-    the search was given ``lengths``, which is then the prediction over batches of them.
+    the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it
+    over days with failures, and the intervals and spares that leave most.
     """
 
     step_time_s: float
@@ -148,6 +150,7 @@ class Prediction(_Model):
     memory_parts_bytes: list[dict[str, int]] = []
     breakdown_s: dict[str, float] = {}
     lengths: LengthsPrediction | None = None
+    goodput: GoodputPrediction | None = None
 
 
 def split_obstacle(schedule: Schedule, zero: int, *, remat: bool) -> str | None:

@@ -12,6 +12,7 @@ from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.report.divided import divided_words
 from autopar.report.drawings import drawn_mesh, drawn_timeline
+from autopar.report.goodput import goodput_words
 from autopar.report.lengths import in_words
 from autopar.report.table import plain_table
 from autopar.report.timeline import timeline_of
@@ -120,6 +121,8 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
             if s > 0.0005 * total
         )
         parts.append(Text("of which " + ", ".join(shown), "dim"))
+    if prediction.goodput is not None:
+        parts.append(Text(goodput_words(prediction.goodput, counted(plan)), "dim"))
     if planned is not None:
         parts.append(
             Text(

@@ -17,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.cost_model.hardware.device import Device, Link
+from autopar.cost_model.hardware.failure_rates import OBSERVED, STORAGE_PER_GPU, Reliability
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.mesh import Mesh
 
@@ -62,7 +63,9 @@ class Cluster:
     """``num_gpus`` equal devices, ``gpus_per_node`` on each node, ranks numbered node by node.
 
     pods: None if the network lets every node send to every other as fast as its NICs do. shares_nodes_of: devices that
-    a node has, where it is assumed to give ``gpus_per_node`` of them; None if nothing was assumed.
+    a node has, where it is assumed to give ``gpus_per_node`` of them; None if nothing was assumed. reliability: how
+    often its parts fail. storage: bytes/s of checkpoints written or read by all of it; None if that is not known.
+    spare_nodes: beyond these; None where as many can be had as are worth it.
     """
 
     device: Device
@@ -72,6 +75,9 @@ class Cluster:
     inter_node: Link
     pods: Pods | None = None
     shares_nodes_of: int | None = None
+    reliability: Reliability = OBSERVED
+    storage: float | None = None
+    spare_nodes: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or self.gpus_per_node < 1:
@@ -89,6 +95,11 @@ class Cluster:
     def num_nodes(self) -> int:
         """Number of nodes, the last one perhaps not full."""
         return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def storage_bandwidth(self) -> float:
+        """Bytes a second of checkpoints that all ranks write or read together."""
+        return STORAGE_PER_GPU.value * self.num_gpus if self.storage is None else self.storage
 
     def group(self, mesh: Mesh, axes: int | Sequence[int]) -> Group:
         """The ranks of a stage mesh that differ along ``axes`` (positions), over all of them jointly.

@@ -63,6 +63,7 @@ JSON_KEYS = {
     "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "fit_probability",
     "feasible", "pp", "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero",
     "remat", "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
+    "goodput",
 }  # fmt: skip
 
 
@@ -92,12 +93,17 @@ def test_search_writes_plan_and_report(
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == JSON_KEYS
     assert printed["feasible"] is True
+    assert sum(printed["goodput"]["shares"].values()) == pytest.approx(1)
     loaded = Plan.load(plan)
     assert loaded.num_ranks == 4
     assert printed["mesh"] == dict(loaded.mesh)
     assert "If things were otherwise" in page.read_text()
+    assert loaded.prediction is not None and loaded.prediction.goodput is not None
+    assert loaded.prediction.goodput.model_dump() == printed["goodput"]
     assert autopar(monkeypatch, "show", str(plan)) == 0
-    assert "net on 4 × cpu" in capsys.readouterr().out.lower()
+    shown = capsys.readouterr().out.lower()
+    assert "net on 4 × cpu" in shown
+    assert f"goodput {100 * printed['goodput']['goodput']:.1f} %: " in shown
 
 
 def test_estimate_pins_every_degree(

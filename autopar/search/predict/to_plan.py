@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import fx
 
 from autopar.cost_model.compute.flops import is_contraction
+from autopar.cost_model.goodput.choose import predicted_goodput
+from autopar.cost_model.goodput.job import Job
 from autopar.cost_model.memory.fit_probability import fit_probability
 from autopar.ir.analysis.op_clusters import BATCH, first_instances
 from autopar.ir.lowered.attention import is_attention
@@ -18,6 +21,7 @@ from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Pipelining
 from autopar.ir.sequence import SequenceLayout
+from autopar.search.predict.kept_state import model_state_bytes
 from autopar.search.predict.predict import Predicted
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import role_of
@@ -78,7 +82,7 @@ def plan_of(
         precision=workload.precision,
         blocks=blocks,
         stages=[_stage(stage) for stage in stages],
-        prediction=prediction_of(pricing, predicted, pricing.mesh.names, mesh.names),
+        prediction=prediction_of(pricing, predicted, data_parallel_size(mesh, inputs), pricing.mesh.names, mesh.names),
     )
 
 
@@ -107,8 +111,17 @@ def _stage(stage: Stage) -> StagePlan:
     )
 
 
+def data_parallel_size(mesh: Mesh, inputs: Assignment) -> int:
+    """Ranks over which the rows of a microbatch are divided. inputs: the factors of the step inputs."""
+    return prod(axis.size for axis, choice in zip(mesh.axes, inputs, strict=True) if choice == BATCH)
+
+
 def prediction_of(
-    pricing: Pricing, predicted: Predicted, old_names: Sequence[str] = (), new_names: Sequence[str] = ()
+    pricing: Pricing,
+    predicted: Predicted,
+    data_parallel_size: int,
+    old_names: Sequence[str] = (),
+    new_names: Sequence[str] = (),
 ) -> Prediction:
     """The prediction in the form of the plan file. Axis names in the breakdown are translated."""
     workload, cluster = pricing.workload, pricing.ops.cluster
@@ -130,6 +143,22 @@ def prediction_of(
         stage_weights_s=list(predicted.weights_s),
         memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
+        goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size), cluster),
+    )
+
+
+def _job(pricing: Pricing, predicted: Predicted, data_parallel_size: int) -> Job:
+    """The run of a plan, as far as failures concern it."""
+    cluster = pricing.ops.cluster
+    return Job(
+        step_time_s=predicted.step_time_s,
+        tokens_per_step=pricing.num_tokens,
+        num_gpus=cluster.num_gpus,
+        gpus_per_node=cluster.gpus_per_node,
+        state_bytes=predicted.state(),
+        checkpoint_bytes=model_state_bytes(pricing.workload),
+        data_parallel_size=data_parallel_size,
+        num_microbatches=pricing.num_microbatches,
     )
 
 
