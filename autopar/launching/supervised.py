@@ -16,7 +16,7 @@ from autopar.training.job import TrainingJob
 
 # What ranks use, so that it is there when they are forked.
 _PRELOADED = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint")
-_LEASE_S = 5.0
+_LEASE_S = 4.0
 _JOIN_S = 300.0
 
 
@@ -41,7 +41,7 @@ def train_supervised(job: TrainingJob) -> int:
     try:
         address = store.address if store is not None and count == 1 else of_torchrun()
         timeout = job.environment.timeout_s
-        council = Council(address.connect(), index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S)
+        council = Council(address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S)
         given = Supervision(
             slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
         )

@@ -12,7 +12,10 @@ of the job, which is new each time, and greetings are numbers drawn at random.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,7 +25,10 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
 
 from autopar.ir.errors import LaunchError
+from autopar.ir.fork import fork
 from autopar.supervision.decision import Decision, Facts
+from autopar.supervision.forked import die_with
+from autopar.supervision.store import Address
 
 POLL_S = 0.05
 _BEAT_S = 0.5
@@ -32,27 +38,30 @@ _HELLO, _START = "autopar/hello/", "autopar/start"
 class Council:
     """One supervisor's place among all of them."""
 
-    def __init__(self, store: Store, index: int, size: int, *, lease_s: float, join_s: float) -> None:
+    def __init__(self, address: Address, index: int, size: int, *, lease_s: float, join_s: float) -> None:
         """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together."""
+        store = address.connect()
         self.index, self.size, self._lease_s = index, size, lease_s
         self.job = _join(store, index, size, join_s)
         self.store = PrefixStore(f"autopar/{self.job}", store)
-        self._beats = 0
-        self._next_beat = 0.0
+        self._next_look = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._fresh = tuple(range(size))
-        self.beat()
+        self._beater = _beat(address, self.job, index) if size > 1 else None
 
-    def beat(self) -> None:
-        """Say that this one is there, and look who else is; often enough, this does nothing."""
+    def close(self) -> None:
+        """Be there no more."""
+        if self._beater is not None:
+            os.kill(self._beater, signal.SIGKILL)
+            os.waitpid(self._beater, 0)
+            self._beater = None
+
+    def look(self) -> None:
+        """See who else is there. Called often, it does so every now and then."""
         now = time.monotonic()
-        if now < self._next_beat:
+        if now < self._next_look or self.size == 1:
             return
-        self._next_beat = now + _BEAT_S
-        self._beats += 1
-        self.store.set(f"lease/{self.index}", str(self._beats))
-        if self.size == 1:
-            return
+        self._next_look = now + _BEAT_S
         fresh = []
         for other in range(self.size):
             key = f"lease/{other}"
@@ -93,7 +102,7 @@ class Council:
         self.store.set(f"facts/{number}/{self.index}", json.dumps(asdict(facts)))
         deadline = time.monotonic() + wait_s
         while True:
-            self.beat()
+            self.look()
             if self.store.check([f"go/{number}"]):
                 return self._read(number)
             if self.stopped(number) is not None:
@@ -124,6 +133,24 @@ class Council:
     def num_done(self, number: int) -> int:
         """How many supervisors' ranks have finished."""
         return int(self.store.add(f"done/{number}", 0))
+
+
+def _beat(address: Address, job: str, index: int) -> int:
+    """A process that says that this one is there, as long as it is: planning may keep this one busy for seconds."""
+    parent = os.getpid()
+    pid = fork()
+    if pid:
+        return pid
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        store = PrefixStore(f"autopar/{job}", address.connect())
+        for number in itertools.count():
+            store.set(f"lease/{index}", str(number))
+            time.sleep(_BEAT_S)
+    finally:
+        os._exit(1)
 
 
 def _decided(known: Sequence[Facts], decide: Callable[[Sequence[Facts]], Decision]) -> str:

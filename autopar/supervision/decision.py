@@ -39,12 +39,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """ranks: of each supervisor's index, in the order of its slots. plan: its text. same_plan: as before."""
+    """ranks: of each supervisor's index, in the order of its slots. hosts: of each. plan: its text. same_plan: as the
+    job was started with."""
 
     generation: int
     plan: str
     same_plan: bool
     ranks: dict[int, tuple[int, ...]]
+    hosts: dict[int, str]
     source: Source
 
     @property
@@ -56,7 +58,8 @@ class Decision:
     def of_json(cls, fields: dict[str, Any]) -> Decision:
         """From an object of JSON."""
         ranks = {int(index): tuple(own) for index, own in fields["ranks"].items()}
-        return cls(**{**fields, "ranks": ranks, "source": Source(**fields["source"])})
+        hosts = {int(index): host for index, host in fields["hosts"].items()}
+        return cls(**{**fields, "ranks": ranks, "hosts": hosts, "source": Source(**fields["source"])})
 
 
 Planner = Callable[[int], "tuple[int, str] | None"]
@@ -87,6 +90,7 @@ def decide(
         plan=text,
         same_plan=same,
         ranks=places_of(facts, size, before if same else {}),
+        hosts={fact.index: fact.host for fact in facts},
         source=newest(facts),
     )
 

@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 import socket
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from autopar.runtime.copies.places import memory_folder
 
-_OWNER = "owner-"
+_OWNER, _IDENTITY = "owner-", "job"
 
 
 def host_name() -> str:
@@ -23,6 +24,19 @@ def copies_folder(job: str) -> Path:
     """Where the ranks of a job on this host copy their state to. job: what names it, the same on every host."""
     digest = hashlib.sha256(job.encode()).hexdigest()[:12]
     return memory_folder() / f"autopar-{os.getuid()}-{digest}-{host_name()}"
+
+
+def identity_of(folder: Path) -> str:
+    """What names the job of a folder of checkpoints, the same for all who ask, and another once the folder is new."""
+    file = folder / _IDENTITY
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        new = folder / f"{_IDENTITY}.{uuid.uuid4().hex}"
+        new.write_text(uuid.uuid4().hex)
+        with suppress(FileExistsError):
+            os.link(new, file)  # the first one stays
+        new.unlink()
+    return file.read_text()
 
 
 def claim(folder: Path, *, lasting: bool) -> None:

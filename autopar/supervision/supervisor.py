@@ -30,7 +30,7 @@ from autopar.supervision.causes import Ending
 from autopar.supervision.council import POLL_S, Council
 from autopar.supervision.decision import Decision, Facts, decide
 from autopar.supervision.fewer import FewerRanks
-from autopar.supervision.hosts import claim, copies_folder, host_name
+from autopar.supervision.hosts import claim, copies_folder, host_name, identity_of
 from autopar.supervision.local_ranks import LocalRanks
 from autopar.supervision.progress import Progress
 from autopar.supervision.store import Address
@@ -62,8 +62,9 @@ class Supervisor:
     def __init__(self, opened: OpenedJob, address: Address, council: Council, given: Supervision) -> None:
         self._opened, self._address, self._council, self._given = opened, address, council, given
         self.host = host_name()
-        self.folder = copies_folder(opened.job.job or council.job)
-        claim(self.folder, lasting=opened.job.job is not None)
+        own = opened.job.job
+        self.folder = copies_folder(council.job if own is None else identity_of(Path(own)))
+        claim(self.folder, lasting=own is not None)
         timeout = opened.job.environment.timeout_s
         self._ranks = LocalRanks(self.host, None if timeout is None else 1.5 * timeout)
         self._fewer, self._warm = FewerRanks(opened), Warm(opened)
@@ -75,6 +76,7 @@ class Supervisor:
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
         number, in_a_row, safe, cause = 1, 0, -1, ""
+        before: Decision | None = None
         try:
             while True:
                 decision = self._council.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
@@ -83,7 +85,8 @@ class Supervisor:
                     number += 1
                     continue
                 if self._council.leads:
-                    self._tell(decision, cause)
+                    self._tell(decision, before, cause)
+                before = decision
                 self._start(decision)
                 found = self._watch(number, decision)
                 self._ranks.end()
@@ -107,6 +110,7 @@ class Supervisor:
         finally:
             self._ranks.end()
             self._fewer.stop()
+            self._council.close()
 
     def _facts(self) -> Facts:
         copies = tuple((copy.step, copy.generation, copy.rank, copy.world_size) for copy in copies_in(self.folder))
@@ -160,7 +164,7 @@ class Supervisor:
         members = sum(bool(ranks) for ranks in decision.ranks.values())
         consequence: tuple[float, Ending] | None = None
         while True:
-            council.beat()
+            council.look()
             if (cause := council.stopped(number)) is not None:
                 return _verdict(cause)
             ended = self._ranks.ended()
@@ -188,7 +192,7 @@ class Supervisor:
 
     def _wait_for_stop(self, number: int) -> None:
         while self._council.stopped(number) is None:
-            self._council.beat()
+            self._council.look()
             time.sleep(POLL_S)
 
     def _notice(self, number: int, frame: Any) -> None:
@@ -199,8 +203,13 @@ class Supervisor:
         self._asked = number
         self._ranks.signal(number)
 
-    def _tell(self, decision: Decision, cause: str) -> None:
+    def _tell(self, decision: Decision, before: Decision | None, cause: str) -> None:
         """Why, and how it goes on: the first that a user reads of it."""
+        gone = {} if before is None else {i: ranks for i, ranks in before.ranks.items() if i not in decision.ranks}
+        if before is not None and gone:
+            hosts = ", ".join(dict.fromkeys(before.hosts[index] for index in gone))
+            ranks = ", ".join(str(rank) for own in gone.values() for rank in own)
+            cause = f"{hosts} does not answer, which has rank {ranks}"
         source = {
             "start": "from the start",
             "copies": f"from step {decision.source.step}, copied in memory",
