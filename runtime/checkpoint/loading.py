@@ -74,10 +74,8 @@ def load(
     saved = found.state
     if saved.get("frozen") is not None:
         _check_frozen(pm, saved, found.folder)
-    if state.names:
-        state.load_settings(saved["settings"])
-        state.create()  # not within agree: the step of an optimiser may communicate
-    agree(lambda: _read(pm, state, found, tensors))
+    wanted = _create_state(state, saved, tensors) if state.names else {}
+    agree(lambda: _read(pm, wanted, found))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
     if scaler is not None:
@@ -125,10 +123,24 @@ def _check_frozen(pm: ParallelModule, saved: Mapping[str, Any], folder: Path) ->
         )
 
 
-def _read(pm: ParallelModule, state: OptimizerState, found: Verified, tensors: Mapping[str, set[str]]) -> None:
+def _create_state(
+    state: OptimizerState, saved: Mapping[str, Any], tensors: Mapping[str, set[str]]
+) -> dict[str, torch.Tensor]:
+    """The tensors of the optimiser that are to be read, by key. Raises CheckpointError, all put back as it was."""
+    put_back = state.undo()
+    state.load_settings(saved["settings"])
+    state.create()  # not within agree: the step of an optimiser may communicate
+    try:
+        return flat(agree(lambda: state.adopt(tensors, saved["values"])))
+    except CheckpointError:
+        put_back()
+        raise
+
+
+def _read(pm: ParallelModule, optimizer: Mapping[str, torch.Tensor], found: Verified) -> None:
     """On each rank by itself; nothing is sent."""
     folder, saved, saved_tensors = found.folder, found.state, found.metadata.state_dict_metadata
-    wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
+    wanted = {**tensors_of(pm, _names_in(pm, saved)), **optimizer}
     for name, value in history_tensors(pm).items():
         if name in saved_tensors:
             wanted[name] = value

@@ -176,6 +176,28 @@ def test_where_all_are_damaged_each_is_named(fallen_back: list[dict[str, Any]]) 
         assert found["none"].count("state.pt cannot be read") == 2
 
 
+def _other_optimizer(folder: str) -> tuple[str, bool]:
+    """What loading says with another kind of optimiser, once it has state, and whether all is then what it was."""
+    run = SmallRun()
+    run.train()
+    run.save(folder)
+    run.optimizer = torch.optim.Adagrad(run.pm.parameters(), lr=0.5)
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    run.optimizer.state.pop(next(iter(run.pm.parameters())))
+    before = run.bits()
+    try:
+        run.load(folder)
+    except CheckpointError as error:
+        return str(error), run.bits() == before
+    return "", False
+
+
+def test_an_optimizer_that_does_not_fit_is_left_as_it_was(tmp_path: Path) -> None:
+    for said, same in run_ranks(_other_optimizer, 2, str(tmp_path)):
+        assert "Adagrad keeps ['step', 'sum'] of first.weight; the checkpoint has ['exp_avg'" in said
+        assert same
+
+
 def _earlier_version(folder: str) -> tuple[int, list[str]]:
     """A checkpoint as the first format had it: without a manifest."""
     run = SmallRun()
