@@ -123,7 +123,7 @@ class OptimizerState:
         return list(by_group.values())
 
     def undo(self) -> Callable[[], None]:
-        """What puts hyperparameters and state back as they are now, if no tensor of the state is overwritten by then."""
+        """What puts hyperparameters and state back as they are now, unless tensors of the state are overwritten."""
         groups = [(group, _copied(group)) for optimizer in self._optimizers for group in optimizer.param_groups]
         states = [
             (optimizer, parameter, dict(optimizer.state[parameter]) if parameter in optimizer.state else None)
