@@ -74,7 +74,7 @@ def load(
     saved = found.state
     if saved.get("frozen") is not None:
         _check_frozen(pm, saved, found.folder)
-    wanted = _create_state(state, saved, tensors) if state.names else {}
+    wanted = _create_state(state, saved, tensors)
     agree(lambda: _read(pm, wanted, found))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
@@ -126,10 +126,14 @@ def _check_frozen(pm: ParallelModule, saved: Mapping[str, Any], folder: Path) ->
 def _create_state(
     state: OptimizerState, saved: Mapping[str, Any], tensors: Mapping[str, set[str]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of the optimiser that are to be read, by key. Raises CheckpointError, all put back as it was."""
+    """The tensors of the optimiser that are to be read, by key. All ranks call together, those without parameters too.
+
+    Raises CheckpointError, on every rank, with all put back as it was.
+    """
     put_back = state.undo()
-    state.load_settings(saved["settings"])
-    state.create()  # not within agree: the step of an optimiser may communicate
+    if state.names:
+        state.load_settings(saved["settings"])
+        state.create()  # not within agree: the step of an optimiser may communicate
     try:
         return flat(agree(lambda: state.adopt(tensors, saved["values"])))
     except CheckpointError:
