@@ -86,10 +86,8 @@ def load_saved(
     saved = found.state
     if saved.get("frozen") is not None:
         _check_frozen(pm, found)
-    if state.names:
-        state.load_settings(saved["settings"])
-        state.create()  # not within agree: the step of an optimiser may communicate
-    agree(lambda: _read(pm, state, found, tensors))
+    wanted = _create_state(state, saved, tensors)
+    agree(lambda: _read(pm, wanted, found))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
     if scaler is not None:
@@ -137,10 +135,28 @@ def _check_frozen(pm: ParallelModule, found: Saved) -> None:
         )
 
 
-def _read(pm: ParallelModule, state: OptimizerState, found: Saved, tensors: Mapping[str, set[str]]) -> None:
+def _create_state(
+    state: OptimizerState, saved: Mapping[str, Any], tensors: Mapping[str, set[str]]
+) -> dict[str, torch.Tensor]:
+    """The tensors of the optimiser that are to be read, by key. All ranks call together, those without parameters too.
+
+    Raises CheckpointError, on every rank, with all put back as it was.
+    """
+    put_back = state.undo()
+    if state.names:
+        state.load_settings(saved["settings"])
+        state.create()  # not within agree: the step of an optimiser may communicate
+    try:
+        return flat(agree(lambda: state.adopt(tensors, saved["values"])))
+    except CheckpointError:
+        put_back()
+        raise
+
+
+def _read(pm: ParallelModule, optimizer: Mapping[str, torch.Tensor], found: Saved) -> None:
     """On each rank by itself; nothing is sent."""
     saved, saved_tensors = found.state, found.metadata.state_dict_metadata
-    wanted = tensors_of(pm, _names_in(pm, saved)) | flat(state.adopt(tensors, saved["values"]))
+    wanted = {**tensors_of(pm, _names_in(pm, saved)), **optimizer}
     for name, value in history_tensors(pm).items():
         if name in saved_tensors:
             wanted[name] = value

@@ -9,7 +9,7 @@ A rank has the parameters of its pipeline stage; together the ranks have all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +122,41 @@ class OptimizerState:
             by_group.setdefault(id(group), (group, []))[1].append(name)
         return list(by_group.values())
 
+    def undo(self) -> Callable[[], None]:
+        """What puts hyperparameters and state back as they are now, unless tensors of the state are overwritten."""
+        groups = [(group, _copied(group)) for optimizer in self._optimizers for group in optimizer.param_groups]
+        states = [
+            (optimizer, parameter, dict(optimizer.state[parameter]) if parameter in optimizer.state else None)
+            for optimizer, _, parameter in self._place.values()
+        ]
+
+        def put_back() -> None:
+            for group, before in groups:
+                for key in group.keys() - before.keys() - {"params"}:
+                    del group[key]
+                for key, value in before.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key].copy_(value)  # a learning rate that others may hold too
+                    else:
+                        group[key] = value
+            for optimizer, parameter, state in states:
+                optimizer.state.pop(parameter, None)
+                if state is not None:
+                    optimizer.state[parameter] = state
+
+        return put_back
+
     def create(self) -> None:
-        """Make the state that a first step makes. The gradients stay; parameters may change, so load them later."""
+        """Make the state that a first step makes, for parameters that have none yet.
+
+        The gradients stay; parameters may change, so load them later.
+        """
         gradients = {}
         rates = []
-        for _, _, parameter in self._place.values():
+        for optimizer, _, parameter in self._place.values():
             gradients[parameter] = parameter.grad
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            wanted = parameter.requires_grad and not optimizer.state.get(parameter)
+            parameter.grad = torch.zeros_like(parameter) if wanted else None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 rate = group.get("lr")
@@ -164,6 +192,15 @@ class OptimizerState:
             state.update(values.get(name, {}))
             wanted[name] = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         return wanted
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, tensors as copies."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _some(names: Sequence[str]) -> str:

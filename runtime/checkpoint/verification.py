@@ -46,6 +46,7 @@ def verified(path: Path, *, fall_back: bool = False) -> Saved:
                 raise CheckpointError(f"{error}{_instead([other for other in names if other != name])}") from error
             skipped[name] = str(error)
             continue
+        _check_format(folder, state)  # one of a later version is not damaged, and not passed over
         _warn(folder, state, skipped)
         return Saved(
             where=f"the checkpoint {folder}",
@@ -79,7 +80,6 @@ def _open(folder: Path) -> tuple[dict[str, Any], Metadata]:
     manifest.check_sizes(folder)
     state = parse_state(manifest.read(folder, STATE), folder)
     metadata = parse_metadata(manifest.read(folder, METADATA), folder)
-    _check_format(folder, state, FORMAT)
     unknown = {where.relative_path for where in metadata.storage_data.values()} - manifest.files.keys()
     if unknown:
         raise damaged(folder, f"{MANIFEST} does not name {min(unknown)}")
@@ -97,15 +97,14 @@ def _open_unverified(folder: Path) -> tuple[dict[str, Any], Metadata]:
     state, metadata = parse_state(contents[0], folder), parse_metadata(contents[1], folder)
     if state.get("format") == FORMAT:
         raise damaged(folder, f"{MANIFEST} is missing")
-    _check_format(folder, state, _UNVERIFIED_FORMAT)
     return state, metadata
 
 
-def _check_format(folder: Path, state: dict[str, Any], expected: int) -> None:
-    if state.get("format") != expected:
+def _check_format(folder: Path, state: dict[str, Any]) -> None:
+    if state.get("format") not in (FORMAT, _UNVERIFIED_FORMAT):
         raise CheckpointError(
             f"{folder} has format {state.get('format')!r}; this version of autopar reads {_UNVERIFIED_FORMAT} and "
-            f"{FORMAT}"
+            f"{FORMAT}.\n  try: the version that wrote it"
         )
 
 

@@ -176,30 +176,71 @@ def test_where_all_are_damaged_each_is_named(fallen_back: list[dict[str, Any]]) 
         assert found["none"].count("state.pt cannot be read") == 2
 
 
-def _earlier_version(folder: str) -> tuple[int, list[str]]:
-    """A checkpoint as the first format had it: without a manifest."""
+def _other_optimizer(folder: str) -> tuple[str, bool]:
+    """What loading says with another kind of optimiser, once it has state, and whether all is then what it was."""
     run = SmallRun()
     run.train()
     run.save(folder)
-    written = latest(Path(folder))
+    run.optimizer = torch.optim.Adagrad(run.pm.parameters(), lr=0.5)
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    run.optimizer.state.pop(next(iter(run.pm.parameters())))
+    before = run.bits()
+    try:
+        run.load(folder)
+    except CheckpointError as error:
+        return str(error), run.bits() == before
+    return "", False
+
+
+def test_an_optimizer_that_does_not_fit_is_left_as_it_was(tmp_path: Path) -> None:
+    for said, same in run_ranks(_other_optimizer, 2, str(tmp_path)):
+        assert "Adagrad keeps ['step', 'sum'] of first.weight; the checkpoint has ['exp_avg'" in said
+        assert same
+
+
+def _other_version(run: Path, version: int) -> Path:
+    """The latest checkpoint as another format, and without a manifest, as the first one had it."""
+    written = latest(run)
     dist.barrier()
     if dist.get_rank() == 0:
         state = torch.load(written / "state.pt", weights_only=True)
-        torch.save(state | {"format": 1}, written / "state.pt")
-        (written / MANIFEST).unlink()
+        torch.save(state | {"format": version}, written / "state.pt")
+        (written / MANIFEST).unlink(missing_ok=True)
     dist.barrier()
+    return written
+
+
+def _versions(folder: str) -> tuple[int, list[str], str]:
+    run = SmallRun()
+    run.train()
+    run.save(folder)
+    written = _other_version(Path(folder), 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = run.load(folder).step
     run.save(folder, keep=2)
     assert written.exists(), "it counts as complete"
-    return step, [str(one.message) for one in caught]
+    _other_version(Path(folder), 3)
+    try:
+        run.load(folder, fall_back=True)
+    except CheckpointError as error:
+        return step, [str(one.message) for one in caught], str(error)
+    return step, [], ""
 
 
-def test_a_checkpoint_of_an_earlier_version_is_loaded_and_said_to_be_unverified(tmp_path: Path) -> None:
-    (step, warned), (other, _) = run_ranks(_earlier_version, 2, str(tmp_path))
-    assert step == other == 1
-    assert any("without checksums: damage goes unnoticed" in text for text in warned)
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, list[str], str]]:
+    return run_ranks(_versions, 2, str(tmp_path_factory.mktemp("versions")))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_and_said_to_be_unverified(versions: list[Any]) -> None:
+    assert [step for step, _, _ in versions] == [1, 1]
+    assert any("without checksums: damage goes unnoticed" in text for text in versions[0][1])
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over(versions: list[Any]) -> None:
+    for _, _, said in versions:
+        assert "has format 3; this version of autopar reads 1 and 2" in said
 
 
 def test_a_file_has_a_checksum_for_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
