@@ -240,18 +240,14 @@ def soak(setting: Setting, kinds: list[str], draw: random.Random, folder: Path) 
         job.start()
         for kind in kinds:
             if not job.wait_for(job.last + _STEPS_BETWEEN, _LIMIT_S):
-                raise SystemExit(
-                    f"{setting.name} stands still before {kind}:\n" + "\n".join(line for _, line in job.lines[-30:])
-                )
+                raise SystemExit(f"{setting.name} stands still before {kind}:\n{job.tail}")
             if job.done:
                 break
             time.sleep(draw.uniform(0, 1))
             found.append(put(job, kind, draw))
             print(f"  {setting.name:16} {kind:14} {found[-1].seconds:6.1f} s, {found[-1].lost} lost: {found[-1].said}")
         if not job.wait_for(steps, _LIMIT_S * 4):
-            raise SystemExit(
-                f"{setting.name} stands still at the end:\n" + "\n".join(line for _, line in job.lines[-30:])
-            )
+            raise SystemExit(f"{setting.name} stands still at the end:\n{job.tail}")
     finally:
         job.kill()
         job.forget()
@@ -281,15 +277,14 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
         resumed.append(0)
     said = next((line for line in after if re.search(r"rank|answer|checkpoint|going on", line)), "")
     seconds = (time.monotonic() if at is None else at) - start
-    before = max(
-        (one.step for one in job.seen if one.reported and one.at < _went_on(job, lines, start)), default=before
-    )
+    end = _went_on(job, lines) or start
+    before = max((one.step for one in job.seen if one.reported and one.at < end), default=before)
     return Fault(job.setting.name, kind, before, min(resumed, default=before), saved, seconds, said, partner_left)
 
 
-def _went_on(job: Job, first: int, otherwise: float | None = None) -> float | None:
+def _went_on(job: Job, first: int) -> float | None:
     """When the job said that it goes on, in the lines from the first on."""
-    return next((at for at, line in job.lines[first:] if "going on from" in line), otherwise)
+    return next((at for at, line in job.lines[first:] if "going on from" in line), None)
 
 
 def table(faults: list[Fault]) -> Iterator[str]:

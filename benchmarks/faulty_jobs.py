@@ -100,6 +100,11 @@ class Job:
         return found
 
     @property
+    def tail(self) -> str:
+        """The end of its output."""
+        return "\n".join(line for _, line in self.lines[-30:])
+
+    @property
     def done(self) -> bool:
         """Whether a rank has reported the last step."""
         return self.last >= self.steps
