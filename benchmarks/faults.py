@@ -121,9 +121,12 @@ def lose_host(job: Job, draw: random.Random) -> bool:
 
 
 def cut_network(job: Job, draw: random.Random) -> bool:
-    sh("ip", "netns", "exec", "ap1", "tc", "qdisc", "replace", "dev", "apv1", "root", "netem", "loss", "100%")
+    """What either host sends is lost for a while."""
+    for number in range(2):
+        sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "replace", "dev", f"apv{number}", "root", "blackhole")
     time.sleep(_CUT_S)
-    sh("ip", "netns", "exec", "ap1", "tc", "qdisc", "del", "dev", "apv1", "root")
+    for number in range(2):
+        sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "del", "dev", f"apv{number}", "root")
     return True
 
 
