@@ -12,6 +12,7 @@ from autopar.cli import options as opt
 
 _DATA = "Data"
 _CHECKPOINTS = "Checkpoints"
+_NUMBERS = "Numbers (docs/survival.md)"
 _RANKS = "Ranks and network (docs/launching.md)"
 
 
@@ -94,6 +95,26 @@ def train(
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
+    on_nan: Annotated[
+        str,
+        typer.Option(
+            "--on-nan",
+            metavar="stop|skip|rollback",
+            help="of a step whose loss or gradient norm is not finite, or has jumped: skip makes no update, rollback "
+            "goes back to the newest checkpoint and then makes none",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = "stop",
+    max_jump: Annotated[
+        float | None,
+        typer.Option(
+            "--max-jump",
+            metavar="F",
+            help="a loss or gradient norm of more than F times the median of the last 50 steps has jumped; none has if "
+            "not given",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -156,6 +177,7 @@ def train(
         resume=None if resume is None else str(resume), job=None if job_folder is None else str(job_folder), keep=keep,
         data=data, token_dtype=token_dtype, json=json,
         eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
+        on_nan=on_nan, max_jump=max_jump,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

@@ -33,3 +33,7 @@ class Copies:
         safe = self._copier.finish()
         self._progress.made(safe, safe)
         return safe
+
+    def forget(self) -> None:
+        """The state goes back to an earlier one: those of later steps count no more."""
+        self._copier.forget()
