@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from autopar.training.numbers import Numbers
 from autopar.training.place import Place
 from autopar.training.report import Report, tokens_of
 from autopar.training.resuming import go_back, keep_start, resume
+from autopar.training.saves import Saves
 from autopar.training.warm import Warm
 
 
@@ -93,6 +95,8 @@ def train(
         for step in range(done):
             single.step(batches.whole(step))
     copies = None if place is None else Copies(parallel, optimizer, scaler, place)
+    complain = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
+    saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
     pending: deque[tuple[int, float, float, float | None, str]] = deque()
     numbers = Numbers(job, parallel, scaled=scaler is not None, saved=saved)
@@ -114,7 +118,7 @@ def train(
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
             agreement.fail(InvalidInput(f"step {number}: {error}"))
-        loss = parallel.step(*args, **kwargs)
+        loss = saves.step(args, kwargs)
         left = agreement.noticed
         verdict = numbers.judge(number, loss, batches)
         if verdict.action == "rollback":
@@ -146,17 +150,7 @@ def train(
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
         last = number == job.steps or bool(left)
-        if job.saves_to is not None and (last or job.saves_after(number)):
-            autopar.save(
-                parallel,
-                optimizer,
-                job.saves_to,
-                scaler=scaler,
-                step=number,
-                data=state,
-                asynchronous=True,
-                keep=job.keep,
-            )
+        saves.after(number, state, last=last)
         if left and number < job.steps:
             break
     else:
