@@ -28,6 +28,7 @@ class TrainingJob:
     end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends.
     on_nan: "stop", "skip" or "rollback", what to do about a loss or gradient norm that is not finite or has jumped.
     max_jump: above so many times the median of the steps before, it has (None: it never has).
+    exclude_stragglers: a supervised job goes on without a rank that is slow.
     """
 
     model: str
@@ -54,6 +55,7 @@ class TrainingJob:
     failures: int = 3
     on_nan: str = "stop"
     max_jump: float | None = None
+    exclude_stragglers: bool = False
 
     def opened(self) -> OpenedJob:
         """The job with what it names. Raises what would go wrong on every rank, before there are any."""
@@ -105,6 +107,8 @@ class TrainingJob:
             raise InvalidInput(
                 f"--max-jump {self.max_jump}: expected more than 1, times the median of the steps before"
             )
+        if self.exclude_stragglers and not self.keep_alive:
+            raise InvalidInput("--exclude-stragglers needs ranks that are supervised.\n  try: --keep-alive")
         if self.on_nan == "rollback" and self.saves_to is None:
             raise InvalidInput("--on-nan rollback goes back to a checkpoint.\n  try: --job DIR, or --save DIR")
         if self.on_nan == "rollback" and self.compare_single:

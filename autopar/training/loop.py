@@ -28,6 +28,7 @@ from autopar.training.evaluation import HeldOut
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.notice import Notice
 from autopar.training.numbers import Numbers
+from autopar.training.own_time import OwnTime
 from autopar.training.place import Place
 from autopar.training.report import Report, tokens_of
 from autopar.training.resuming import go_back, keep_start, resume
@@ -98,6 +99,7 @@ def train(
     complain = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
     saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
+    own_time = OwnTime(this_device())
     pending: deque[tuple[int, float, float, float | None, str]] = deque()
     numbers = Numbers(job, parallel, scaled=scaler is not None, saved=saved)
     if job.on_nan == "rollback":
@@ -114,10 +116,12 @@ def train(
         start, number = time.perf_counter(), step + 1
         agreement.notice = notice.code
         numbers.begin(number)
+        own_time.begin()
         try:
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
             agreement.fail(InvalidInput(f"step {number}: {error}"))
+        own_time.loaded()
         loss = saves.step(args, kwargs)
         left = agreement.noticed
         verdict = numbers.judge(number, loss, batches)
@@ -140,12 +144,12 @@ def train(
         else:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
-        step, value = number, float(loss)
+        step, value, own_s = number, float(loss), own_time.end()
         seconds = time.perf_counter() - start
         beside = None if single is None or verdict.action == "skip" else single.step(batches.whole(number - 1))
         pending.append((number, value, seconds, beside, verdict.why))
         state = {**batches.state(number), **numbers.state(), "loss": value}
-        tell(number if copies is None else copies.after_update(number, state))
+        tell(number if copies is None else copies.after_update(number, state, own_s))
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
