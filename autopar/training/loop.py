@@ -99,7 +99,7 @@ def train(
     complain = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
     saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
-    own_time = OwnTime(this_device())
+    own_time = OwnTime(None if place is None else this_device())
     pending: deque[tuple[int, float, float, float | None, str]] = deque()
     numbers = Numbers(job, parallel, scaled=scaler is not None, saved=saved)
     if job.on_nan == "rollback":

@@ -23,8 +23,10 @@ _SIZE, _TIMES = 3072, 8
 class OwnTime:
     """Of one rank, in the thread that trains."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._probe = _Probe(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None) -> None:
+        """device: that trains; None to measure nothing."""
+        self._probe = _Probe(device) if device is not None and device.type == "cuda" else None
+        self._measures = device is not None
         self._start = self._loading = self._busy = 0.0
 
     def begin(self) -> None:
@@ -34,12 +36,14 @@ class OwnTime:
     def loaded(self) -> None:
         """Its batch is there."""
         self._loading = time.perf_counter() - self._start
-        self._busy = _busy_s()
+        self._busy = _busy_s() if self._measures else 0.0
 
     def end(self) -> float:
         """Its seconds; NaN where they are not known yet."""
         if self._probe is not None:
             return self._probe.seconds()
+        if not self._measures:
+            return math.nan
         return self._loading + _busy_s() - self._busy
 
 
