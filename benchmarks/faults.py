@@ -45,7 +45,7 @@ SETTINGS = {
 BATCH = "8"
 # Losses under another plan, and under the same one: what is printed has six digits.
 OTHER_PLAN, SAME_PLAN = 1e-6, 0.0
-_DISK_FULL_S, _CUT_S, _STEPS_BETWEEN = 4.0, 6.0, 4
+_DISK_FULL_S, _CUT_S, _ORPHANS_S, _STEPS_BETWEEN = 4.0, 6.0, 1.0, 4
 _LIMIT_S = 120.0
 
 
@@ -101,8 +101,17 @@ def terminate_launcher(job: Job, draw: random.Random) -> bool:
 
 
 def kill_launcher(job: Job, draw: random.Random) -> bool:
-    job.launcher(draw.randrange(job.setting.hosts)).kill()
-    return _again(job)
+    """What it has started ends with it; where there is another launcher, all are started again."""
+    host = draw.randrange(job.setting.hosts)
+    orphans = job.processes(host)
+    job.launcher(host).kill()
+    time.sleep(_ORPHANS_S)
+    if left := orphans.keys() & job.processes(host).keys():
+        raise SystemExit(f"a killed launcher has left {len(left)} processes behind")
+    job.kill()
+    if not job.done:
+        job.start()
+    return True
 
 
 def lose_host(job: Job, draw: random.Random) -> bool:
@@ -242,7 +251,7 @@ def soak(setting: Setting, kinds: list[str], draw: random.Random, folder: Path) 
     try:
         job.start()
         for kind in kinds:
-            if not job.wait_for(job.last + _STEPS_BETWEEN, _LIMIT_S):
+            if not job.wait_for(min(job.last + _STEPS_BETWEEN, steps), _LIMIT_S):
                 raise SystemExit(f"{setting.name} stands still before {kind}:\n{job.tail}")
             if job.done:
                 break

@@ -27,6 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
+from autopar.supervision.accounting import Account
 from autopar.supervision.causes import Ending
 from autopar.supervision.council import POLL_S, Council
 from autopar.supervision.decision import Decision, Facts, decide
@@ -81,6 +82,7 @@ class Supervisor:
             signal.signal(one, self._notice)
         number, in_a_row, safe, cause = 1, 0, -1, ""
         before: Decision | None = None
+        account = Account()
         try:
             while True:
                 decision = self._council.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
@@ -92,9 +94,15 @@ class Supervisor:
                     self._tell(decision, before, cause)
                 before = decision
                 self._start(decision)
+                account.decided()
                 found = self._watch(number, decision)
+                stands, stopped = self._ranks.last_stands(), time.monotonic()
                 self._ranks.end()
+                share = decision.world_size / self._opened.plan.num_ranks
+                account.ran(stands, stopped, share, done=found == 0)
                 if isinstance(found, int):
+                    if self._council.leads:
+                        self._given.say(str(account))
                     if found == 0 or self._opened.job.job is None:
                         shutil.rmtree(self.folder, ignore_errors=True)
                     return found
