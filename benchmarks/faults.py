@@ -276,11 +276,11 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
     saved = max(_saved(job), default=0)
     start = time.monotonic()
     partner_left = KINDS[kind](job, draw)
-    until = start + _LIMIT_S
+    end, until = time.monotonic(), start + _LIMIT_S
     at = None
     while at is None and time.monotonic() < until and not job.done:
         time.sleep(0.02)
-        on = start if kind in WITHOUT_A_START else _went_on(job, lines)
+        on = end if kind in WITHOUT_A_START else _went_on(job, lines)
         later = [one.at for one in job.seen[seen:] if one.reported and on is not None and one.at > on]
         at = later[0] if later else None
     after = [line for _, line in job.lines[lines:]]
@@ -289,8 +289,8 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
         resumed.append(0)
     said = next((line for line in after if re.search(r"rank|answer|checkpoint|going on", line)), "")
     seconds = (time.monotonic() if at is None else at) - start
-    end = _went_on(job, lines) or start
-    before = max((one.step for one in job.seen if one.reported and one.at < end), default=before)
+    on = _went_on(job, lines) or start
+    before = max((one.step for one in job.seen if one.reported and one.at < on), default=before)
     return Fault(job.setting.name, kind, before, min(resumed, default=before), saved, seconds, said, partner_left)
 
 
