@@ -216,6 +216,7 @@ def _compare(replicas: Replicas, step: int, copies: Copies | None) -> None:
     except CopiesDiffer:
         if copies is not None:
             copies.forget()
+            dist.barrier()  # who has raised may be followed by the end of all ranks
         raise
 
 
