@@ -116,6 +116,16 @@ def train(
             rich_help_panel=_NUMBERS,
         ),
     ] = None,
+    check_copies_every: Annotated[
+        int | None,
+        typer.Option(
+            "--check-copies-every",
+            min=1,
+            metavar="N",
+            help="every N steps, and before a checkpoint, compare the bits of parameters that several ranks hold",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -189,7 +199,7 @@ def train(
         resume=None if resume is None else str(resume), job=None if job_folder is None else str(job_folder), keep=keep,
         data=data, token_dtype=token_dtype, json=json,
         eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
-        on_nan=on_nan, max_jump=max_jump, exclude_stragglers=exclude_stragglers,
+        on_nan=on_nan, max_jump=max_jump, check_copies_every=check_copies_every, exclude_stragglers=exclude_stragglers,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

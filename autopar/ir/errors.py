@@ -14,6 +14,7 @@
     ├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
     ├── NotFinite             a number of training is infinite or not a number
     ├── Diverged              a number of training is far above those of the steps before
+    ├── CopiesDiffer          ranks that hold the same parameter have other values of it
     └── UnprovenProgram       a program that autopar made is not proved to train the model: a defect of autopar
 
 A message says what, where, expected and got, and what to try.
@@ -74,6 +75,10 @@ class NotFinite(AutoparError):
 
 class Diverged(AutoparError):
     """A number of training is far above those of the steps before."""
+
+
+class CopiesDiffer(AutoparError):
+    """Ranks that hold the same parameter have other values of it."""
 
 
 class UnprovenProgram(AutoparError):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.ir.errors import AutoparError
 from autopar.ir.fork import fork
 from autopar.process_end import end_process
 from autopar.supervision.causes import Ending, out_of_memory_kills
@@ -149,7 +150,7 @@ def _run(body: Callable[[int, int, Progress], int], rank: int, place: int, progr
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:
         lost = isinstance(error, LostOthers)
-        if not lost:
+        if not isinstance(error, (LostOthers, AutoparError)):
             traceback.print_exc()
         words = str(error) if lost else f"{type(error).__name__}: {error}"
         with suppress(OSError):

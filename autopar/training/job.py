@@ -28,6 +28,7 @@ class TrainingJob:
     end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends.
     on_nan: "stop", "skip" or "rollback", what to do about a loss or gradient norm that is not finite or has jumped.
     max_jump: above so many times the median of the steps before, it has (None: it never has).
+    check_copies_every: steps between comparisons of what several ranks hold (None: no comparison).
     exclude_stragglers: a supervised job goes on without a rank that is slow.
     """
 
@@ -55,6 +56,7 @@ class TrainingJob:
     failures: int = 3
     on_nan: str = "stop"
     max_jump: float | None = None
+    check_copies_every: int | None = None
     exclude_stragglers: bool = False
 
     def opened(self) -> OpenedJob:
@@ -86,6 +88,11 @@ class TrainingJob:
         if every is None and self.job is not None:
             every = max(1, self.steps // 10)
         return self.saves_to is not None and (step == self.steps or (every is not None and step % every == 0))
+
+    def compares_after(self, step: int) -> bool:
+        """Whether what several ranks hold is compared after ``step`` steps: so often, and before a checkpoint."""
+        every = self.check_copies_every
+        return every is not None and (step % every == 0 or self.saves_after(step))
 
     def _check_folders(self) -> None:
         for option, folder in (("--save", self.save), ("--resume", self.resume)):

@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar
 from autopar.api import assemble
-from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
+from autopar.ir.errors import AutoparError, CopiesDiffer, InvalidInput, LaunchError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.launch import ensure_process_group, this_device
@@ -30,6 +30,7 @@ from autopar.training.notice import Notice
 from autopar.training.numbers import Numbers
 from autopar.training.own_time import OwnTime
 from autopar.training.place import Place
+from autopar.training.replicas import Replicas
 from autopar.training.report import Report, tokens_of
 from autopar.training.resuming import go_back, keep_start, resume
 from autopar.training.saves import Saves
@@ -100,6 +101,7 @@ def train(
     saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
     own_time = OwnTime(None if place is None else this_device())
+    replicas = None if job.check_copies_every is None else Replicas(parallel)
     pending: deque[tuple[int, float, float, float | None, str]] = deque()
     numbers = Numbers(job, parallel, scaled=scaler is not None, saved=saved)
     if job.on_nan == "rollback":
@@ -148,12 +150,14 @@ def train(
         seconds = time.perf_counter() - start
         beside = None if single is None or verdict.action == "skip" else single.step(batches.whole(number - 1))
         pending.append((number, value, seconds, beside, verdict.why))
+        last = number == job.steps or bool(left)
+        if replicas is not None and (last or job.compares_after(number)):
+            _compare(replicas, number, copies)
         state = {**batches.state(number), **numbers.state(), "loss": value}
         tell(number if copies is None else copies.after_update(number, state, own_s))
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
-        last = number == job.steps or bool(left)
         saves.after(number, state, last=last)
         if left and number < job.steps:
             break
@@ -191,7 +195,7 @@ def _same_everywhere(opened: OpenedJob) -> None:
     agree(check)
     names = (
         "steps", "optimizer", "learning_rate", "seed", "save_every", "keep", "eval_every", "eval_batches", "seq_len",
-        "on_nan", "max_jump",
+        "on_nan", "max_jump", "check_copies_every",
     )  # fmt: skip
     agree_same({name: getattr(opened.job, name) for name in names}, "autopar train")
 
@@ -203,6 +207,17 @@ def _check_first(batches: Batches, held_out: HeldOut | None, done: int, parallel
         held_out.check(parallel)
     if single is not None and done:
         batches.whole(0)
+
+
+def _compare(replicas: Replicas, step: int, copies: Copies | None) -> None:
+    """Raise CopiesDiffer, on every rank, once nothing could go on from copies of what is wrong."""
+    try:
+        replicas.check(step)
+    except CopiesDiffer:
+        if copies is not None:
+            copies.forget()
+            dist.barrier()  # who has raised may be followed by the end of all ranks
+        raise
 
 
 class _Single:
