@@ -8,9 +8,9 @@ import sys
 import torch
 
 from autopar.ir.errors import InvalidInput
-from autopar.runtime.launch import in_job
+from autopar.runtime.launch import in_job, serves_itself
 from autopar.supervision.council import Council
-from autopar.supervision.store import OwnStore, of_torchrun, serves_itself
+from autopar.supervision.store import OwnStore, of_torchrun
 from autopar.supervision.supervisor import Supervision, Supervisor
 from autopar.training.job import TrainingJob
 
