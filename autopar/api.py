@@ -20,8 +20,9 @@ from autopar.cost_model.hardware.cluster import Cluster
 from autopar.huggingface.pretrained import format_of, open_pretrained
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.annotations import ParameterAnnotation
+from autopar.ir.bounded_text import read_text
 from autopar.ir.capture.capture import capture
-from autopar.ir.errors import InfeasiblePlan, InvalidInput, PlanMismatch
+from autopar.ir.errors import InfeasiblePlan, InvalidInput, InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
 from autopar.ir.placed.placed_model import PlacedModel, place
@@ -302,7 +303,7 @@ class _Request:
         """What has to be the same on every rank. Of a plan's file, where it is there: rank 0 reads it."""
         plan = self.plan
         if plan is not None and not isinstance(plan, Plan):
-            plan = Path(plan).read_text() if Path(plan).is_file() else None
+            plan = read_text(plan, "plan", InvalidPlan) if Path(plan).is_file() else None
         text = plan.to_yaml() if isinstance(plan, Plan) else plan
         digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12]
         said: dict[str, object] = {name: repr(value) for name, value in sorted(self.constraints.items())}

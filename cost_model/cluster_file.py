@@ -33,7 +33,6 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import pydantic
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
@@ -42,6 +41,7 @@ from autopar.cost_model.hardware.device import GB, MIB, Link, MatmulRate
 from autopar.cost_model.hardware.failure_rates import Reliability
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
+from autopar.ir.bounded_text import bad_fields, parse_yaml
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.ops.scalings import RATES
 
@@ -51,7 +51,7 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp8-block", "mxfp8", "nv
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LinkDescription(_Model):
@@ -303,15 +303,10 @@ def cluster_from_dict(data: object, *, source: str = "cluster") -> Cluster:
     try:
         description = ClusterDescription.model_validate(data)
     except pydantic.ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc'])) or 'cluster'}: {e['msg']}" for e in error.errors()]
-        raise InvalidCluster(f"{source} is not a valid cluster:\n" + "\n".join(lines)) from error
+        raise InvalidCluster(f"{source} is not a valid cluster:\n{bad_fields(error, 'cluster')}") from error
     return description.cluster()
 
 
 def cluster_from_yaml(text: str, *, source: str = "cluster") -> Cluster:
     """A cluster from YAML text. Raises InvalidCluster."""
-    try:
-        data: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidCluster(f"{source} is not YAML: {error}") from error
-    return cluster_from_dict(data, source=source)
+    return cluster_from_dict(parse_yaml(text, source, InvalidCluster), source=source)

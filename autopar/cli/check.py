@@ -120,6 +120,8 @@ def cluster_of(plan: Plan, path: Path | None, *, stack: str | None = None) -> Cl
     Raises PlanMismatch, InvalidCluster.
     """
     if path is None:
+        if plan.num_ranks > plan.cluster.num_gpus:
+            raise PlanMismatch(f"the plan has {plan.num_ranks:,} ranks, its cluster {plan.cluster.num_gpus:,} GPUs")
         return catalogued_cluster(plan.cluster.model_copy(update={"stack": stack or plan.cluster.stack}))
     described = read_yaml(path)
     if stack is not None and isinstance(described, dict):

@@ -11,10 +11,11 @@ from rich.markup import escape
 
 from autopar.cli.check import cluster_of
 from autopar.cli.json_output import print_json
+from autopar.cli.outputs import check_files, write
 from autopar.cli.plan_model import capture_for, model_of
 from autopar.cli.progress import progress_on_stderr
 from autopar.export import TARGETS, Exported, Options, export
-from autopar.ir.errors import AutoparError, InvalidInput
+from autopar.ir.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.units import gib, seconds
 
@@ -36,6 +37,7 @@ def run_export(
     predict: whether the step is predicted on the software that the target runs, if that is not the plan's.
     """
     plan = Plan.load(plan_file)
+    check_files(None if output is None or output.is_dir() else output)
     options = Options(plan_path=str(plan_file), model=model, steps=steps, image=image, claim=claim)
     exported = export(plan, target, options)
     stack = TARGETS[target].stack
@@ -44,10 +46,7 @@ def run_export(
         exported = export(plan, target, replace(options, predicted=predicted))
     path = None if output is None else output / exported.name if output.is_dir() else output
     if path is not None:
-        try:
-            path.write_text(exported.text, encoding="utf-8")
-        except OSError as error:
-            raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
+        write(path, lambda path: path.write_text(exported.text, encoding="utf-8"))
     if json:
         print_json(_described(exported, path))
         return

@@ -9,6 +9,7 @@ import typer
 
 from autopar.cli import options as opt
 from autopar.cli.json_output import print_json
+from autopar.cli.outputs import check_files, write
 
 
 def lengths(
@@ -37,10 +38,11 @@ def lengths(
     from autopar.ir.lengths import LengthHistogram
     from autopar.report.lengths import described, print_lengths
 
+    check_files(output)
     found = document_lengths(open_corpus(data, token_dtype), end_of_document)
     histogram, figures = LengthHistogram.of(found), described(found)
     if output is not None:
-        histogram.save(output)
+        write(output, histogram.save)
     if json:
         print_json({**figures, "histogram": histogram.model_dump(mode="json")})
         return

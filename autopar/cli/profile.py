@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from autopar.cli.json_output import print_json
+from autopar.cli.outputs import check_files, kept, write
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
 from autopar.profiling.profile import Profile, profile
@@ -24,9 +25,7 @@ def run_profile(
     output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None, json: bool = False
 ) -> None:
     """Measure with every rank of the job; the first one writes and prints. Raises AutoparError."""
-    for path in (output, report):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InvalidInput(f"{path}: there is no folder {path.resolve().parent}.\n  try: make it first")
+    check_files(output, report)
     joined = dist.is_initialized()
     ensure_process_group()
     first = dist.get_rank() == 0
@@ -34,7 +33,7 @@ def run_profile(
         with progress_on_stderr(quiet=json or not first) as progress:
             found = profile(progress, like=like, seconds=seconds)
         if first:
-            output.write_text(_HEAD + yaml.safe_dump(found.description, sort_keys=False), encoding="utf-8")
+            _write(_HEAD + yaml.safe_dump(found.description, sort_keys=False), output)
             if json:
                 print_json(_summary(found))
             else:
@@ -42,10 +41,17 @@ def run_profile(
             if report is not None:
                 from autopar.report.profile_page import profile_report
 
-                profile_report(found.series(), report)
+                write(report, lambda path: profile_report(found.series(), path))
     finally:
         if not joined:
             dist.destroy_process_group()
+
+
+def _write(text: str, output: Path) -> None:
+    try:
+        write(output, lambda path: path.write_text(text, encoding="utf-8"))
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}\n  {kept(text, 'what was measured')}") from error
 
 
 def _summary(found: Profile) -> dict[str, Any]:

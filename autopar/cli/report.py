@@ -8,9 +8,9 @@ import typer
 
 from autopar.cli.check import cluster_of
 from autopar.cli.json_output import print_json
+from autopar.cli.outputs import check_files, write
 from autopar.cli.plan_model import capture_for
 from autopar.cli.progress import progress_on_stderr
-from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
 
 
@@ -26,13 +26,12 @@ def run_report(
     """Write the page. Raises AutoparError."""
     plan = Plan.load(plan_file)
     cluster, named = cluster_of(plan, cluster_file), model or plan.model.source
-    if not output.resolve().parent.is_dir():
-        raise InvalidInput(f"{output}: there is no folder {output.resolve().parent}.\n  try: make it first")
+    check_files(output)
     from autopar.report.page import plan_report
     from autopar.report.study import study_plan
 
     if named is None:
-        plan_report(plan, output)
+        write(output, lambda path: plan_report(plan, path))
         typer.echo(
             f"{plan_file} does not say where its model is, so the page leaves out what is communicated for each op and "
             "memory over the step\n  try: --model file.py, or --model file.py:name",
@@ -43,7 +42,7 @@ def run_report(
             captured = capture_for(plan, plan_file, named, seq, progress=progress)
             progress("predicting the plan")
             study = study_plan(captured, cluster, plan)
-        plan_report(study, output)
+        write(output, lambda path: plan_report(study, path))
     if json:
         print_json({"report": str(output), "with_model": named is not None})
     else:

@@ -8,15 +8,16 @@ from typing import Any
 
 import pydantic
 import typer
-import yaml
 
 from autopar.cli.json_output import print_json
 from autopar.cli.options import RematName, ScheduleName, SequenceLayoutName, Switch
+from autopar.cli.outputs import Outputs, check_files
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster_file import cluster_from_dict
 from autopar.cost_model.compute.expert_imbalance import Loads
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.annotations import parse_annotation
+from autopar.ir.bounded_text import parse_json, parse_yaml, read_text
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.lengths import LengthHistogram
 from autopar.ir.plan import Plan
@@ -169,6 +170,7 @@ class Request:
 
     def run(self) -> None:
         """Search, write the files that were asked for, print. Raises AutoparError."""
+        check_files(self.output, self.report, self.trace)
         cluster = self.cluster()
         constraints = self.constraints(cluster)
         histogram = self._histogram()
@@ -209,34 +211,34 @@ class Request:
         found = planned.plan if self.like is None else with_axes_of(planned.plan, Plan.load(self.like))
         named = found.model.model_copy(update={"source": self.model, "seq": self.seq})
         planned = replace(planned, result=replace(planned.result, plan=found.model_copy(update={"model": named})))
-        if self.output is not None:
-            planned.plan.save(self.output)
+        outputs = Outputs()
+        outputs.write("plan", self.output, planned.plan.save)
         if self.report is not None:
             from autopar.report.page import plan_report
             from autopar.report.study import study_found
 
             with progress_on_stderr(quiet=self.json) as progress:
                 study = study_found(planned, vary=self.vary, progress=progress)
-            plan_report(study, self.report)
+            outputs.write("report", self.report, lambda path: plan_report(study, path))
         if self.trace is not None:
             from autopar.report.trace import write_trace
 
-            write_trace(planned.plan, planned.result.predicted, self.trace)
+            predicted = planned.result.predicted
+            outputs.write("trace", self.trace, lambda path: write_trace(planned.plan, predicted, path))
         if self.json:
             print_json(summary(planned))
-            return
-        print_plan(planned.plan, planned)
-        for path, what in ((self.output, "plan"), (self.report, "report"), (self.trace, "trace")):
-            if path is not None:
+        else:
+            print_plan(planned.plan, planned)
+            for what, path in outputs.written:
                 typer.echo(f"{what} written to {path}")
+        outputs.finish(planned.plan.to_yaml())
 
 
 def read_loads(path: Path) -> Loads:
     """Tokens that the experts of each layer got. Raises InfeasiblePlan."""
+    data = parse_json(read_text(path, "expert load", InfeasiblePlan), str(path), InfeasiblePlan)
     try:
-        found = pydantic.TypeAdapter(dict[str, tuple[int, ...]]).validate_json(path.read_bytes())
-    except OSError as error:
-        raise InfeasiblePlan(f"cannot read expert load {path}: {error.strerror}") from error
+        found = pydantic.TypeAdapter(dict[str, tuple[int, ...]]).validate_python(data)
     except pydantic.ValidationError as error:
         raise InfeasiblePlan(
             f"{path} does not say how many tokens experts got\n"
@@ -247,9 +249,4 @@ def read_loads(path: Path) -> Loads:
 
 def read_yaml(path: Path) -> Any:
     """The contents of a YAML cluster file. Raises InvalidCluster if it cannot be read or is not YAML."""
-    try:
-        return yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InvalidCluster(f"cannot read cluster {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise InvalidCluster(f"{path} is not YAML: {error}") from error
+    return parse_yaml(read_text(path, "cluster", InvalidCluster), str(path), InvalidCluster)

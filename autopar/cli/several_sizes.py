@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autopar.cli.json_output import print_json
+from autopar.cli.outputs import check_folder, write
 from autopar.cli.progress import progress_on_stderr
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 def run_sizes(request: Request) -> None:
     """Search a plan for every size, write those that were asked for, print a table of them. Raises AutoparError."""
     _check(request)
+    check_folder(request.output)
     cluster = request.cluster()
     constraints = request.constraints(cluster)
     source = load_model_file(request.model)
@@ -42,14 +45,15 @@ def run_sizes(request: Request) -> None:
             name=source.name,
             progress=progress,
         )
-    if request.output is not None:
-        _save(found, request.model, request.output)
+    lost = None if request.output is None else _saved(found, request.model, request.output)
     if request.json:
         print_json(_data(found))
     else:
         print_sizes(found)
-        if request.output is not None:
+        if request.output is not None and lost is None:
             typer.echo(f"plans written to {request.output}/")
+    if lost is not None:
+        raise InvalidInput(lost)
     if all(own.plan is None for own in found.found):
         raise typer.Exit(2)
 
@@ -72,9 +76,18 @@ def _of_one_plan(request: Request) -> tuple[tuple[str, object], ...]:
     )
 
 
-def _save(found: SizedPlans, model: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def _saved(found: SizedPlans, model: str, folder: Path) -> str | None:
+    """Write the plans. If that fails, write them elsewhere, and say why and where."""
+    try:
+        _save(found, model, folder)
+    except OSError as error:
+        other = Path(tempfile.mkdtemp(prefix="autopar-plans-"))
+        write(other, lambda path: _save(found, model, path))
+        return f"cannot write {folder}: {error.strerror or error}\n  the plans that were found are in {other}"
+    return None
 
+
+def _save(found: SizedPlans, model: str, folder: Path) -> None:
     def save(plan: Plan, length: int | None, name: str) -> None:
         named = plan.model.model_copy(update={"source": model, "seq": length})
         plan.model_copy(update={"model": named}).save(folder / f"{name}.yaml")

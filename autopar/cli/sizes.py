@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from autopar.ir.errors import InvalidInput
 
+# Of a batch or a length; a tensor of both, and of a model's width, can still be counted in 64 bits.
+_LARGEST = 1 << 24
+
 
 def sizes_of(text: str | None, flag: str) -> tuple[int, ...]:
     """``2048,8192`` as it is, ``256:1024`` as 256, 512 and 1024; none if there is no text. Raises InvalidInput."""
@@ -20,11 +23,11 @@ def sizes_of(text: str | None, flag: str) -> tuple[int, ...]:
                 raise ValueError
     except ValueError:
         raise InvalidInput(
-            f"{flag} {text!r} is not understood.\n  expected numbers, 2048,8192, or a first and a last one with "
+            f"{flag} {text!r:.200} is not understood.\n  expected numbers, 2048,8192, or a first and a last one with "
             "doublings in between, 256:4096"
         ) from None
-    if min(found) < 1 or len(set(found)) < len(found):
-        raise InvalidInput(f"{flag} {text!r}: expected different numbers from 1 on")
+    if min(found) < 1 or max(found) > _LARGEST or len(set(found)) < len(found):
+        raise InvalidInput(f"{flag} {text!r:.200}: expected different numbers from 1 to {_LARGEST:,}")
     return tuple(found)
 
 

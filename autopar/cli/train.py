@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import options as opt
+from autopar.cli.outputs import check_folder
 
 _DATA = "Data"
 _CHECKPOINTS = "Checkpoints"
@@ -150,6 +151,8 @@ def train(
     from autopar.runtime.environment import Environment
     from autopar.training.job import TrainingJob
 
+    if ray is None:
+        check_folder(save)
     job = TrainingJob(
         model=model, plan=str(plan), steps=steps, seq_len=seq, compare_single=compare_single, optimizer=optimizer,
         learning_rate=lr, seed=seed, save=None if save is None else str(save), save_every=save_every,

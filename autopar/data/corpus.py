@@ -86,7 +86,10 @@ def open_corpus(where: str, dtype: str = "uint16") -> Corpus:
     """The corpus that ``--data`` names. dtype: of the integers in ``.bin`` files. Raises InvalidInput."""
     if dtype not in TOKEN_DTYPES:
         raise InvalidInput(f"--token-dtype {dtype}: expected one of {', '.join(TOKEN_DTYPES)}")
-    files = list(_files(where))
+    try:
+        files = list(_files(where))
+    except (OSError, ValueError) as error:  # a name that is too long, or no name
+        raise InvalidInput(f"--data {where[:200]!r}: {error!s:.300}") from error
     arrays = [(path, name) for path, name in files if path.suffix in _ARRAYS]
     if arrays and len(arrays) < len(files):
         other = next(name for path, name in files if path.suffix not in _ARRAYS)
@@ -160,8 +163,10 @@ def _array(path: Path, name: str, dtype: str) -> Piece:
         return Piece(path=str(path), name=name, dtype=dtype, offset_bytes=0, num_tokens=size // each)
     try:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InvalidInput(f"--data {path}: is not a plain array of numpy: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, and raises whatever that does
+        raise InvalidInput(f"--data {path}: is not a plain array of numpy: {error!s:.300}") from error
     if not isinstance(array, np.memmap) or array.dtype.kind not in "iu" or not array.flags.c_contiguous:
         kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         raise InvalidInput(f"--data {path}: holds {kind}, expected an array of integers, row after row")

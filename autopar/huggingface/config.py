@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from autopar.ir.errors import InvalidModelFile
+from autopar.ir.bounded_text import parse_json, read_text
+from autopar.ir.errors import AutoparError, InvalidModelFile
 from autopar.model_file import ModelFile
 
 _DEFAULT_BATCH = 8
 _LONGEST_DEFAULT_SEQUENCE = 4096
+# What transformers makes as many things of in Python, by names in configs, and more of it than any model has.
+_LAYERS, _MAX_LAYERS = re.compile(r"(layers|n_layer|depths?|(num|n)_\w*(blocks|stages|levels))$"), 512
+_COUNTS, _MAX_COUNT = re.compile(r"(^|_)(num|experts)_"), 1 << 20
+_MAX_MODULES = 30_000
+
+T = TypeVar("T")
 
 
 def read_config(path: str) -> tuple[Any, Any]:
@@ -30,21 +39,62 @@ def read_config(path: str) -> tuple[Any, Any]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise InvalidModelFile(f"there is no Hugging Face config at {path}.\n  expected a config.json, or its folder")
-    try:
-        values = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise InvalidModelFile(f"{file} is not JSON: {error}") from error
+    values = parse_json(read_text(file, "config", InvalidModelFile), str(file), InvalidModelFile)
     kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in transformers.CONFIG_MAPPING:
-        raise InvalidModelFile(f"{file}: transformers {transformers.__version__} knows no model_type {kind!r}")
-    config = transformers.CONFIG_MAPPING[kind].from_dict(values)
-    architecture = (config.architectures or [None])[0]
-    if architecture is None:
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise InvalidModelFile(f"{file}: transformers {transformers.__version__} knows no model_type {kind!r:.80}")
+    _check_counts(values, str(file))
+    named = values.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str):
         raise InvalidModelFile(f'{file} names no class.\n  add "architectures": ["LlamaForCausalLM"], for example')
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        raise InvalidModelFile(f"{file}: transformers {transformers.__version__} has no class {architecture}")
-    return config, model_class
+    model_class = asked_of_transformers(file, "import", lambda: getattr(transformers, architecture, None))
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise InvalidModelFile(
+            f"{file}: transformers {transformers.__version__} has no class {architecture!r:.80} of models"
+        )
+    return asked_of_transformers(file, "read", lambda: transformers.CONFIG_MAPPING[kind].from_dict(values)), model_class
+
+
+def asked_of_transformers(file: Path, what: str, work: Callable[[], T]) -> T:
+    """``work()`` with what a config says. Raises InvalidModelFile for whatever transformers raises on it."""
+    try:
+        with _bounded_modules(file):
+            return work()
+    except AutoparError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise InvalidModelFile(f"{file}: transformers cannot {what} it: {said:.600}") from error
+
+
+def _check_counts(value: Any, where: str) -> None:
+    """Raise InvalidModelFile for a config that says so many layers, labels or experts that they would fill memory."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            _check_counts(inner, f"{where}: {name}")
+        most = _MAX_LAYERS if _LAYERS.search(name) else _MAX_COUNT if _COUNTS.search(name) else None
+        for count in inner if isinstance(inner, list) else [inner]:
+            if most is not None and isinstance(count, (int, float)) and count > most:
+                raise InvalidModelFile(f"{where}: {name:.80} is {count:,}; expected {most:,} at most")
+
+
+@contextmanager
+def _bounded_modules(file: Path) -> Iterator[None]:
+    """Raise InvalidModelFile once more modules are made than any model has."""
+    count = 0
+
+    def registered(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_MODULES:
+            raise InvalidModelFile(f"{file} is of a model of more than {_MAX_MODULES:,} modules, which is not built")
+
+    handle = nn.modules.module.register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def load_hf_config(path: str) -> ModelFile:
@@ -55,12 +105,16 @@ def load_hf_config(path: str) -> ModelFile:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
 
     def build() -> nn.Module:
-        return model_class(config)  # type: ignore[no-any-return]
+        return asked_of_transformers(Path(path), "build a model of", lambda: model_class(config))
+
+    def inputs(batch_size: int | None, seq_len: int | None) -> dict[str, torch.Tensor]:
+        size = batch_size or _DEFAULT_BATCH
+        return asked_of_transformers(Path(path), "make inputs of", lambda: _inputs(config, model_class, size, seq_len))
 
     return ModelFile(
         name=folder.name or model_class.__name__,
         build=build,
-        inputs=lambda batch_size, seq_len: _inputs(config, model_class, batch_size or _DEFAULT_BATCH, seq_len),
+        inputs=inputs,
     )
 
 

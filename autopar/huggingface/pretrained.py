@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.huggingface.adapters import AdapterFormat
-from autopar.huggingface.config import read_config
+from autopar.huggingface.config import asked_of_transformers, read_config
 from autopar.huggingface.keys import file_tensors, model_tensors
 from autopar.ir.errors import CheckpointError
 from autopar.runtime.checkpoint.pretrained import PretrainedFolder, save_pretrained
@@ -52,12 +52,14 @@ def open_pretrained(path: str, dtype: torch.dtype) -> Pretrained:
     original = copy.deepcopy(config)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache is for inference; training outputs would carry it
-    model = _on_meta(model_class, config, dtype)
+    model = asked_of_transformers(folder, "build a model of", lambda: _on_meta(model_class, config, dtype))
     files = TensorFiles(folder)
     values = model_tensors(model, files.tensors, str(folder))
     generation = getattr(model, "generation_config", None)
     if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+        generation = asked_of_transformers(
+            folder / "generation_config.json", "read", lambda: GenerationConfig.from_pretrained(folder)
+        )
     return Pretrained(model, values, files, HuggingFaceFormat(model_class, original, generation))
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from autopar.ir.bounded_text import bad_fields, parse_json, read_text
 from autopar.ir.errors import InvalidInput
 
 # Bins for each doubling of the length.
@@ -57,17 +58,13 @@ class LengthHistogram(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> LengthHistogram:
         """Read a file. Raises InvalidInput, which names the field that is wrong."""
+        data = parse_json(read_text(path, "lengths", InvalidInput), str(path), InvalidInput)
         try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except OSError as error:
-            raise InvalidInput(f"cannot read lengths {path}: {error.strerror}") from error
+            return cls.model_validate(data)
         except pydantic.ValidationError as error:
-            lines = [
-                f"  {'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}" for found in error.errors()[:5]
-            ]
             raise InvalidInput(
-                f"{path} is no histogram of lengths\n" + "\n".join(lines) + "\n  expected what autopar lengths writes: "
-                '{"format": 1, "edges": [1, 100, 200], "counts": [10, 30]}'
+                f"{path} is no histogram of lengths\n{bad_fields(error, 'the file')}\n  expected what autopar "
+                'lengths writes: {"format": 1, "edges": [1, 100, 200], "counts": [10, 30]}'
             ) from error
 
     def save(self, path: str | Path) -> None:

@@ -6,13 +6,14 @@ A person can read, edit and commit it. Loading validates it and names the path o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from autopar.ir import plan_page
+from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.goodput import GoodputPrediction
 from autopar.ir.mesh import Mesh, MeshAxis
@@ -24,8 +25,17 @@ from autopar.ir.sequence import SequenceLayout
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
+# More than there are of any job, and little enough for tables with an entry each.
+_MOST_RANKS = 1 << 20
+_Ranks = Annotated[int, Field(gt=0, le=_MOST_RANKS)]
+_MOST_BLOCKS = 1 << 14
+_Blocks = Annotated[int, Field(gt=0, le=_MOST_BLOCKS)]
+_Samples = Annotated[int, Field(gt=0, le=1 << 40)]
+_Microbatches = Annotated[int, Field(gt=0, le=1 << 20)]
+
+
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelRef(_Model):
@@ -48,8 +58,8 @@ class ClusterRef(_Model):
     """
 
     gpu: str
-    num_gpus: PositiveInt
-    gpus_per_node: PositiveInt
+    num_gpus: _Ranks
+    gpus_per_node: _Ranks
     stack: str = "autopar"
     shares_nodes_of: PositiveInt | None = None
 
@@ -57,8 +67,8 @@ class ClusterRef(_Model):
 class Batch(_Model):
     """global_size: samples a step over all ranks; num_microbatches: pieces it is cut into."""
 
-    global_size: PositiveInt
-    num_microbatches: PositiveInt = 1
+    global_size: _Samples
+    num_microbatches: _Microbatches = 1
 
 
 class BlockPlan(_Model):
@@ -71,8 +81,8 @@ class BlockPlan(_Model):
     """
 
     name: str
-    repeats: PositiveInt = 1
-    ops: dict[str, dict[str, str]] = {}
+    repeats: _Blocks = 1
+    ops: dict[str, dict[str, Annotated[str, Field(min_length=1)]]] = {}
     recipes: dict[str, Recipe] = {}
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reshard_after_forward: bool | None = None
@@ -189,7 +199,7 @@ class Plan(_Model):
     model: ModelRef
     cluster: ClusterRef
     batch: Batch
-    mesh: dict[str, PositiveInt]
+    mesh: dict[str, _Ranks]
     inputs: list[str] = []
     schedule: Schedule = "1f1b"
     virtual_stages: PositiveInt = 1
@@ -293,6 +303,8 @@ class Plan(_Model):
                             f"the mesh has {list(self.mesh)}"
                         )
         self._check_schedule()
+        self._check_prediction()
+        self._check_ranks()
         rows = self.batch.num_microbatches * self.data_parallel_size
         if self.batch.global_size % rows:
             raise ValueError(
@@ -330,6 +342,31 @@ class Plan(_Model):
             if name not in self.mesh:
                 raise ValueError(f"shard_axes: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
 
+    def _check_ranks(self) -> None:
+        blocks, most = sum(block.repeats for block in self.blocks), _MOST_BLOCKS
+        if blocks > most:
+            raise ValueError(f"blocks: {blocks:,} of them, repeats counted; expected {most:,} at most")
+        if self.num_ranks > _MOST_RANKS:
+            raise ValueError(f"mesh: {self.num_ranks:,} ranks; expected {_MOST_RANKS:,} at most")
+
+    def _check_prediction(self) -> None:
+        if self.prediction is None:
+            return
+        expected = {
+            "stage_memory_bytes": self.num_pipeline_ranks,
+            "memory_parts_bytes": self.num_pipeline_ranks,
+            **dict.fromkeys(
+                ("stage_forward_s", "stage_backward_s", "stage_inputs_s", "stage_weights_s"), self.num_stages
+            ),
+        }
+        for name, count in expected.items():
+            found = len(getattr(self.prediction, name))
+            if found not in (0, count):
+                raise ValueError(f"prediction.{name}: has {found} values, expected {count}, or none")
+        for one, other in (("stage_forward_s", "stage_backward_s"), ("stage_inputs_s", "stage_weights_s")):
+            if len(getattr(self.prediction, one)) != len(getattr(self.prediction, other)):
+                raise ValueError(f"prediction.{other}: as many values are expected as {one} has")
+
     def _check_schedule(self) -> None:
         if self.num_stages % self.virtual_stages:
             raise ValueError(
@@ -351,17 +388,13 @@ class Plan(_Model):
     @classmethod
     def from_yaml(cls, text: str, *, source: str = "plan") -> Plan:
         """A plan from its text. Raises InvalidPlan with the path of each bad field."""
-        try:
-            data: Any = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InvalidPlan(f"{source} is not YAML: {error}") from error
+        data = parse_yaml(text, source, InvalidPlan)
         if not isinstance(data, dict):
             raise InvalidPlan(f"{source}: expected a mapping with the keys of a plan, got {type(data).__name__}")
         try:
             return cls.model_validate(data)
         except pydantic.ValidationError as error:
-            lines = [f"  {'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
-            raise InvalidPlan(f"{source} is not a valid plan:\n" + "\n".join(lines)) from error
+            raise InvalidPlan(f"{source} is not a valid plan:\n{bad_fields(error, 'plan')}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
@@ -378,8 +411,4 @@ class Plan(_Model):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and validate a plan file. Raises InvalidPlan, which names the path of a bad field."""
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise InvalidPlan(f"cannot read plan {path}: {error.strerror}") from error
-        return cls.from_yaml(text, source=str(path))
+        return cls.from_yaml(read_text(path, "plan", InvalidPlan), source=str(path))

@@ -33,11 +33,12 @@ def axes(plan: Plan, cluster: Cluster | None = None) -> list[dict[str, Any]]:
 
 
 def catalogued(plan: Plan) -> Cluster | None:
-    """The cluster of a plan, if the catalogue knows its GPU."""
+    """The cluster of a plan, if the catalogue knows its GPU and it has one for each rank."""
     try:
-        return catalogued_cluster(plan.cluster)
+        cluster = catalogued_cluster(plan.cluster)
     except AutoparError:
         return None
+    return cluster if plan.num_ranks <= cluster.num_gpus else None
 
 
 def _links(plan: Plan, cluster: Cluster) -> dict[str, dict[str, Any]]:

@@ -168,10 +168,11 @@ def _stages(plan: Plan, most: int) -> RenderableType:
         ranks = f"{place * size}–{(place + 1) * size - 1}" if size > 1 else str(place)
         times = ["", "", ""]
         if plan.prediction is not None and number < len(plan.prediction.stage_forward_s):
+            memory = plan.prediction.stage_memory_bytes
             times = [
                 seconds(plan.prediction.stage_forward_s[number]),
                 seconds(plan.prediction.stage_backward_s[number]),
-                gib(plan.prediction.stage_memory_bytes[place]),
+                gib(memory[place]) if memory else "",
             ]
         remat = ", ".join(f"{level} {count}" for level, count in stage.remat.items() if count) or "none"
         table.add_row(str(number), ranks, first if first == last else f"{first} … {last}", remat, *times)

@@ -14,7 +14,7 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
 from autopar.ir.ops.scalings import SCALINGS
-from autopar.ir.placed.assign import assignment_of
+from autopar.ir.placed.assign import assignment_of, check_choices
 from autopar.ir.plan import Plan, Recipe
 from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
@@ -252,7 +252,7 @@ def predict_plan(
     prices: Prices | None = None,
     documents: Documents | None = None,
 ) -> Predicted:
-    """The prediction for a plan, for instance one edited by hand. The plan is taken to fit the model.
+    """The prediction for a plan, for instance one edited by hand.
 
     captured: of its batch, or of a multiple of that. prices: of the model, with its sequence in the plan's layout.
     documents: of a row, if they are packed; of ``prices``, if those are given.
@@ -279,6 +279,7 @@ def priced_plan(
         prices = Prices(workload, cluster, plan.sequence_layout == "zigzag", documents=documents)
     workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.batch.global_size)
     solver = Solver(prices=prices, budget_bytes=float("inf"), batches=1 if rest else batches)
+    check_choices(workload.analysis, plan)
     assignment = assignment_of(workload.analysis, plan)
     configuration = Configuration(
         num_stages=plan.num_pipeline_ranks,

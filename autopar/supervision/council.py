@@ -139,7 +139,7 @@ def _beat(address: Address, job: str, index: int) -> int:
     pid = fork()
     if pid:
         return pid
-    die_with(parent)
+    die_with(parent, "autopar lease")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

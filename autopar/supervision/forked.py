@@ -9,16 +9,19 @@ import signal
 from contextlib import suppress
 from multiprocessing import util
 
-_SET_PDEATHSIG = 1
+_SET_PDEATHSIG, _SET_NAME = 1, 15
 
 
-def die_with(parent: int) -> None:
-    """End this process when its parent does; signals do what they do by default."""
+def die_with(parent: int, name: str) -> None:
+    """End this process when its parent does; signals do what they do by default. name: for lists of processes, at most
+    15 characters."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     # It would end the processes that the parent has started.
     atexit.unregister(util._exit_function)  # type: ignore[attr-defined]
     with suppress(AttributeError, OSError):  # not on Linux
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        system = ctypes.CDLL(None, use_errno=True)
+        system.prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        system.prctl(_SET_NAME, name.encode())
     if os.getppid() != parent:
         os._exit(1)

@@ -22,8 +22,12 @@ def host_name() -> str:
 
 def copies_folder(job: str) -> Path:
     """Where the ranks of a job on this host copy their state to. job: what names it, the same on every host."""
-    digest = hashlib.sha256(job.encode()).hexdigest()[:12]
-    return memory_folder() / f"autopar-{os.getuid()}-{digest}-{host_name()}"
+    return memory_folder() / f"{job_prefix(job)}-{host_name()}"
+
+
+def job_prefix(job: str) -> str:
+    """How the names of a job's folders begin on all hosts."""
+    return f"autopar-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:12]}"
 
 
 def identity_of(folder: Path) -> str:

@@ -56,7 +56,7 @@ class LocalRanks:
             pid = fork()
             if pid == 0:
                 os.close(reader)
-                die_with(parent)
+                die_with(parent, f"autopar rank {rank}")
                 end_process(_run(body, rank, place, progress, writer))
             os.close(writer)
             os.set_blocking(reader, False)

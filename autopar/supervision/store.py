@@ -59,7 +59,7 @@ def of_torchrun() -> Address:
 
 
 def _serve(pipe: int, parent: int, port: int) -> NoReturn:
-    die_with(parent)
+    die_with(parent, "autopar store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

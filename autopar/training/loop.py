@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from autopar.training.notice import Notice
 from autopar.training.place import Place
 from autopar.training.report import Report, tokens_of
 from autopar.training.resuming import resume
+from autopar.training.saves import Saves
 from autopar.training.warm import Warm
 
 
@@ -92,6 +95,8 @@ def train(
         for step in range(done):
             single.step(batches.whole(step))
     copies = None if place is None else Copies(parallel, optimizer, scaler, place)
+    complain = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
+    saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
     pending: deque[tuple[int, float, float, float | None]] = deque()
 
@@ -107,7 +112,7 @@ def train(
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
             agreement.fail(InvalidInput(f"step {step + 1}: {error}"))
-        loss = parallel.step(*args, **kwargs)
+        loss = saves.step(args, kwargs)
         left = agreement.noticed
         if scaler is None:
             check_finite(parallel, loss, step + 1, job.saves_to)
@@ -125,17 +130,7 @@ def train(
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
         last = number == job.steps or bool(left)
-        if job.saves_to is not None and (last or job.saves_after(number)):
-            autopar.save(
-                parallel,
-                optimizer,
-                job.saves_to,
-                scaler=scaler,
-                step=number,
-                data=state,
-                asynchronous=True,
-                keep=job.keep,
-            )
+        saves.after(number, state, last=last)
         if left and number < job.steps:
             break
     else:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.checkpoint.failures import reason
 
 
 class Saving:
@@ -46,12 +46,7 @@ class Saving:
 
 def write_failed(path: str, error: BaseException) -> CheckpointError:
     """The error of a write that failed."""
-    what = f"{type(error).__name__}: {error}"
-    if isinstance(error, CheckpointException):
-        # Its own text is a page of stack traces.
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        what = "; ".join(f"on rank {rank} {type(cause).__name__}: {cause}" for rank, cause in causes.items())
-    return CheckpointError(f"writing a checkpoint to {path} failed: {what}\n  what was saved before is kept")
+    return CheckpointError(f"writing a checkpoint to {path} failed: {reason(error)}\n  what was saved before is kept")
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from autopar.ir.errors import CheckpointError
 from autopar.runtime.checkpoint.manifest import damaged
+from autopar.runtime.checkpoint.untrusted_files import check_archive, check_pickle
 from autopar.runtime.torch_private import checkpoint_classes
 
 STATE, METADATA = "state.pt", ".metadata"
@@ -39,6 +40,7 @@ class SafeReader(FileSystemReader):
 def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
     """What ``state.pt`` holds. Raises CheckpointError."""
     try:
+        check_archive(content)
         state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         raise damaged(folder, f"cannot read {STATE}: {error}") from error
@@ -61,6 +63,7 @@ def state_bytes(state: dict[str, Any]) -> bytes:
 def parse_metadata(content: bytes, folder: Path) -> Metadata:
     """The tensors of the checkpoint and their places. Raises CheckpointError if it is damaged."""
     try:
+        check_pickle(content)
         found = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:
         raise damaged(folder, f"cannot read {METADATA}: {error}") from error

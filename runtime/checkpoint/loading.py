@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from autopar.ir.errors import CheckpointError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree
+from autopar.runtime.checkpoint.failures import reading
 from autopar.runtime.checkpoint.frozen import changes, frozen_sum
 from autopar.runtime.checkpoint.optimizers import OptimizerState
 from autopar.runtime.checkpoint.saved import Saved
@@ -165,16 +166,12 @@ def _read(pm: ParallelModule, optimizer: Mapping[str, torch.Tensor], found: Save
     generators = {}
     if is_plan(saved["plan"], pm.plan):
         generators = {name: value for name, value in random_tensors().items() if name in saved_tensors}
-    try:
-        with warnings.catch_warnings():
-            # It says that a single process is assumed. Each rank is to read by itself, without a word to the others.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(wanted | generators, storage_reader=found.reader(), planner=planner, no_dist=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"reading {found.where} failed: {error}\n  try: an earlier checkpoint") from error
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        # It says that a single process is assumed. Each rank is to read by itself, without a word to the others.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        tensors, reader = wanted | generators, found.reader()
+        reading(found.where, lambda: dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True))
     for name, value in generators.items():
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
     pm.engine.randomness.restore(saved["random"])

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from autopar.ir.bounded_text import parse_json, read_text
 from autopar.ir.errors import CheckpointError
 from autopar.runtime.lazy_tensor import Box, LazyTensor
 
@@ -39,6 +40,8 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
+# Of a model of a trillion parameters with an entry for each weight of each expert it has 15 MB.
+_MAX_INDEX_BYTES = 32 << 20
 
 
 class TensorFiles:
@@ -78,13 +81,13 @@ class TensorFiles:
                 "files that it names\n  try: save_pretrained of transformers, which writes them"
             )
         try:
-            places = json.loads(index.read_text())["weight_map"]
+            places = _read_index(index)["weight_map"]
             files: dict[str, set[str]] = {}
             for name, file in places.items():
                 if Path(file).name != file:
                     raise ValueError(f"{file} is not the name of a file in this folder")
                 files.setdefault(file, set()).add(name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is broken: {error!r}\n  expected: weight_map, tensor -> file") from error
         return files
 
@@ -151,6 +154,11 @@ class TensorFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def _read_index(path: Path) -> Any:
+    text = read_text(path, "index", CheckpointError, max_bytes=_MAX_INDEX_BYTES)
+    return parse_json(text, str(path), CheckpointError, max_bytes=_MAX_INDEX_BYTES)
 
 
 def nbytes(value: torch.Tensor) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from autopar.ir.errors import InvalidInput
 from autopar.runtime.agreement import agree, from_first
 from autopar.runtime.checkpoint.background import Saving, write_failed
 from autopar.runtime.checkpoint.contents import state_bytes
+from autopar.runtime.checkpoint.failures import FAILURES
 from autopar.runtime.checkpoint.finite import check_finite
 from autopar.runtime.checkpoint.folder import new_name, remove_incomplete
 from autopar.runtime.checkpoint.free_space import check_free_space
@@ -94,7 +94,7 @@ def save(
         return background.saving
     try:
         dcp.save(everything, storage_writer=writer, planner=planner, process_group=group)
-    except (Exception, CheckpointException) as error:
+    except FAILURES as error:
         _clear(writer)
         raise write_failed(str(path), error) from error
     return Saving(str(path), None)

@@ -42,9 +42,12 @@ def test_a_file_of_counts(tmp_path: Path) -> None:
     path = tmp_path / "load.json"
     path.write_text(json.dumps({"layers.0.mlp": [3, 1], "layers.1.mlp": [2, 2]}))
     assert read_loads(path) == ((3, 1), (2, 2))
-    for text in ("[3, 1]", '{"layer": ["many"]}', "{"):
+    for text in ("[3, 1]", '{"layer": ["many"]}'):
         path.write_text(text)
         with pytest.raises(InfeasiblePlan, match=r"does not say how many tokens experts got\n  expected \{"):
             read_loads(path)
+    path.write_text("{")
+    with pytest.raises(InfeasiblePlan, match="is not JSON"):
+        read_loads(path)
     with pytest.raises(InfeasiblePlan, match="cannot read expert load"):
         read_loads(tmp_path / "none.json")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
-from autopar.ir.analysis.blocks import BlockRepetition
+from autopar.ir.analysis.blocks import BlockKind, BlockRepetition
 from autopar.ir.analysis.op_clusters import BATCH, OpCluster, OpClusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
@@ -65,6 +65,13 @@ def check_plan_fits(analysis: Analysis, plan: Plan) -> None:
     on, or one that its axes do not divide.
     """
     check_model(analysis.captured, analysis.repetition, plan)
+    check_choices(analysis, plan)
+
+
+def check_choices(analysis: Analysis, plan: Plan) -> None:
+    """Raise PlanMismatch or InvalidPlan if ``plan`` states other blocks than the model's, or what ops cannot have."""
+    if not _same_blocks(analysis.repetition, plan):
+        raise _mismatch(analysis.captured, analysis.repetition, plan)
     repetition, clusters, mesh = analysis.repetition, analysis.clusters, plan.stage_mesh
     assignment = assignment_of(analysis, plan)
     _check_sizes(clusters.inputs, assignment[clusters.inputs.index], mesh, "the step inputs")
@@ -89,23 +96,26 @@ def check_plan_fits(analysis: Analysis, plan: Plan) -> None:
 
 def check_model(captured: CapturedModel, repetition: BlockRepetition, plan: Plan) -> None:
     """Raise PlanMismatch unless ``plan`` was made for this model."""
-    names = [kind.name for kind in repetition.kinds]
-    stated = [block.name for block in plan.blocks]
-    repeats = [kind.repeats for kind in repetition.kinds]
-    same_blocks = stated == names and [block.repeats for block in plan.blocks] == repeats
-    if same_blocks and plan.model.fingerprint == captured.fingerprint:
-        return
-    raise PlanMismatch(
-        f"the plan was made for another model: {plan.model.name!r} with blocks "
-        f"{_listing(stated, [b.repeats for b in plan.blocks])}; this is {captured.name!r} with blocks "
-        f"{_listing(names, repeats)}.\n  fingerprint: the plan has {plan.model.fingerprint}, this model and its "
-        f"example inputs have {captured.fingerprint}\n  try: search a new plan, or pass the model and the example "
-        "input shapes that the plan was made for"
+    if not _same_blocks(repetition, plan) or plan.model.fingerprint != captured.fingerprint:
+        raise _mismatch(captured, repetition, plan)
+
+
+def _same_blocks(repetition: BlockRepetition, plan: Plan) -> bool:
+    return [(kind.name, kind.repeats) for kind in repetition.kinds] == [(own.name, own.repeats) for own in plan.blocks]
+
+
+def _mismatch(captured: CapturedModel, repetition: BlockRepetition, plan: Plan) -> PlanMismatch:
+    return PlanMismatch(
+        f"the plan was made for another model: {plan.model.name!r} with blocks {_listing(plan.blocks)}; this is "
+        f"{captured.name!r} with blocks {_listing(repetition.kinds)}.\n"
+        f"  fingerprint: the plan has {plan.model.fingerprint}, this model and its example inputs have "
+        f"{captured.fingerprint}\n"
+        "  try: search a new plan, or pass the model and the example input shapes that the plan was made for"
     )
 
 
-def _listing(names: list[str], repeats: list[int]) -> str:
-    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in zip(names, repeats, strict=True))
+def _listing(blocks: Sequence[BlockPlan | BlockKind]) -> str:
+    return ", ".join(f"{own.name} x {own.repeats}" if own.repeats > 1 else own.name for own in blocks)
 
 
 def _check_sizes(group: OpCluster, leader: Assignment, mesh: Mesh, what: str) -> None:
