@@ -50,6 +50,7 @@ ALLOWED = {
     ),
     "autopar.launching": (
         "autopar.ir", "autopar.runtime", "autopar.training", "autopar.supervision", "autopar.standard_output",
+        "autopar.process_end",
     ),
     "autopar.export": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.report", "autopar.training", "autopar.units",

@@ -36,11 +36,14 @@ _BEAT_S = 0.5
 class Council:
     """One supervisor's place among all of them."""
 
-    def __init__(self, address: Address, index: int, size: int, *, lease_s: float, join_s: float) -> None:
-        """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together."""
+    def __init__(
+        self, address: Address, index: int, size: int, *, lease_s: float, join_s: float, come_back: bool = False
+    ) -> None:
+        """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together. come_back:
+        in the place of one that has ended, if others have come together already."""
         store = address.connect()
         self.index, self.size, self._lease_s = index, size, lease_s
-        self.job = gather(store, index, size, join_s, "supervisor")
+        self.job = gather(store, index, size, join_s, "supervisor", come_back=come_back)
         self.store = PrefixStore(f"autopar/{self.job}", store)
         self._next_look = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -88,6 +91,10 @@ class Council:
         """The cause that has ended a round."""
         key = f"stop/{number}"
         return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def open_round(self) -> int:
+        """The number of the first round that nothing has ended: 1, but for one that has come back."""
+        return next(number for number in itertools.count(1) if self.stopped(number) is None)
 
     def meet(
         self, number: int, facts: Facts, decide: Callable[[Sequence[Facts]], Decision], wait_s: float

@@ -75,7 +75,7 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
-        number, in_a_row, safe, cause = 1, 0, -1, ""
+        number, in_a_row, safe, cause = self._council.open_round(), 0, -1, ""
         before: Decision | None = None
         try:
             while True:
@@ -132,9 +132,12 @@ class Supervisor:
         size = len(own)
 
         def body(rank: int, place: int, progress: Progress) -> int:
+            # Under torchrun there are other supervisors on this host, whose ranks have devices of their own.
+            first, all_here = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(
-                RANK=str(rank), WORLD_SIZE=str(decision.world_size), LOCAL_RANK=str(place), LOCAL_WORLD_SIZE=str(size)
-            )
+                RANK=str(rank), WORLD_SIZE=str(decision.world_size), LOCAL_RANK=str(first + place),
+                LOCAL_WORLD_SIZE=str(max(size, all_here)),
+            )  # fmt: skip
             return run_place(
                 self._opened,
                 Place(
