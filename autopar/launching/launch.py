@@ -18,25 +18,27 @@ def launch(job: TrainingJob, *, ray: str | None = None, cpus_per_rank: int = 1) 
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())
-    if job.keep_alive:
-        if ray is not None:
-            raise InvalidInput("--keep-alive does not supervise the actors of --ray yet.\n  try: without --ray")
-        from autopar.launching.supervised import train_supervised
-
-        return train_supervised(job)
-    if in_job():
-        if ray is not None:
+    if ray is not None:
+        if in_job():
             raise InvalidInput(
                 "--ray starts the ranks itself, but RANK and WORLD_SIZE say that this process is one already.\n"
                 "  try: without torchrun, or without --ray"
             )
-        from autopar.training.rank import run_rank
+        if job.keep_alive:
+            from autopar.launching.ray_supervised import supervise_on_ray
 
-        return run_rank(job)
-    if ray is not None:
+            return supervise_on_ray(job, ray, cpus_per_rank=cpus_per_rank)
         from autopar.launching.ray_training import train_on_ray
 
         return train_on_ray(job, ray, cpus_per_rank=cpus_per_rank)
+    if job.keep_alive:
+        from autopar.launching.supervised import train_supervised
+
+        return train_supervised(job)
+    if in_job():
+        from autopar.training.rank import run_rank
+
+        return run_rank(job)
     from autopar.launching.here import train_here
 
     return train_here(job)

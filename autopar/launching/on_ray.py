@@ -114,14 +114,15 @@ def run_ranks(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[T]:
     """``run_on_ray`` on a connection that there is. meanwhile: called every now and then until the ranks are done."""
-    groups, machines = groups_of(plan), _machines(ray)
+    groups, machines = groups_of(plan), machines_of(ray)
     gpus = uses_gpus(plan, machines)
     check_room(groups, machines, gpus=gpus, cpus_per_rank=cpus_per_rank)
     actors: list[Any] = []
-    with _reserved(ray, groups, machines, gpus=gpus, cpus_per_rank=cpus_per_rank, wait_s=wait_s) as bundles:
+    with reserved(ray, groups, machines, gpus=gpus, cpus_per_rank=cpus_per_rank, wait_s=wait_s) as bundles:
         try:
             for group, size in enumerate(groups):
-                actors += [_actor(ray, bundles, group, gpus=gpus, cpus=cpus_per_rank) for _ in range(size)]
+                actor = ray.remote(RayRank).options(**in_bundle(bundles, group, gpus=gpus, cpus=cpus_per_rank))
+                actors += [actor.remote() for _ in range(size)]
             ranks = _ordered(ray, actors, groups, environment, gpus=gpus, cpus_per_rank=cpus_per_rank)
             pending = [actor.run.remote(function, tuple(arguments), environment) for actor in ranks]
             return _results(ray, pending, meanwhile)
@@ -130,7 +131,8 @@ def run_ranks(
                 ray.kill(actor)
 
 
-def _machines(ray: Any) -> list[Machine]:
+def machines_of(ray: Any) -> list[Machine]:
+    """Those of the cluster that are there."""
     found = []
     for node in ray.nodes():
         if node["Alive"]:
@@ -141,39 +143,40 @@ def _machines(ray: Any) -> list[Machine]:
 
 
 @contextmanager
-def _reserved(
+def reserved(
     ray: Any, groups: Sequence[int], machines: Sequence[Machine], *, gpus: bool, cpus_per_rank: int, wait_s: float
 ) -> Iterator[Any]:
     """A placement group with a bundle for each group of ranks; given back afterwards."""
     from ray.util import placement_group, remove_placement_group
 
     bundles = [{"CPU": size * cpus_per_rank} | ({"GPU": size} if gpus else {}) for size in groups]
-    reserved = placement_group(bundles, strategy="PACK")
+    group = placement_group(bundles, strategy="PACK")
     try:
-        if not reserved.wait(timeout_seconds=wait_s):
+        if not group.wait(timeout_seconds=wait_s):
             raise LaunchError(
                 f"the cluster had no room for the plan within {wait_s:g} s; others use it.\n"
                 f"  expected: {needs(groups, gpus=gpus, cpus_per_rank=cpus_per_rank)}\n"
                 f"  the cluster has, in all: {has(machines)}\n"
                 "  try: again when `ray status` shows room, or wait_s=..."
             )
-        yield reserved
+        yield group
     finally:
-        remove_placement_group(reserved)
+        remove_placement_group(group)
 
 
-def _actor(ray: Any, bundles: Any, group: int, *, gpus: bool, cpus: int) -> Any:
+def in_bundle(bundles: Any, group: int, *, gpus: bool, cpus: int) -> dict[str, Any]:
+    """Options of an actor for one rank of a group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     place = PlacementGroupSchedulingStrategy(placement_group=bundles, placement_group_bundle_index=group)
-    return ray.remote(RayRank).options(num_cpus=cpus, num_gpus=int(gpus), scheduling_strategy=place).remote()
+    return {"num_cpus": cpus, "num_gpus": int(gpus), "scheduling_strategy": place}
 
 
 def _ordered(
     ray: Any, actors: list[Any], groups: list[int], environment: Environment, *, gpus: bool, cpus_per_rank: int
 ) -> list[Any]:
     """The actors by rank, each with its environment set."""
-    found = _answers(ray, [actor.place.remote() for actor in actors])
+    found = answers_of(ray, [actor.place.remote() for actor in actors])
     firsts = [sum(groups[:number]) for number in range(len(groups))]
     places = places_of(groups, [found[first].host for first in firsts])
     visible: dict[int, list[str]] = {}
@@ -189,7 +192,7 @@ def _ordered(
             "CUDA_VISIBLE_DEVICES": ",".join(visible[place.node]) if gpus else "",
         }  # fmt: skip
         ranks[rank].prepare.remote({name: str(value) for name, value in variables.items()})
-    ((address, port),) = _answers(ray, [ranks[0].serve.remote(len(ranks), environment.interface)])
+    ((address, port),) = answers_of(ray, [ranks[0].serve.remote(len(ranks), environment.interface)])
     meeting = {
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
         # The store at this address is there, held by the actor of rank 0: no rank is to make one.
@@ -200,7 +203,8 @@ def _ordered(
     return ranks
 
 
-def _answers(ray: Any, asked: list[Any]) -> list[Any]:
+def answers_of(ray: Any, asked: list[Any]) -> list[Any]:
+    """What actors that are being started answer. Raises AutoparError."""
     try:
         found: list[Any] = ray.get(asked, timeout=_START_S)
     except ray.exceptions.RayTaskError as error:

@@ -8,9 +8,9 @@ import sys
 import torch
 
 from autopar.ir.errors import InvalidInput
-from autopar.runtime.launch import in_job
+from autopar.runtime.launch import in_job, serves_itself
 from autopar.supervision.council import Council
-from autopar.supervision.store import OwnStore, of_torchrun, serves_itself
+from autopar.supervision.store import OwnStore, of_torchrun
 from autopar.supervision.supervisor import Supervision, Supervisor
 from autopar.training.job import TrainingJob
 
@@ -20,8 +20,11 @@ _LEASE_S = 4.0
 _JOIN_S = 300.0
 
 
-def train_supervised(job: TrainingJob) -> int:
-    """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot."""
+def train_supervised(job: TrainingJob, *, come_back: bool = False) -> int:
+    """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot.
+
+    come_back: this process is in the place of one that has ended, if the supervisors have come together before.
+    """
     opened = job.opened()
     size = opened.plan.num_ranks
     index, count = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if in_job() else (0, 1)
@@ -29,7 +32,7 @@ def train_supervised(job: TrainingJob) -> int:
         raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")
     slots = size if count == 1 else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // slots)))
-    if torch.cuda.device_count() < slots:
+    if torch.cuda.device_count() < max(slots, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
     for name in _PRELOADED:
         __import__(name)
@@ -41,7 +44,9 @@ def train_supervised(job: TrainingJob) -> int:
     try:
         address = store.address if store is not None and count == 1 else of_torchrun()
         timeout = job.environment.timeout_s
-        council = Council(address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S)
+        council = Council(
+            address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=come_back and count > 1
+        )
         given = Supervision(
             slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
         )

@@ -1,13 +1,12 @@
 """Supervisors agree, through a store: who is there, when to stop, from what to go on. One alone agrees with itself.
 
-    join        every one greets, the first answers with a name for the job that contains their greetings
     lease/i     a number that supervisor i raises; one whose number stays the same is lost, until it moves again
     stop/r      the cause that ended round r: the first one that is written
     facts/r/i   what supervisor i knows as round r begins
     go/r        who is in it and what it does, written by the first of those that are there
 
-Keys of an earlier start may be in the store of an agent that has restarted its workers: all of these are under the name
-of the job, which is new each time, and greetings are numbers drawn at random.
+Keys of an earlier start may be in the store of an agent that has restarted its workers: all of these are under a name
+that supervisors agree on as they come together (``runtime.gathering``), which is new each time.
 """
 
 from __future__ import annotations
@@ -17,32 +16,34 @@ import json
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, though not exported by name
 
 from autopar.ir.errors import LaunchError
 from autopar.ir.fork import fork
+from autopar.runtime.gathering import gather
 from autopar.supervision.decision import Decision, Facts
 from autopar.supervision.forked import die_with
 from autopar.supervision.store import Address
 
 POLL_S = 0.05
 _BEAT_S = 0.5
-_HELLO, _START = "autopar/hello/", "autopar/start"
 
 
 class Council:
     """One supervisor's place among all of them."""
 
-    def __init__(self, address: Address, index: int, size: int, *, lease_s: float, join_s: float) -> None:
-        """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together."""
+    def __init__(
+        self, address: Address, index: int, size: int, *, lease_s: float, join_s: float, come_back: bool = False
+    ) -> None:
+        """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together. come_back:
+        in the place of one that has ended, if others have come together already."""
         store = address.connect()
         self.index, self.size, self._lease_s = index, size, lease_s
-        self.job = _join(store, index, size, join_s)
+        self.job = gather(store, index, size, join_s, "supervisor", come_back=come_back)
         self.store = PrefixStore(f"autopar/{self.job}", store)
         self._next_look = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -100,6 +101,10 @@ class Council:
         key = f"excluded/{number}"
         index, rank = json.loads(self.store.get(key)) if self.store.check([key]) else (None, None)
         return rank if index == self.index else None
+
+    def open_round(self) -> int:
+        """The number of the first round that nothing has ended: 1, but for one that has come back."""
+        return next(number for number in itertools.count(1) if self.stopped(number) is None)
 
     def meet(
         self, number: int, facts: Facts, decide: Callable[[Sequence[Facts]], Decision], wait_s: float
@@ -168,39 +173,3 @@ def _decided(known: Sequence[Facts], decide: Callable[[Sequence[Facts]], Decisio
         return json.dumps(asdict(decide(known)))
     except LaunchError as error:
         return json.dumps({"error": str(error)})
-
-
-def _join(store: Store, index: int, size: int, join_s: float) -> str:
-    """The name of the job, which is new, and the same for all supervisors. Raises LaunchError if not all come."""
-    own, deadline = uuid.uuid4().hex, time.monotonic() + join_s
-    store.set(f"{_HELLO}{index}", own)
-    said: list[str] = []
-    job = ""
-    while True:
-        if index == 0:
-            now = [
-                store.get(f"{_HELLO}{other}").decode() if store.check([f"{_HELLO}{other}"]) else ""
-                for other in range(size)
-            ]
-            if now != said and all(now):
-                job, said = uuid.uuid4().hex, now
-                store.set(_START, json.dumps({"job": job, "hellos": said}))
-            if job and store.add(f"autopar/{job}/came", 0) == size - 1:
-                return job
-        elif store.check([_START]):
-            found = json.loads(store.get(_START))
-            if len(found["hellos"]) == size and found["hellos"][index] == own:
-                # Counted once for each name: a new one is given if somebody greets anew.
-                if found["job"] != job:
-                    job = found["job"]
-                    store.add(f"autopar/{job}/came", 1)
-                if store.check([f"autopar/{job}/came"]) and store.add(f"autopar/{job}/came", 0) == size - 1:
-                    return job
-        if time.monotonic() > deadline:
-            absent = [number for number, hello in enumerate(said or [""] * size) if not hello]
-            raise LaunchError(
-                f"not all of {size} supervisors came in {join_s:.0f} s; this is number {index}, and "
-                f"{'number ' + ', '.join(map(str, absent[:8])) if index == 0 else 'the first'} is missing or stale.\n"
-                "  try: the same command on every host; --timeout"
-            )
-        time.sleep(POLL_S)

@@ -44,12 +44,12 @@ def identity_of(folder: Path) -> str:
 
 
 def claim(folder: Path, *, lasting: bool) -> None:
-    """Make the folder of a job that this process supervises, and remove those of processes that have ended. lasting: it
-    is of use to a later start of the job, so it is left if this process is killed."""
-    for other in folder.parent.glob(f"autopar-{os.getuid()}-*/{_OWNER}*"):
-        pid = other.name.removeprefix(_OWNER)
-        if not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(other.parent, ignore_errors=True)
+    """Make the folder of a job that this process supervises, and remove those whose processes have all ended. lasting:
+    it is of use to a later start of the job, so it is left if this process is killed."""
+    for other in folder.parent.glob(f"autopar-{os.getuid()}-*"):
+        owners = [path.name.removeprefix(_OWNER) for path in other.glob(f"{_OWNER}*")]
+        if owners and other != folder and not any(Path(f"/proc/{pid}").exists() for pid in owners):
+            shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not lasting:
         (folder / f"{_OWNER}{os.getpid()}").touch()

@@ -58,11 +58,6 @@ def of_torchrun() -> Address:
     return Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def serves_itself() -> bool:
-    """Whether torchrun's agent has the store, not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _serve(pipe: int, parent: int, port: int) -> NoReturn:
     die_with(parent, "autopar store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

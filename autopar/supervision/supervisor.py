@@ -80,7 +80,7 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
-        number, in_a_row, safe, cause = 1, 0, -1, ""
+        number, in_a_row, safe, cause = self._council.open_round(), 0, -1, ""
         before: Decision | None = None
         account = Account()
         try:
@@ -145,11 +145,13 @@ class Supervisor:
         size = len(own)
 
         def body(rank: int, place: int, progress: Progress) -> int:
+            # Under torchrun there are other supervisors on this host, whose ranks have devices of their own.
+            first, all_here = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(
                 RANK=str(rank),
                 WORLD_SIZE=str(decision.world_size),
-                LOCAL_RANK=str(self._places[place]),
-                LOCAL_WORLD_SIZE=str(size),
+                LOCAL_RANK=str(first + self._places[place]),
+                LOCAL_WORLD_SIZE=str(max(size, all_here)),
             )
             return run_place(
                 self._opened,

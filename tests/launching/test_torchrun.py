@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -56,6 +57,19 @@ with open(f"{__file__}.rank{dist.get_rank()}", "w") as said:
 dist.destroy_process_group()
 """
 
+KILLED = """
+import os
+import signal
+
+def batches(batch_size, seq_len=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(100):
+        now = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+        if (*now, os.environ.get("RANK"), number) in (("2", "0", "1", 5), ("2", "1", "0", 7)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,6 +88,12 @@ def torchrun(ranks: int, *command: str) -> tuple[int, str, str]:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     done = run(*launcher, *command)
     return done.returncode, done.stdout, done.stderr
+
+
+def losses_of(out: str) -> dict[int, str]:
+    """The losses that are printed, by step; without that of the step that a resumed run goes on from."""
+    lines = [line.split() for line in out.splitlines() if line[:4].strip().isdigit() and "before" not in line]
+    return {int(step): loss for step, loss, *_ in lines}
 
 
 def test_a_script_of_ones_own(folder: Path) -> None:
@@ -120,9 +140,26 @@ def test_the_same_command_starts_goes_on_and_says_that_it_is_done(folder: Path) 
     for steps in ("2", "4", "4"):
         code, out, err = torchrun(2, *words, "--steps", steps, "--keep", "2")
         assert code == 0, err
-        said.append([line.split()[0] for line in out.splitlines() if line[:4].strip().isdigit()])
-    assert said == [["1", "2"], ["3", "4"], []]
+        said.append(list(losses_of(out)))
+    assert said == [[1, 2], [3, 4], []]
     assert "nothing to do: 4 steps are done" in out
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_again_that_were_killed_in_a_store_that_it_keeps(folder: Path) -> None:
+    (folder / "killed.py").write_text(MODEL + KILLED)
+    losses = []
+    for name, restarts in (("killed", "2"), ("undisturbed", "0")):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        where = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", restarts, *where)
+        words = ("train", str(folder / "killed.py"), str(folder / "plan.yaml"), "--job", str(folder / name))
+        done = run(sys.executable, *launcher, "-m", "autopar", *words, "--steps", "10", "--save-every", "2")
+        assert done.returncode == 0, done.stderr
+        losses.append(losses_of(done.stdout))
+    assert losses[0] == losses[1] and len(losses[1]) == 10
 
 
 def test_ray_within_torchrun_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,115 @@
+"""Actors of a supervised job on Ray: the desk, where supervisors meet, and for each rank a supervisor's keeper.
+
+A supervisor forks, which a process with Ray's threads must not do: it is a process that its actor starts, the same as
+under torchrun, and it ends with the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+from autopar.launching.ray_rank import address_of
+
+Line = tuple[str, str]
+"""The stream, "out" or "err", and what was written to it."""
+
+
+class Desk:
+    """Keeps the store that supervisors meet at, and what they write until it is taken."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+
+    def serve(self, interface: str | None) -> tuple[str, int]:
+        """Address and port of the store; it lives as long as this actor."""
+        import ray
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
+
+        address = ray.util.get_node_ip_address() if interface is None else address_of(interface)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self._store.port
+
+    def put(self, line: Line) -> None:
+        """Keep a line."""
+        self._lines.append(line)
+
+    def take(self) -> list[Line]:
+        """The lines that have come since the last call."""
+        taken, self._lines = self._lines, []
+        return taken
+
+
+class Keeper:
+    """Runs a supervisor for one rank. Two of its methods run at once: ``supervise`` and the others."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def host(self) -> tuple[str, str]:
+        """The machine of this actor: its id with Ray, and its address."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def supervise(self, job: str, variables: dict[str, str], desk: Any) -> int:
+        """Supervise a rank of a job, given as JSON; the exit code of the supervisor, negative for a signal."""
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            (sys.executable, "-u", "-m", "autopar.launching.ray_supervisor", job, str(os.getpid())),
+            env=os.environ | variables | {"PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        readers = [
+            threading.Thread(target=_pass_on, args=(name, stream, desk))
+            for name, stream in (("out", self._process.stdout), ("err", self._process.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        code = self._process.wait()
+        for reader in readers:
+            reader.join()
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send the supervisor a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+def _pass_on(name: str, stream: IO[str] | None, desk: Any) -> None:
+    import ray
+
+    for line in stream or ():
+        # Waits for the line to be kept, so that none is missing when the supervisor has ended.
+        ray.get(desk.put.remote((name, line.rstrip("\n"))))
+
+
+def main() -> None:
+    """The supervisor: of the job that the first argument has as JSON, for the process that is the second."""
+    from autopar.ir.errors import AutoparError
+    from autopar.launching.supervised import train_supervised
+    from autopar.process_end import end_process
+    from autopar.supervision.forked import die_with
+    from autopar.training.job import TrainingJob
+    from autopar.training.rank import BAD_INPUT
+
+    die_with(int(sys.argv[2]), "autopar supervis")
+    try:
+        code = train_supervised(TrainingJob.from_json(sys.argv[1]), come_back=True)
+    except AutoparError as error:
+        code = BAD_INPUT
+        if os.environ["RANK"] == "0":  # all of them know of it
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    end_process(code)
+
+
+if __name__ == "__main__":
+    main()
