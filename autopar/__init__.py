@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from autopar.ir.errors import AutoparError as AutoparError
     from autopar.ir.errors import CaptureError as CaptureError
     from autopar.ir.errors import CheckpointError as CheckpointError
+    from autopar.ir.errors import CopiesDiffer as CopiesDiffer
+    from autopar.ir.errors import Diverged as Diverged
     from autopar.ir.errors import InexpressiblePlan as InexpressiblePlan
     from autopar.ir.errors import InfeasiblePlan as InfeasiblePlan
     from autopar.ir.errors import InvalidCluster as InvalidCluster
@@ -54,6 +56,8 @@ _PUBLIC = {
     "CaptureError": "autopar.ir.errors",
     "CheckpointError": "autopar.ir.errors",
     "Cluster": "autopar.cost_model.hardware.cluster",
+    "CopiesDiffer": "autopar.ir.errors",
+    "Diverged": "autopar.ir.errors",
     "InexpressiblePlan": "autopar.ir.errors",
     "InfeasiblePlan": "autopar.ir.errors",
     "InvalidCluster": "autopar.ir.errors",
@@ -82,6 +86,8 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Cluster",
+    "CopiesDiffer",
+    "Diverged",
     "InexpressiblePlan",
     "InfeasiblePlan",
     "InvalidCluster",

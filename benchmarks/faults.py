@@ -45,7 +45,7 @@ SETTINGS = {
 BATCH = "8"
 # Losses under another plan, and under the same one: what is printed has six digits.
 OTHER_PLAN, SAME_PLAN = 1e-6, 0.0
-_DISK_FULL_S, _CUT_S, _STEPS_BETWEEN = 4.0, 6.0, 4
+_DISK_FULL_S, _CUT_S, _ORPHANS_S, _STEPS_BETWEEN = 4.0, 6.0, 1.0, 4
 _LIMIT_S = 120.0
 
 
@@ -101,8 +101,17 @@ def terminate_launcher(job: Job, draw: random.Random) -> bool:
 
 
 def kill_launcher(job: Job, draw: random.Random) -> bool:
-    job.launcher(draw.randrange(job.setting.hosts)).kill()
-    return _again(job)
+    """What it has started ends with it; where there is another launcher, all are started again."""
+    host = draw.randrange(job.setting.hosts)
+    orphans = job.processes(host)
+    job.launcher(host).kill()
+    time.sleep(_ORPHANS_S)
+    if left := orphans.keys() & job.processes(host).keys():
+        raise SystemExit(f"a killed launcher has left {len(left)} processes behind")
+    job.kill()
+    if not job.done:
+        job.start()
+    return True
 
 
 def lose_host(job: Job, draw: random.Random) -> bool:
@@ -121,9 +130,12 @@ def lose_host(job: Job, draw: random.Random) -> bool:
 
 
 def cut_network(job: Job, draw: random.Random) -> bool:
-    sh("ip", "netns", "exec", "ap1", "tc", "qdisc", "replace", "dev", "apv1", "root", "netem", "loss", "100%")
+    """What either host sends is lost for a while."""
+    for number in range(2):
+        sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "replace", "dev", f"apv{number}", "root", "blackhole")
     time.sleep(_CUT_S)
-    sh("ip", "netns", "exec", "ap1", "tc", "qdisc", "del", "dev", "apv1", "root")
+    for number in range(2):
+        sh("ip", "netns", "exec", f"ap{number}", "tc", "qdisc", "del", "dev", f"apv{number}", "root")
     return True
 
 
@@ -239,7 +251,7 @@ def soak(setting: Setting, kinds: list[str], draw: random.Random, folder: Path) 
     try:
         job.start()
         for kind in kinds:
-            if not job.wait_for(job.last + _STEPS_BETWEEN, _LIMIT_S):
+            if not job.wait_for(min(job.last + _STEPS_BETWEEN, steps), _LIMIT_S):
                 raise SystemExit(f"{setting.name} stands still before {kind}:\n{job.tail}")
             if job.done:
                 break
@@ -264,11 +276,11 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
     saved = max(_saved(job), default=0)
     start = time.monotonic()
     partner_left = KINDS[kind](job, draw)
-    until = start + _LIMIT_S
+    end, until = time.monotonic(), start + _LIMIT_S
     at = None
     while at is None and time.monotonic() < until and not job.done:
         time.sleep(0.02)
-        on = start if kind in WITHOUT_A_START else _went_on(job, lines)
+        on = end if kind in WITHOUT_A_START else _went_on(job, lines)
         later = [one.at for one in job.seen[seen:] if one.reported and on is not None and one.at > on]
         at = later[0] if later else None
     after = [line for _, line in job.lines[lines:]]
@@ -277,8 +289,8 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
         resumed.append(0)
     said = next((line for line in after if re.search(r"rank|answer|checkpoint|going on", line)), "")
     seconds = (time.monotonic() if at is None else at) - start
-    end = _went_on(job, lines) or start
-    before = max((one.step for one in job.seen if one.reported and one.at < end), default=before)
+    on = _went_on(job, lines) or start
+    before = max((one.step for one in job.seen if one.reported and one.at < on), default=before)
     return Fault(job.setting.name, kind, before, min(resumed, default=before), saved, seconds, said, partner_left)
 
 

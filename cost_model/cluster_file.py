@@ -49,6 +49,9 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "zero_gather", "zero_scatter"]
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 
+# Infinite where it never happens.
+HoursOrNever = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -148,10 +151,10 @@ class FailuresDescription(_Model):
     training, besides its copy to host memory; replan_s: to find a plan for fewer ranks.
     """
 
-    process_hours: PositiveFloat | None = None
-    gpu_hours: PositiveFloat | None = None
-    node_hours: PositiveFloat | None = None
-    network_hours: PositiveFloat | None = None
+    process_hours: HoursOrNever | None = None
+    gpu_hours: HoursOrNever | None = None
+    node_hours: HoursOrNever | None = None
+    network_hours: HoursOrNever | None = None
     repair_hours: NonNegativeFloat | None = None
     detect_s: NonNegativeFloat | None = None
     restart_s: NonNegativeFloat | None = None

@@ -99,6 +99,10 @@ class LossScaler:
             self._good_steps = 0
         return True
 
+    def leave_out(self) -> None:
+        """In place of ``step``, where the gradients are dropped for another reason: the scale stays as it is."""
+        self._overflow = None
+
     def state_dict(self) -> dict[str, Any]:
         """Scale and number of steps since it last changed."""
         return {"scale": self.scale, "good_steps": self._good_steps}

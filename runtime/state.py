@@ -156,21 +156,30 @@ def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: S
 
 
 @torch.no_grad()
+def gradient_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], mesh: JobMesh) -> torch.Tensor:
+    """The 2-norm of the gradients over all parameters of all stages.
+
+    All ranks call together; one scalar is communicated.
+    """
+    device = torch.device(mesh.device_mesh.device_type)
+    counted = [local_of(p.grad) for p, stored in parameters if p.grad is not None and stored.counted_here(mesh)]
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    if counted:
+        squares = torch.stack([norm.to(device, torch.float32) for norm in norms_of_all(counted)]).square().sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+@torch.no_grad()
 def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh) -> torch.Tensor:
     """Scale gradients in place so that their 2-norm over all parameters of all stages is at most ``max_norm``.
 
     Returns the norm before. All ranks call together; one scalar is communicated.
     """
-    device = torch.device(mesh.device_mesh.device_type)
-    gradients = [(local_of(p.grad), stored) for p, stored in parameters if p.grad is not None]
-    counted = [gradient for gradient, stored in gradients if stored.counted_here(mesh)]
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    if counted:
-        squares = torch.stack([norm.to(device, torch.float32) for norm in norms_of_all(counted)]).square().sum()
-    dist.all_reduce(squares)
-    norm = squares.sqrt()
+    norm = gradient_norm(parameters, mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [local_of(p.grad) for p, _ in parameters if p.grad is not None]
     # Offloaded gradients are in host memory.
-    for place in {gradient.device for gradient, _ in gradients}:
-        scale_all([gradient for gradient, _ in gradients if gradient.device == place], scale.to(place))
+    for place in {gradient.device for gradient in gradients}:
+        scale_all([gradient for gradient in gradients if gradient.device == place], scale.to(place))
     return norm

@@ -46,7 +46,7 @@ ALLOWED = {
     ),
     "autopar.supervision": (
         "autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search", "autopar.training",
-        "autopar.helper", "autopar.local_cluster", "autopar.process_end",
+        "autopar.helper", "autopar.local_cluster", "autopar.process_end", "autopar.units",
     ),
     "autopar.launching": (
         "autopar.ir", "autopar.runtime", "autopar.training", "autopar.supervision", "autopar.standard_output",

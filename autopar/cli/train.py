@@ -13,6 +13,7 @@ from autopar.cli.outputs import check_folder
 
 _DATA = "Data"
 _CHECKPOINTS = "Checkpoints"
+_NUMBERS = "Numbers (docs/survival.md)"
 _RANKS = "Ranks and network (docs/launching.md)"
 
 
@@ -95,6 +96,36 @@ def train(
             rich_help_panel=_CHECKPOINTS,
         ),
     ] = None,
+    on_nan: Annotated[
+        str,
+        typer.Option(
+            "--on-nan",
+            metavar="stop|skip|rollback",
+            help="of a step whose loss or gradient norm is not finite, or has jumped: skip makes no update, rollback "
+            "goes back to the newest checkpoint and then makes none",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = "stop",
+    max_jump: Annotated[
+        float | None,
+        typer.Option(
+            "--max-jump",
+            metavar="F",
+            help="a loss or gradient norm of more than F times the median of the last 50 steps has jumped; none has if "
+            "not given",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = None,
+    check_copies_every: Annotated[
+        int | None,
+        typer.Option(
+            "--check-copies-every",
+            min=1,
+            metavar="N",
+            help="every N steps, and before a checkpoint, compare the bits of parameters that several ranks hold",
+            rich_help_panel=_NUMBERS,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -137,6 +168,15 @@ def train(
             "--failures", min=0, help="with --keep-alive, in a row after which the job ends", rich_help_panel=_RANKS
         ),
     ] = 3,
+    exclude_stragglers: Annotated[
+        bool,
+        typer.Option(
+            "--exclude-stragglers",
+            help="with --keep-alive, which names a rank that is 1.3 x slower than the median for 20 steps: go on "
+            "without it, in a spare place or under a plan for fewer ranks",
+            rich_help_panel=_RANKS,
+        ),
+    ] = False,
     debug: Annotated[
         bool,
         typer.Option(
@@ -159,6 +199,7 @@ def train(
         resume=None if resume is None else str(resume), job=None if job_folder is None else str(job_folder), keep=keep,
         data=data, token_dtype=token_dtype, json=json,
         eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
+        on_nan=on_nan, max_jump=max_jump, check_copies_every=check_copies_every, exclude_stragglers=exclude_stragglers,
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

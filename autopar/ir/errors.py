@@ -13,6 +13,8 @@
     ├── LaunchError           ranks cannot be started, or do not find each other
     ├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
     ├── NotFinite             a number of training is infinite or not a number
+    ├── Diverged              a number of training is far above those of the steps before
+    ├── CopiesDiffer          ranks that hold the same parameter have other values of it
     └── UnprovenProgram       a program that autopar made is not proved to train the model: a defect of autopar
 
 A message says what, where, expected and got, and what to try.
@@ -69,6 +71,14 @@ class CheckpointError(AutoparError):
 
 class NotFinite(AutoparError):
     """A number of training is infinite or not a number."""
+
+
+class Diverged(AutoparError):
+    """A number of training is far above those of the steps before."""
+
+
+class CopiesDiffer(AutoparError):
+    """Ranks that hold the same parameter have other values of it."""
 
 
 class UnprovenProgram(AutoparError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from autopar.ir.errors import InvalidInput
+from autopar.process_end import end_with
 from autopar.runtime.launch import in_job
 from autopar.training.job import TrainingJob
 
@@ -13,6 +16,8 @@ def launch(job: TrainingJob, *, ray: str | None = None, cpus_per_rank: int = 1) 
     Under torchrun, or whatever sets RANK and WORLD_SIZE as it does, this process is one rank of that job. Else ranks
     are started: on the Ray cluster at ``ray``, or on this machine. Raises AutoparError if they cannot be.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     if ray is not None:
         if in_job():
             raise InvalidInput(

@@ -96,12 +96,11 @@ def main() -> None:
     """The supervisor: of the job that the first argument has as JSON, for the process that is the second."""
     from autopar.ir.errors import AutoparError
     from autopar.launching.supervised import train_supervised
-    from autopar.process_end import end_process
-    from autopar.supervision.forked import die_with
+    from autopar.process_end import end_process, end_with
     from autopar.training.job import TrainingJob
     from autopar.training.rank import BAD_INPUT
 
-    die_with(int(sys.argv[2]), "autopar supervis")
+    end_with(int(sys.argv[2]))
     try:
         code = train_supervised(TrainingJob.from_json(sys.argv[1]), come_back=True)
     except AutoparError as error:

@@ -96,6 +96,16 @@ class Council:
         """The number of the first round that nothing has ended: 1, but for one that has come back."""
         return next(number for number in itertools.count(1) if self.stopped(number) is None)
 
+    def exclude(self, number: int, index: int, rank: int) -> None:
+        """From the next round on supervisor ``index`` is to do without the place that runs ``rank`` in this one."""
+        self.store.set(f"excluded/{number}", json.dumps([index, rank]))
+
+    def excluded(self, number: int) -> int | None:
+        """The rank of this supervisor that was excluded in a round."""
+        key = f"excluded/{number}"
+        index, rank = json.loads(self.store.get(key)) if self.store.check([key]) else (None, None)
+        return rank if index == self.index else None
+
     def meet(
         self, number: int, facts: Facts, decide: Callable[[Sequence[Facts]], Decision], wait_s: float
     ) -> Decision | None:

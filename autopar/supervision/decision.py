@@ -40,7 +40,7 @@ class Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """ranks: of each supervisor's index, in the order of its slots. hosts: of each. plan: its text. same_plan: as the
-    job was started with."""
+    job was started with. spare: ranks that there is room for beside them."""
 
     generation: int
     plan: str
@@ -48,6 +48,7 @@ class Decision:
     ranks: dict[int, tuple[int, ...]]
     hosts: dict[int, str]
     source: Source
+    spare: int = 0
 
     @property
     def world_size(self) -> int:
@@ -92,6 +93,7 @@ def decide(
         ranks=places_of(facts, size, before if same else {}),
         hosts={fact.index: fact.host for fact in facts},
         source=newest(facts),
+        spare=room - size,
     )
 
 

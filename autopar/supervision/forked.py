@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import signal
 from contextlib import suppress
 from multiprocessing import util
 
-_SET_PDEATHSIG, _SET_NAME = 1, 15
+from autopar.process_end import end_with
+
+_SET_NAME = 15
 
 
 def die_with(parent: int, name: str) -> None:
@@ -20,8 +21,5 @@ def die_with(parent: int, name: str) -> None:
     # It would end the processes that the parent has started.
     atexit.unregister(util._exit_function)  # type: ignore[attr-defined]
     with suppress(AttributeError, OSError):  # not on Linux
-        system = ctypes.CDLL(None, use_errno=True)
-        system.prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        system.prctl(_SET_NAME, name.encode())
-    if os.getppid() != parent:
-        os._exit(1)
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_NAME, name.encode())
+    end_with(parent)

@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.ir.errors import AutoparError
 from autopar.ir.fork import fork
 from autopar.process_end import end_process
 from autopar.supervision.causes import Ending, out_of_memory_kills
 from autopar.supervision.forked import die_with
-from autopar.supervision.progress import Progress
+from autopar.supervision.progress import Progress, Stand
 from autopar.training.rank import LOST_OTHERS, LostOthers
 
 # A rank that is stopped for longer is taken for lost; somebody may stop one to look at it.
@@ -42,6 +43,7 @@ class LocalRanks:
         """silent_s: a rank that makes no step for longer, after its first, is taken for lost; None: never."""
         self._host, self._silent_s = host, silent_s
         self._running: list[_Rank] = []
+        self._started: list[_Rank] = []
         self._kills = out_of_memory_kills()
 
     def start(self, ranks: Sequence[int], body: Callable[[int, int, Progress], int]) -> None:
@@ -61,6 +63,7 @@ class LocalRanks:
             os.close(writer)
             os.set_blocking(reader, False)
             self._running.append(_Rank(rank, pid, progress, reader))
+        self._started = list(self._running)
 
     @property
     def running(self) -> list[int]:
@@ -71,6 +74,10 @@ class LocalRanks:
     def pids(self) -> dict[int, int]:
         """Their processes."""
         return {rank.number: rank.pid for rank in self._running}
+
+    def last_stands(self) -> list[Stand]:
+        """What all of them have said last, those that have ended too."""
+        return [rank.progress.get() for rank in self._started]
 
     def stands(self) -> dict[int, Progress]:
         """What they say of themselves."""
@@ -143,7 +150,7 @@ def _run(body: Callable[[int, int, Progress], int], rank: int, place: int, progr
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:
         lost = isinstance(error, LostOthers)
-        if not lost:
+        if not isinstance(error, (LostOthers, AutoparError)):
             traceback.print_exc()
         words = str(error) if lost else f"{type(error).__name__}: {error}"
         with suppress(OSError):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 import time
 from dataclasses import dataclass
 
-_FIELDS = struct.Struct("<qqddd")
+_FIELDS = struct.Struct("<qqdd")
+# Steps of which the rank's own seconds are kept: a supervisor looks at 20 together, when they are over.
+_KEPT = 64
+_OWN = struct.Struct(f"<{_KEPT}d")
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """safe: steps of which all ranks have copies. steps: made. since: when that last changed. own_s: seconds of the
-    last step that the rank did not wait for others. began: when this process made its first step; 0 before."""
+    """safe: steps of which all ranks have copies. steps: made. since: when that last changed. began: when this process
+    made its first step; 0 before."""
 
     safe: int
     steps: int
     since: float
-    own_s: float
     began: float
 
 
@@ -26,18 +29,29 @@ class Progress:
     """A few numbers in memory that a fork shares."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _FIELDS.size)
-        self.put(Stand(0, 0, time.monotonic(), 0.0, 0.0))
+        self._memory = mmap.mmap(-1, _FIELDS.size + _OWN.size)
+        self._memory[_FIELDS.size :] = _OWN.pack(*[math.nan] * _KEPT)
+        self.put(Stand(0, 0, time.monotonic(), 0.0))
 
     def get(self) -> Stand:
         """As the rank has said last."""
-        return Stand(*_FIELDS.unpack(self._memory[:]))
+        return Stand(*_FIELDS.unpack_from(self._memory))
 
     def put(self, stand: Stand) -> None:
         """Say it."""
-        self._memory[:] = _FIELDS.pack(stand.safe, stand.steps, stand.since, stand.own_s, stand.began)
+        _FIELDS.pack_into(self._memory, 0, stand.safe, stand.steps, stand.since, stand.began)
 
-    def made(self, steps: int, safe: int, own_s: float = 0.0) -> None:
-        """A rank has made so many steps."""
+    def made(self, steps: int, safe: int, own_s: float | None = None) -> None:
+        """A rank has made so many steps. own_s: seconds of the last one that it did not wait for others."""
         old, now = self.get(), time.monotonic()
-        self.put(Stand(safe, steps, now, own_s, old.began or now))
+        if own_s is not None:
+            struct.pack_into("<d", self._memory, _FIELDS.size + 8 * (steps % _KEPT), own_s)
+        self.put(Stand(safe, steps, now, old.began or now))
+
+    def own_s(self, first: int, count: int) -> list[float] | None:
+        """Own seconds of ``count`` steps from number ``first``, which have been made, on; NaN where they are not told.
+        None if they are no longer kept."""
+        if self.get().steps >= first + _KEPT:
+            return None
+        kept = _OWN.unpack_from(self._memory, _FIELDS.size)
+        return [kept[step % _KEPT] for step in range(first, first + count)]

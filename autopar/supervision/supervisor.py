@@ -23,9 +23,11 @@ import torch
 from torch.distributed import DistError  # type: ignore[attr-defined]
 
 from autopar.ir.errors import LaunchError
+from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
+from autopar.supervision.accounting import Account
 from autopar.supervision.causes import Ending
 from autopar.supervision.council import POLL_S, Council
 from autopar.supervision.decision import Decision, Facts, decide
@@ -34,6 +36,7 @@ from autopar.supervision.hosts import claim, copies_folder, host_name, identity_
 from autopar.supervision.local_ranks import LocalRanks
 from autopar.supervision.progress import Progress
 from autopar.supervision.store import Address
+from autopar.supervision.stragglers import Straggler, Stragglers
 from autopar.training.job import OpenedJob
 from autopar.training.notice import LEFT
 from autopar.training.place import Place
@@ -70,6 +73,8 @@ class Supervisor:
         self._fewer, self._warm = FewerRanks(opened), Warm(opened)
         self._before: dict[int, tuple[int, ...]] = {}
         self._asked = 0
+        self._places = list(range(given.slots))
+        self._named: set[tuple[str, int]] = set()
 
     def run(self) -> int:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
@@ -77,6 +82,7 @@ class Supervisor:
             signal.signal(one, self._notice)
         number, in_a_row, safe, cause = self._council.open_round(), 0, -1, ""
         before: Decision | None = None
+        account = Account()
         try:
             while True:
                 decision = self._council.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
@@ -88,13 +94,20 @@ class Supervisor:
                     self._tell(decision, before, cause)
                 before = decision
                 self._start(decision)
+                account.decided()
                 found = self._watch(number, decision)
+                stands, stopped = self._ranks.last_stands(), time.monotonic()
                 self._ranks.end()
+                share = decision.world_size / self._opened.plan.num_ranks
+                account.ran(stands, stopped, share, done=found == 0)
                 if isinstance(found, int):
+                    if self._council.leads:
+                        self._given.say(str(account))
                     if found == 0 or self._opened.job.job is None:
                         shutil.rmtree(self.folder, ignore_errors=True)
                     return found
                 self._before = decision.ranks
+                self._leave_out(number, decision)
                 now = max((copy.step for copy in copies_in(self.folder)), default=0)
                 in_a_row = in_a_row + 1 if now <= safe else 1
                 cause, safe = found, now
@@ -117,7 +130,7 @@ class Supervisor:
         return Facts(
             index=self._council.index,
             host=self.host,
-            slots=self._given.slots,
+            slots=len(self._places),
             copies=copies,
             on_disk=None if self._opened.job.job is None else _step_on_disk(Path(self._opened.job.job)),
         )
@@ -135,9 +148,11 @@ class Supervisor:
             # Under torchrun there are other supervisors on this host, whose ranks have devices of their own.
             first, all_here = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(
-                RANK=str(rank), WORLD_SIZE=str(decision.world_size), LOCAL_RANK=str(first + place),
+                RANK=str(rank),
+                WORLD_SIZE=str(decision.world_size),
+                LOCAL_RANK=str(first + self._places[place]),
                 LOCAL_WORLD_SIZE=str(max(size, all_here)),
-            )  # fmt: skip
+            )
             return run_place(
                 self._opened,
                 Place(
@@ -157,14 +172,18 @@ class Supervisor:
             self._warm.prepare(decision.plan)
 
         self._ranks.start(own, body)
-        if self._council.leads and self._council.size > 1:
-            slots = self._given.slots
-            self._fewer.ahead([decision.world_size - slots])
+        if self._council.leads:
+            slots = self._given.slots if self._council.size > 1 else 0
+            fewer = [1] if self._opened.job.exclude_stragglers else []
+            self._fewer.ahead(decision.world_size - less for less in dict.fromkeys([*fewer, slots]) if less)
 
     def _watch(self, number: int, decision: Decision) -> int | str:
         """The exit code, once the job is over, or the cause of a failure after which it goes on."""
         council, finished = self._council, not self._ranks.running
         members = sum(bool(ranks) for ranks in decision.ranks.values())
+        stragglers = Stragglers(
+            council.store, number, council.index, decision, self._ranks, _that_do_the_same(decision)
+        )
         consequence: tuple[float, Ending] | None = None
         while True:
             council.look()
@@ -190,8 +209,30 @@ class Supervisor:
                 council.stop(number, f"{_CONTINUES} no word from supervisor {', '.join(map(str, sorted(lost)))}")
             if council.leads and set(council.there) - set(decision.ranks):
                 council.stop(number, f"{_CONTINUES} supervisors have come back")
+            for one in stragglers.look():
+                self._found(one, number, decision)
             self._fewer.collect()
             time.sleep(POLL_S)
+
+    def _found(self, one: Straggler, number: int, decision: Decision) -> None:
+        """Name a slow rank, once, or go on without it."""
+        new = (one.host, one.rank) not in self._named
+        self._named.add((one.host, one.rank))
+        if not self._opened.job.exclude_stragglers:
+            if new:
+                self._given.say(str(one))
+        elif self._council.stopped(number) is not None:
+            return
+        elif decision.spare or self._fewer.plan(decision.world_size - 1) is not None:
+            self._council.exclude(number, one.index, one.rank)
+            self._council.stop(number, f"{_CONTINUES} {one}: it is excluded")
+        elif new:
+            self._given.say(f"{one}\n  it is not excluded, since there is no plan for fewer ranks")
+
+    def _leave_out(self, number: int, decision: Decision) -> None:
+        rank = self._council.excluded(number)
+        if rank is not None:
+            self._places.pop(decision.ranks[self._council.index].index(rank))
 
     def _wait_for_stop(self, number: int) -> None:
         while self._council.stopped(number) is None:
@@ -225,6 +266,14 @@ class Supervisor:
 
 
 _CONTINUES, _FINAL = "continues", "final"
+
+
+def _that_do_the_same(decision: Decision) -> list[list[int]]:
+    """Ranks whose own seconds can be compared: those of one stage; on GPUs, which all make the same products, all."""
+    ranks = range(decision.world_size)
+    stages = 1 if torch.cuda.device_count() else Plan.from_yaml(decision.plan).num_pipeline_ranks
+    size = decision.world_size // stages
+    return [list(ranks[first : first + size]) for first in range(0, decision.world_size, size)]
 
 
 def _final(ending: Ending) -> str:

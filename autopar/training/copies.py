@@ -21,11 +21,11 @@ class Copies:
         """The optimiser is about to change the state."""
         self._copier.wait_copied()
 
-    def after_update(self, steps: int, data: dict[str, Any]) -> int:
-        """So many steps are made; returns how many are safe. data: where the data stands."""
+    def after_update(self, steps: int, data: dict[str, Any], own_s: float) -> int:
+        """So many steps are made; returns how many are safe. data: where the data stands. own_s: of the last step."""
         self._copier.begin(steps, data)
         safe = self._copier.safe
-        self._progress.made(steps, safe)
+        self._progress.made(steps, safe, own_s)
         return safe
 
     def finish(self) -> int:
@@ -33,3 +33,7 @@ class Copies:
         safe = self._copier.finish()
         self._progress.made(safe, safe)
         return safe
+
+    def forget(self) -> None:
+        """The state goes back to an earlier one: those of later steps count no more."""
+        self._copier.forget()

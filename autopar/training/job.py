@@ -26,6 +26,10 @@ class TrainingJob:
     its ``.bin`` files. eval_data: a corpus that is not trained on. eval_every: steps between evaluations (None: one
     after the last step). eval_batches: global batches of an evaluation, at most. json: report one JSON object at the
     end, and nothing else. keep_alive: supervise the ranks. failures: in a row after which a supervised job ends.
+    on_nan: "stop", "skip" or "rollback", what to do about a loss or gradient norm that is not finite or has jumped.
+    max_jump: above so many times the median of the steps before, it has (None: it never has).
+    check_copies_every: steps between comparisons of what several ranks hold (None: no comparison).
+    exclude_stragglers: a supervised job goes on without a rank that is slow.
     """
 
     model: str
@@ -50,12 +54,17 @@ class TrainingJob:
     environment: Environment = field(default_factory=Environment)
     keep_alive: bool = False
     failures: int = 3
+    on_nan: str = "stop"
+    max_jump: float | None = None
+    check_copies_every: int | None = None
+    exclude_stragglers: bool = False
 
     def opened(self) -> OpenedJob:
         """The job with what it names. Raises what would go wrong on every rank, before there are any."""
         if self.optimizer not in ("adamw", "sgd"):
             raise InvalidInput(f"unknown optimizer {self.optimizer!r}; expected adamw or sgd")
         self._check_folders()
+        self._check_numbers()
         if self.eval_every is not None and self.eval_data is None:
             raise InvalidInput("--eval-every needs data that is not trained on.\n  try: --eval-data WHERE")
         if self.steps < 1:
@@ -80,6 +89,11 @@ class TrainingJob:
             every = max(1, self.steps // 10)
         return self.saves_to is not None and (step == self.steps or (every is not None and step % every == 0))
 
+    def compares_after(self, step: int) -> bool:
+        """Whether what several ranks hold is compared after ``step`` steps: so often, and before a checkpoint."""
+        every = self.check_copies_every
+        return every is not None and (step % every == 0 or self.saves_after(step))
+
     def _check_folders(self) -> None:
         for option, folder in (("--save", self.save), ("--resume", self.resume)):
             if self.job is not None and folder is not None:
@@ -92,6 +106,22 @@ class TrainingJob:
                 raise InvalidInput(f"{option} needs a folder to save to.\n  try: --save DIR, or --job DIR")
         if self.keep < 1:
             raise InvalidInput(f"--keep {self.keep}: expected at least 1")
+
+    def _check_numbers(self) -> None:
+        if self.on_nan not in ("stop", "skip", "rollback"):
+            raise InvalidInput(f"--on-nan {self.on_nan}: expected stop, skip or rollback")
+        if self.max_jump is not None and not self.max_jump > 1:
+            raise InvalidInput(
+                f"--max-jump {self.max_jump}: expected more than 1, times the median of the steps before"
+            )
+        if self.exclude_stragglers and not self.keep_alive:
+            raise InvalidInput("--exclude-stragglers needs ranks that are supervised.\n  try: --keep-alive")
+        if self.on_nan == "rollback" and self.saves_to is None:
+            raise InvalidInput("--on-nan rollback goes back to a checkpoint.\n  try: --job DIR, or --save DIR")
+        if self.on_nan == "rollback" and self.compare_single:
+            raise InvalidInput(
+                "--compare-single trains beside it on one process, which does not go back.\n  try: --on-nan skip"
+            )
 
     def with_absolute_paths(self) -> TrainingJob:
         """For processes that start in another folder."""

@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar
 from autopar.api import assemble
-from autopar.ir.errors import AutoparError, InvalidInput, LaunchError
+from autopar.ir.errors import AutoparError, CopiesDiffer, InvalidInput, LaunchError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.launch import ensure_process_group, this_device
@@ -25,12 +25,14 @@ from autopar.runtime.mesh import check_world_size
 from autopar.training.batches import Batches, arguments_of, open_batches
 from autopar.training.copies import Copies
 from autopar.training.evaluation import HeldOut
-from autopar.training.finite import check_finite
 from autopar.training.job import OpenedJob, TrainingJob
 from autopar.training.notice import Notice
+from autopar.training.numbers import Numbers
+from autopar.training.own_time import OwnTime
 from autopar.training.place import Place
+from autopar.training.replicas import Replicas
 from autopar.training.report import Report, tokens_of
-from autopar.training.resuming import resume
+from autopar.training.resuming import go_back, keep_start, resume
 from autopar.training.saves import Saves
 from autopar.training.warm import Warm
 
@@ -98,38 +100,64 @@ def train(
     complain = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
     saves = Saves(job, parallel, optimizer, scaler, goes_on=place is not None, say=complain)
     agreement = parallel.engine.accord
-    pending: deque[tuple[int, float, float, float | None]] = deque()
+    own_time = OwnTime(None if place is None else this_device())
+    replicas = None if job.check_copies_every is None else Replicas(parallel)
+    pending: deque[tuple[int, float, float, float | None, str]] = deque()
+    numbers = Numbers(job, parallel, scaled=scaler is not None, saved=saved)
+    if job.on_nan == "rollback":
+        start_data = {**batches.state(done), **numbers.state()}
+        keep_start(job, parallel, optimizer, scaler, replace(progress, data=start_data))
 
     def tell(safe: int) -> None:
         """A step is reported once nothing that ends could undo it."""
         while pending and pending[0][0] <= safe:
             report.step(*pending.popleft()[1:])
 
-    for step in range(done, job.steps):
-        start = time.perf_counter()
+    step = done
+    while step < job.steps:
+        start, number = time.perf_counter(), step + 1
         agreement.notice = notice.code
+        numbers.begin(number)
+        own_time.begin()
         try:
             args, kwargs = arguments_of(batches.own(step, parallel))
         except AutoparError as error:
-            agreement.fail(InvalidInput(f"step {step + 1}: {error}"))
+            agreement.fail(InvalidInput(f"step {number}: {error}"))
+        own_time.loaded()
         loss = saves.step(args, kwargs)
         left = agreement.noticed
-        if scaler is None:
-            check_finite(parallel, loss, step + 1, job.saves_to)
+        verdict = numbers.judge(number, loss, batches)
+        if verdict.action == "rollback":
+            optimizer.zero_grad()
+            if copies is not None:
+                tell(copies.finish())
+                copies.forget()
+            pending.clear()
+            progress = go_back(job, parallel, optimizer, scaler)
+            step, saved = progress.step, progress.data
+            report.went_back(number, step, verdict.why)
+            numbers.went_back(step, saved)
+            batches = agree(partial(open_batches, opened, model, saved, step))
+            continue
         if copies is not None:
             copies.before_update()
-        optimizer.step() if scaler is None else scaler.step(optimizer)
+        if verdict.action == "skip":
+            numbers.leave_out(scaler)
+        else:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad()
-        value = float(loss)
+        step, value, own_s = number, float(loss), own_time.end()
         seconds = time.perf_counter() - start
-        number = step + 1
-        pending.append((number, value, seconds, None if single is None else single.step(batches.whole(step))))
-        state = {**batches.state(number), "loss": value}
-        tell(number if copies is None else copies.after_update(number, state))
+        beside = None if single is None or verdict.action == "skip" else single.step(batches.whole(number - 1))
+        pending.append((number, value, seconds, beside, verdict.why))
+        last = number == job.steps or bool(left)
+        if replicas is not None and (last or job.compares_after(number)):
+            _compare(replicas, number, copies)
+        state = {**batches.state(number), **numbers.state(), "loss": value}
+        tell(number if copies is None else copies.after_update(number, state, own_s))
         if held_out is not None and (number == job.steps or (job.eval_every and number % job.eval_every == 0)):
             tell(number if copies is None else copies.finish())
             report.evaluation(number, held_out.loss(parallel))
-        last = number == job.steps or bool(left)
         saves.after(number, state, last=last)
         if left and number < job.steps:
             break
@@ -167,6 +195,7 @@ def _same_everywhere(opened: OpenedJob) -> None:
     agree(check)
     names = (
         "steps", "optimizer", "learning_rate", "seed", "save_every", "keep", "eval_every", "eval_batches", "seq_len",
+        "on_nan", "max_jump", "check_copies_every",
     )  # fmt: skip
     agree_same({name: getattr(opened.job, name) for name in names}, "autopar train")
 
@@ -178,6 +207,17 @@ def _check_first(batches: Batches, held_out: HeldOut | None, done: int, parallel
         held_out.check(parallel)
     if single is not None and done:
         batches.whole(0)
+
+
+def _compare(replicas: Replicas, step: int, copies: Copies | None) -> None:
+    """Raise CopiesDiffer, on every rank, once nothing could go on from copies of what is wrong."""
+    try:
+        replicas.check(step)
+    except CopiesDiffer:
+        if copies is not None:
+            copies.forget()
+            dist.barrier()  # who has raised may be followed by the end of all ranks
+        raise
 
 
 class _Single:

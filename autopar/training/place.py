@@ -14,8 +14,9 @@ from autopar.runtime.copies.copier import CopyPlaces
 class Watched(Protocol):
     """Takes what a rank says of itself."""
 
-    def made(self, steps: int, safe: int, own_s: float = 0.0) -> None:
-        """So many steps are made, and of so many all ranks have copies. own_s: that the last one did not wait."""
+    def made(self, steps: int, safe: int, own_s: float | None = None) -> None:
+        """So many steps are made, and of so many all ranks have copies. own_s: seconds of the last one in which the
+        rank did not wait for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from autopar.ir.errors import AutoparError, LaunchError
+from autopar.ir.errors import AutoparError, CopiesDiffer, LaunchError
 from autopar.runtime.accord import is_lost, leave_note
 from autopar.standard_output import reserved_output
 from autopar.training.job import OpenedJob, TrainingJob
@@ -58,6 +58,8 @@ def run_place(opened: OpenedJob, place: Place, warm: Warm) -> int:
     except LaunchError as error:
         raise LostOthers(str(error)) from error
     except AutoparError as error:
+        if isinstance(error, CopiesDiffer) and job.job is not None:
+            raise  # the job goes on from its checkpoint, which is of a state that was compared
         if place.rank == 0:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ class Report:
         self.singles: list[float] = []
         self.differences: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
+        self.left_out: dict[int, str] = {}
         plan = self.plan
         mesh = "  ".join([f"pp {plan.num_pipeline_ranks}", *(f"{axis} {size}" for axis, size in plan.mesh.items())])
         self._line(f"{plan.model.name} on {plan.num_ranks} {device.type} ranks: {mesh}  {plan.precision_words}")
@@ -43,8 +45,11 @@ class Report:
         if loss is not None:
             self._line(f"{self.done:4d}  {loss:10.6f}   before")
 
-    def step(self, loss: float, seconds: float, single: float | None) -> None:
-        """Report one step: its loss, its seconds, and the loss of one process if that runs beside."""
+    def step(self, loss: float, seconds: float, single: float | None, left_out: str = "") -> None:
+        """Report one step: its loss, its seconds, and the loss of one process if that runs beside.
+
+        left_out: why the optimiser has not made it, if so.
+        """
         self.losses.append(loss)
         self.seconds.append(seconds)
         columns = ""
@@ -54,7 +59,20 @@ class Report:
             self.singles.append(single)
             self.differences.append(difference)
             columns = f"   {single:11.6f}   {difference:19.1e}"
-        self._line(f"{self.done + len(self.seconds):4d}  {loss:10.6f}{columns}   {seconds:7.3f}")
+        note = f"   {left_out}" if left_out else ""
+        number = self.done + len(self.seconds)
+        if left_out:
+            self.left_out.setdefault(number, left_out)
+        self._line(f"{number:4d}  {loss:10.6f}{columns}   {seconds:7.3f}{note}")
+
+    def went_back(self, step: int, steps: int, why: str) -> None:
+        """In step number ``step`` training has gone back to the state after ``steps`` steps, for a reason."""
+        self.left_out[step] = why
+        made = max(0, steps - self.done)
+        self.done = min(self.done, steps)
+        del self.losses[made:], self.seconds[made:], self.singles[made:], self.differences[made:]
+        self.evaluations = [(number, loss) for number, loss in self.evaluations if number <= steps]
+        self._line(f"{step:4d}  {why}: back to step {steps}")
 
     def evaluation(self, step: int, loss: float) -> None:
         """The held-out loss after ``step`` steps."""
@@ -97,12 +115,14 @@ class Report:
             "global_batch": plan.batch.global_size,
             "data": None if self.opened.corpus is None else str(self.opened.corpus),
             "first_step": self.done + 1,
-            "losses": self.losses,
+            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
             "step_times_s": self.seconds,
             "step_time_s": median,
             "samples_per_s": None if median is None else plan.batch.global_size / median,
             "tokens_per_s": None if median is None or self.batch_tokens is None else self.batch_tokens / median,
         }
+        if self.left_out:
+            found["left_out"] = [{"step": step, "why": why} for step, why in sorted(self.left_out.items())]
         if self.opened.held_out is not None:
             found["eval_steps"] = [step for step, _ in self.evaluations]
             found["eval_losses"] = [loss for _, loss in self.evaluations]

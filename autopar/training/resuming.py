@@ -42,5 +42,31 @@ def resume(
     return autopar.load(parallel, optimizer, job.job, scaler=scaler, fall_back=True)
 
 
+def keep_start(
+    job: TrainingJob,
+    parallel: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None,
+    progress: Progress,
+) -> None:
+    """Make sure that there is a checkpoint to go back to, as there may be none of this run. All ranks call together.
+
+    progress: where the run begins, and its ``data``.
+    """
+    assert job.saves_to is not None, "somewhere to go back to"
+    if job.job is None or not _has_checkpoint(job.job):
+        autopar.save(
+            parallel, optimizer, job.saves_to, scaler=scaler, step=progress.step, data=progress.data, keep=job.keep
+        )
+
+
+def go_back(
+    job: TrainingJob, parallel: ParallelModule, optimizer: torch.optim.Optimizer, scaler: LossScaler | None
+) -> Progress:
+    """Load the newest checkpoint of this run. All ranks call together."""
+    assert job.saves_to is not None, "somewhere to go back to"
+    return autopar.load(parallel, optimizer, job.saves_to, scaler=scaler, fall_back=job.job is not None)
+
+
 def _has_checkpoint(folder: str) -> bool:
     return from_first(lambda: "yes" if has_checkpoint(Path(folder)) else "") == "yes"

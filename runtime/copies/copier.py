@@ -91,6 +91,15 @@ class Copier:
         self._raise()
         return self.safe
 
+    def forget(self) -> None:
+        """The state goes back to an earlier one: the copies of later steps count no more."""
+        self.finish()
+        for slot in self._slots.values():
+            slot.begin()
+        for data in self._received.values():
+            set_step(data, -1)
+        self.safe = -1
+
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:

@@ -160,7 +160,7 @@ def test_a_failed_write_is_raised_by_the_next_step_of_every_rank_once(found: lis
     for rank in found:
         failing = rank["failing"]
         for text in (failing["step"], failing["wait"], failing["save"]):
-            assert text.startswith("CheckpointError") and "rank 1 OSError: [Errno 27] File too large" in text, failing
+            assert text.startswith("CheckpointError") and "rank 1: [Errno 27] File too large" in text, failing
             assert len(text.splitlines()) == 2, "no stack traces"
         assert failing["again"] == ""
 
