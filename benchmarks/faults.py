@@ -117,6 +117,7 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
 def lose_host(job: Job, draw: random.Random) -> bool:
     """All of its processes and its memory. The one that has the store takes the job along; the other comes back."""
     host = draw.randrange(job.setting.hosts)
+    partner_left = len(job.hosts_with_ranks()) > 1
     job.kill(host)
     job.forget(host)
     if host == 0:
@@ -126,7 +127,7 @@ def lose_host(job: Job, draw: random.Random) -> bool:
         before = job.last
         job.wait_for(before + 2, _LIMIT_S)
         job.start([host])
-    return job.setting.hosts > 1
+    return partner_left
 
 
 def cut_network(job: Job, draw: random.Random) -> bool:

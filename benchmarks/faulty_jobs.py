@@ -88,11 +88,12 @@ class Job:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
-            if found := _STEP.match(line):
-                number, loss, seconds = found.groups()
-                self.seen.append(Seen(time.monotonic(), int(number), float(loss), seconds != "before"))
+        with process.stdout:
+            for line in process.stdout:
+                self.lines.append((time.monotonic(), line.rstrip()))
+                if found := _STEP.match(line):
+                    number, loss, seconds = found.groups()
+                    self.seen.append(Seen(time.monotonic(), int(number), float(loss), seconds != "before"))
 
     def launcher(self, host: int = 0) -> subprocess.Popen[str]:
         found = self._launchers[host]
@@ -129,6 +130,11 @@ class Job:
 
     def ranks(self) -> list[int]:
         return sorted(pid for pid in self.processes() if _name(pid).startswith("autopar rank"))
+
+    def hosts_with_ranks(self) -> list[int]:
+        """Those on which ranks run now: after a loss all may be on one, where none has a partner."""
+        ranks = set(self.ranks())
+        return [host for host in range(self.setting.hosts) if ranks & self.processes(host).keys()]
 
     def supervisors(self) -> list[int]:
         found = self.processes()

@@ -102,7 +102,7 @@ def main() -> None:
 
     end_with(int(sys.argv[2]))
     try:
-        code = train_supervised(TrainingJob.from_json(sys.argv[1]), come_back=True)
+        code = train_supervised(TrainingJob.from_json(sys.argv[1]))
     except AutoparError as error:
         code = BAD_INPUT
         if os.environ["RANK"] == "0":  # all of them know of it

@@ -80,7 +80,8 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
-        number, in_a_row, safe, cause = self._council.open_round(), 0, -1, ""
+        number = self._council.open_round(f"{_CONTINUES} supervisor {self._council.index} was started again")
+        in_a_row, safe, cause = 0, -1, ""
         before: Decision | None = None
         account = Account()
         try:
@@ -93,6 +94,9 @@ class Supervisor:
                 if self._council.leads:
                     self._tell(decision, before, cause)
                 before = decision
+                if self._asked:  # before there are ranks that could save anything
+                    self._council.stop(number, f"{_FINAL}-{128 + self._asked} was asked to leave")
+                    return 128 + self._asked
                 self._start(decision)
                 account.decided()
                 found = self._watch(number, decision)
@@ -196,7 +200,7 @@ class Supervisor:
                 if ending.code == LOST_OTHERS:
                     consequence = consequence or (time.monotonic(), ending)
                     continue
-                council.stop(number, f"{_final(ending)} {ending}")
+                council.stop(number, f"{self._kind(ending)} {ending}")
             if consequence is not None and time.monotonic() - consequence[0] > _CONSEQUENCE_S:
                 council.stop(number, f"{_CONTINUES} {consequence[1]}")
             if not finished and not self._ranks.running and consequence is None:
@@ -213,6 +217,12 @@ class Supervisor:
                 self._found(one, number, decision)
             self._fewer.collect()
             time.sleep(POLL_S)
+
+    def _kind(self, ending: Ending) -> str:
+        """Whether the job goes on after the end of a rank, and with which exit code if it does not."""
+        early = ending.code in LEFT and bool(self._asked)  # asked to leave before it listened
+        own = ending.left and ending.code in (DIFFERS, BAD_INPUT, *LEFT)
+        return f"{_FINAL}-{ending.code}" if own or early else _CONTINUES
 
     def _found(self, one: Straggler, number: int, decision: Decision) -> None:
         """Name a slow rank, once, or go on without it."""
@@ -274,10 +284,6 @@ def _that_do_the_same(decision: Decision) -> list[list[int]]:
     stages = 1 if torch.cuda.device_count() else Plan.from_yaml(decision.plan).num_pipeline_ranks
     size = decision.world_size // stages
     return [list(ranks[first : first + size]) for first in range(0, decision.world_size, size)]
-
-
-def _final(ending: Ending) -> str:
-    return f"{_FINAL}-{ending.code}" if ending.left and ending.code in (DIFFERS, BAD_INPUT, *LEFT) else _CONTINUES
 
 
 def _verdict(cause: str) -> int | str:

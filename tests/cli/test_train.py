@@ -91,5 +91,7 @@ def test_training_goes_on_under_another_plan(
     capfd.readouterr()
     assert autopar(monkeypatch, "train", net, plans["dp"], "--steps", "5", "--resume", run, "--compare-single") == 0
     steps = [line.split() for line in capfd.readouterr().out.splitlines() if line[:4].strip().isdigit()]
-    assert [int(step[0]) for step in steps] == [4, 5]
-    assert all(float(step[3]) <= 1e-5 for step in steps)
+    before, *made = steps
+    assert before[0] == "3" and before[2] == "before"
+    assert [int(step[0]) for step in made] == [4, 5]
+    assert all(float(step[3]) <= 1e-5 for step in made)
