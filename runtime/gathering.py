@@ -23,10 +23,9 @@ _POLL_S, _POLL_S_EACH = 0.02, 1e-4
 def gather(store: Store, index: int, size: int, wait_s: float, who: str = "rank", *, come_back: bool = False) -> str:
     """A name that is new, and the same for all of ``size`` processes that call this together.
 
-    index: of this one. who: what they are, for messages. come_back: to a gathering that is over, if there was one: its
-    name is returned, and nobody else has to call this again. Raises LaunchError if not all come.
+    index: of this one. who: what they are, for messages. Raises LaunchError if not all come.
     """
-    if size == 1 and not come_back:
+    if size == 1:
         return uuid.uuid4().hex
     own, deadline = uuid.uuid4().hex, time.monotonic() + wait_s
     hellos = [f"{_HELLO}{other}" for other in range(size)]
@@ -34,8 +33,6 @@ def gather(store: Store, index: int, size: int, wait_s: float, who: str = "rank"
     said: list[str] = []
     name = ""
     while True:
-        if come_back and (over := _over(store, size)):
-            return over
         if index == 0:
             # Who greets anew has been started again: a new name, for all of them.
             if store.check(hellos) and (now := [value.decode() for value in store.multi_get(hellos)]) != said:
@@ -53,12 +50,13 @@ def gather(store: Store, index: int, size: int, wait_s: float, who: str = "rank"
         time.sleep(max(_POLL_S, _POLL_S_EACH * size))
 
 
-def _over(store: Store, size: int) -> str:
-    """The name of the gathering to which all have come; "" if there is none."""
-    if not store.check([_START]):
-        return ""
-    name: str = json.loads(store.get(_START))["name"]
-    return name if store.add(f"{_CAME}{name}", 0) == size - 1 else ""
+def last_gathering(store: Store, size: int) -> str | None:
+    """The name of the last one, to which all of ``size`` have come; None if there is none."""
+    found = json.loads(store.get(_START)) if store.check([_START]) else {"hellos": []}
+    if len(found["hellos"]) != size or store.add(f"{_CAME}{found['name']}", 0) != size - 1:
+        return None
+    name: str = found["name"]
+    return name
 
 
 def _absent(store: Store, hellos: list[str], index: int, wait_s: float, who: str) -> str:

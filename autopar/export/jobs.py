@@ -1,4 +1,4 @@
-"""The training job that launchers start: ``autopar.training`` on every rank, under the plan itself."""
+"""The training job that launchers start: ``autopar train --keep-alive --job`` under the plan itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from autopar.ir.plan import Plan
 from autopar.training import TrainingJob
 
 RESTARTS = 3
-"""How often a job that has failed is started again, where the system that starts it does that."""
+"""How often a job that has failed is started again, where the system that starts it does that. What happens to ranks is
+no failure of the job: its supervisors start them again."""
+GRACE_S = 120
+"""Seconds between the notice that a job is to leave and its end: for a step and a checkpoint."""
+SHUTDOWN_S = GRACE_S - 20
+"""Seconds that torchrun gives its processes of it."""
 _KEPT = 2
 """Checkpoints that stay, so that a damaged one has another beside it."""
 _UNFIT = re.compile(r"[^a-z0-9]+")
@@ -20,7 +25,7 @@ _LONGEST_NAME = 40
 
 
 def training_job(plan: Plan, options: Options, target: str, folder: str | None = None) -> TrainingJob:
-    """A job that starts, or goes on from its checkpoints in ``folder`` (None: of its own name).
+    """A supervised job that starts, or goes on from its checkpoints in ``folder`` (None: of its own name).
 
     Raises InvalidInput if neither the plan nor the user says what to train.
     """
@@ -37,11 +42,12 @@ def training_job(plan: Plan, options: Options, target: str, folder: str | None =
         seq_len=plan.model.seq,
         job=folder or job_name(plan),
         keep=_KEPT,
+        keep_alive=True,
     )
 
 
 def as_argument(job: TrainingJob) -> str:
-    """The argument of ``python -m autopar.training``; what is left at its default is left out."""
+    """The argument of ``python -m autopar.launching``; what is left at its default is left out."""
     plain = asdict(TrainingJob(model="", plan="", steps=0))
     given = {
         key: value for key, value in asdict(job).items() if key in ("model", "plan", "steps") or value != plain[key]

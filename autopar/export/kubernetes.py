@@ -65,10 +65,11 @@ def resources(plan: Plan, nodes: Nodes) -> Json:
     return {"limits": {device: str(nodes.ranks_each)}, "requests": {device: str(nodes.ranks_each)}}
 
 
-def pod(name: str, container: Json, claim: str | None = None) -> Json:
+def pod(name: str, container: Json, claim: str | None = None, *, grace_s: int | None = None) -> Json:
     """A pod template of one container, which finds the files of the config map in ``PLAN_FOLDER``.
 
-    claim: of the volume with the checkpoints, if the container writes any.
+    claim: of the volume with the checkpoints, if the container writes any. grace_s: between the notice that the pod is
+    to end and its end; None for Kubernetes' own.
 
     Shared memory is as much as there is: NCCL and data loaders need more than the 64 MiB of a container.
     """
@@ -83,7 +84,8 @@ def pod(name: str, container: Json, claim: str | None = None) -> Json:
     if claim is not None:
         mounts.append({"name": "checkpoints", "mountPath": _CHECKPOINTS})
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}})
-    return {"spec": {"containers": [{**container, "volumeMounts": mounts}], "volumes": volumes}}
+    grace = {} if grace_s is None else {"terminationGracePeriodSeconds": grace_s}
+    return {"spec": {"containers": [{**container, "volumeMounts": mounts}], "volumes": volumes, **grace}}
 
 
 def documents(notes: list[str], heading: str, *found: Json) -> str:

@@ -1,7 +1,8 @@
-"""Kubeflow: a PyTorchJob (training operator, kubeflow.org/v1) that runs ``autopar.training`` under the plan.
+"""Kubeflow: a PyTorchJob (training operator, kubeflow.org/v1) that runs ``autopar.launching`` under the plan.
 
 A pod has the ranks of a node. The operator tells torchrun by its environment (PET_NNODES, PET_NODE_RANK and so on) how
-many pods there are and which one it is in.
+many pods there are and which one it is in. There is no elasticPolicy: supervisors go on without a pod that is lost, and
+take it up again, under its number, once it has been started again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.export.exported import Exported, Options
-from autopar.export.jobs import RESTARTS, as_argument, job_name, training_job
+from autopar.export.jobs import GRACE_S, RESTARTS, SHUTDOWN_S, as_argument, job_name, training_job
 from autopar.export.kubernetes import (
     PLAN_PATH,
     Json,
@@ -38,13 +39,24 @@ def write(strategy: Strategy, options: Options) -> Exported:
         "name": "pytorch",  # the operator looks for this name
         "image": image_of(options),
         # Kubernetes puts variables in for $(NAME); $$( is left as $(.
-        "command": ["torchrun", "-m", "autopar.training", as_argument(job).replace("$(", "$$(")],
-        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "command": [
+            *("torchrun", "--max-restarts", str(RESTARTS), "-m", "autopar.launching"),
+            as_argument(job).replace("$(", "$$("),
+        ],
+        # torchrun passes on what a pod is told before it is taken away, and gives its ranks so long to save.
+        "env": [
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+            {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(SHUTDOWN_S)},
+        ],
         "resources": resources(plan, nodes),
     }
 
     def replicas(count: int) -> Json:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod(name, container, claim)}
+        return {
+            "replicas": count,
+            "restartPolicy": "OnFailure",
+            "template": pod(name, container, claim, grace_s=GRACE_S),
+        }
 
     specs = {"Master": replicas(1)}
     if nodes.count > 1:

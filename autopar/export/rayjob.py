@@ -1,7 +1,8 @@
-"""KubeRay: a RayJob (ray.io/v1) with the Ray cluster that it starts, on which Ray Train runs ``autopar.training``.
-
-A worker pod has the ranks of a node; the head pod has none. A program in the config map asks Ray Train for one worker
+"""KubeRay: a RayJob (ray.io/v1) with the Ray cluster that it starts, on which ``autopar.launching`` starts a supervisor
 for each rank.
+
+A worker pod has the ranks of a node; the head pod has none: it runs the program in the config map, which asks Ray for
+the actors. A worker pod that is lost KubeRay starts again; until then the others go on without it.
 """
 
 from __future__ import annotations
@@ -42,14 +43,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         *claim_notes(options, nodes, name),
         f"The image also has Ray; set rayVersion, which is {_RAY} here, to its version.",
     ]
-    program = render(
-        "ray_train.py.jinja",
-        job=as_argument(job),
-        num_workers=plan.num_ranks,
-        use_gpu=nodes.gpus,
-        backend="nccl" if nodes.gpus else "gloo",
-        restarts=RESTARTS,
-    )
+    program = render("ray_train.py.jinja", job=as_argument(job))
     found: Json = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -91,8 +85,7 @@ def _cluster(strategy: Strategy, options: Options, nodes: Nodes, name: str) -> J
                 "replicas": nodes.count,
                 "minReplicas": nodes.count,
                 "maxReplicas": nodes.count,
-                # Ray counts one CPU for each rank, and one for the trainer that starts them.
-                "rayStartParams": {"num-cpus": str(nodes.ranks_each + 1)},
+                "rayStartParams": {"num-cpus": str(nodes.ranks_each)},  # Ray counts one for each rank
                 "template": pod(name, worker, claim_of(options, name)),
             }
         ],

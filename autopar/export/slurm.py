@@ -1,9 +1,10 @@
-"""Slurm: a batch script that starts torchrun on every node, which runs ``autopar.training`` or the user's program."""
+"""Slurm: a batch script that starts torchrun on every node, which runs ``autopar.launching`` or the user's
+program."""
 
 from __future__ import annotations
 
 from autopar.export.exported import Exported, Options, commented
-from autopar.export.jobs import job_name, training_job
+from autopar.export.jobs import GRACE_S, RESTARTS, SHUTDOWN_S, job_name, training_job
 from autopar.export.nodes import nodes_of
 from autopar.export.rendering import render
 from autopar.export.strategy import Strategy
@@ -16,6 +17,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     notes = [
         f"{job.plan} and {job.model} are read on every node, from the folder in which the job is submitted.",
         f"Checkpoints are in {job.job}/ there, from which the job goes on when it is requeued or submitted again.",
+        f"{GRACE_S} s before its time is over, or when the site takes its nodes, the job saves and is queued again.",
         "Add what the site asks for (--partition, --account, --time, --constraint) to sbatch or to the script.",
     ]
     if nodes.ranks_each < plan.cluster.gpus_per_node and nodes.count > 1:
@@ -33,5 +35,8 @@ def write(strategy: Strategy, options: Options) -> Exported:
         nodes=nodes,
         job=job,
         world=plan.num_ranks,
+        grace_s=GRACE_S,
+        shutdown_s=SHUTDOWN_S,
+        restarts=RESTARTS,
     )
     return Exported(target="slurm", name="train.sbatch", text=text, notes=tuple(notes))

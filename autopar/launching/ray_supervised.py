@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,7 @@ def supervise_on_ray(job: TrainingJob, address: str, *, cpus_per_rank: int = 1) 
             ]
             crew = _Crew(ray, job, [{**one, "max_concurrency": 2} for one in options], groups, cpus_per_rank)
             try:
-                with _notices(crew.signal):
+                with _notices(crew.asked):
                     return crew.run()
             finally:
                 crew.end()
@@ -75,6 +75,8 @@ class _Crew:
         self, ray: Any, job: TrainingJob, options: list[dict[str, Any]], groups: list[int], cpus_per_rank: int
     ) -> None:
         self._ray, self._job = ray, job
+        self.asked: list[int] = []
+        """Signals to pass on to all supervisors."""
         self._threads = os.environ.get("OMP_NUM_THREADS", str(cpus_per_rank))
         self._desk = _here(ray, Desk)
         seats = [self._seat(one) for one in options]
@@ -94,6 +96,10 @@ class _Crew:
         deadline = alone_since = float("inf")
         while True:
             self._show()
+            while self.asked:
+                number = self.asked.pop(0)
+                for seat in self._seats:
+                    seat.actor.signal.remote(number)
             for index, outcome in self._ended():
                 if isinstance(outcome, int) and outcome >= 0:
                     codes.append(outcome)
@@ -112,11 +118,6 @@ class _Crew:
                     f"no supervisor is left, and the cluster has had no room for another in {_WAIT_S:.0f} s.\n"
                     "  try: the same command, which goes on from what --job has saved"
                 )
-
-    def signal(self, number: int) -> None:
-        """Send all supervisors a signal."""
-        for seat in self._seats:
-            seat.actor.signal.remote(number)
 
     def end(self) -> None:
         """End all actors."""
@@ -201,9 +202,9 @@ def _here(ray: Any, kind: type) -> Any:
 
 
 @contextmanager
-def _notices(send: Callable[[int], None]) -> Iterator[None]:
-    """Signals that say that the job is to end soon are passed on; the supervisors know what to do."""
-    before = {number: signal.signal(number, lambda number, frame: send(number)) for number in SIGNALS}
+def _notices(asked: list[int]) -> Iterator[None]:
+    """Signals that say that the job is to end soon are put down; the supervisors know what to do."""
+    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in SIGNALS}
     try:
         yield
     finally:

@@ -94,21 +94,11 @@ def _pass_on(name: str, stream: IO[str] | None, desk: Any) -> None:
 
 def main() -> None:
     """The supervisor: of the job that the first argument has as JSON, for the process that is the second."""
-    from autopar.ir.errors import AutoparError
-    from autopar.launching.supervised import train_supervised
-    from autopar.process_end import end_process
-    from autopar.supervision.forked import die_with
-    from autopar.training.job import TrainingJob
-    from autopar.training.rank import BAD_INPUT
+    from autopar.launching.program import run_program
+    from autopar.process_end import end_with
 
-    die_with(int(sys.argv[2]), "autopar supervis")
-    try:
-        code = train_supervised(TrainingJob.from_json(sys.argv[1]), come_back=True)
-    except AutoparError as error:
-        code = BAD_INPUT
-        if os.environ["RANK"] == "0":  # all of them know of it
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    end_process(code)
+    end_with(int(sys.argv[2]))
+    run_program(sys.argv[1])
 
 
 if __name__ == "__main__":

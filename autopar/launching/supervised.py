@@ -20,11 +20,8 @@ _LEASE_S = 4.0
 _JOIN_S = 300.0
 
 
-def train_supervised(job: TrainingJob, *, come_back: bool = False) -> int:
-    """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot.
-
-    come_back: this process is in the place of one that has ended, if the supervisors have come together before.
-    """
+def train_supervised(job: TrainingJob) -> int:
+    """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot."""
     opened = job.opened()
     size = opened.plan.num_ranks
     index, count = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if in_job() else (0, 1)
@@ -44,9 +41,7 @@ def train_supervised(job: TrainingJob, *, come_back: bool = False) -> int:
     try:
         address = store.address if store is not None and count == 1 else of_torchrun()
         timeout = job.environment.timeout_s
-        council = Council(
-            address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=come_back and count > 1
-        )
+        council = Council(address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=serves_itself())
         given = Supervision(
             slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
         )

@@ -20,17 +20,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, though not exported by name
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
 
 from autopar.ir.errors import LaunchError
 from autopar.ir.fork import fork
-from autopar.runtime.gathering import gather
+from autopar.runtime.gathering import gather, last_gathering
 from autopar.supervision.decision import Decision, Facts
 from autopar.supervision.forked import die_with
 from autopar.supervision.store import Address
 
 POLL_S = 0.05
 _BEAT_S = 0.5
+_LIVES_S = 2.0
 
 
 class Council:
@@ -40,10 +41,13 @@ class Council:
         self, address: Address, index: int, size: int, *, lease_s: float, join_s: float, come_back: bool = False
     ) -> None:
         """lease_s: a supervisor that is not heard of for longer is lost. join_s: for all to come together. come_back:
-        in the place of one that has ended, if others have come together already."""
+        to those that have come together already, if any of them are there, in the place of one that has ended."""
         store = address.connect()
         self.index, self.size, self._lease_s = index, size, lease_s
-        self.job = gather(store, index, size, join_s, "supervisor", come_back=come_back)
+        name = last_gathering(store, size) if come_back and size > 1 else None
+        if name is None or not _lives(PrefixStore(f"autopar/{name}", store), size):
+            name = gather(store, index, size, join_s, "supervisor")
+        self.job = name
         self.store = PrefixStore(f"autopar/{self.job}", store)
         self._next_look = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -102,9 +106,14 @@ class Council:
         index, rank = json.loads(self.store.get(key)) if self.store.check([key]) else (None, None)
         return rank if index == self.index else None
 
-    def open_round(self) -> int:
-        """The number of the first round that nothing has ended: 1, but for one that has come back."""
-        return next(number for number in itertools.count(1) if self.stopped(number) is None)
+    def open_round(self, cause: str) -> int:
+        """The round to begin with: 1, but for one that has come back; a round that counts on it ends, for a cause."""
+        number = next(number for number in itertools.count(1) if self.stopped(number) is None)
+        key = f"go/{number}"
+        if self.store.check([key]) and str(self.index) in json.loads(self.store.get(key)).get("ranks", ()):
+            self.stop(number, cause)
+            number += 1
+        return number
 
     def meet(
         self, number: int, facts: Facts, decide: Callable[[Sequence[Facts]], Decision], wait_s: float
@@ -148,6 +157,18 @@ class Council:
     def num_done(self, number: int) -> int:
         """How many supervisors' ranks have finished."""
         return int(self.store.add(f"done/{number}", 0))
+
+
+def _lives(store: Store, size: int) -> bool:
+    """Whether any supervisor raises its number. It takes a few beats to see."""
+    keys = [f"lease/{index}" for index in range(size)]
+
+    def leases() -> list[bytes]:
+        return [store.get(key) if store.check([key]) else b"" for key in keys]
+
+    before = leases()
+    time.sleep(_LIVES_S)
+    return leases() != before
 
 
 def _beat(address: Address, job: str, index: int) -> int:

@@ -38,7 +38,7 @@ from autopar.supervision.progress import Progress
 from autopar.supervision.store import Address
 from autopar.supervision.stragglers import Straggler, Stragglers
 from autopar.training.job import OpenedJob
-from autopar.training.notice import LEFT
+from autopar.training.notice import LEFT, SAME_NOTICE_S
 from autopar.training.place import Place
 from autopar.training.rank import BAD_INPUT, DIFFERS, LOST_OTHERS, run_place
 from autopar.training.warm import Warm
@@ -72,7 +72,7 @@ class Supervisor:
         self._ranks = LocalRanks(self.host, None if timeout is None else 1.5 * timeout)
         self._fewer, self._warm = FewerRanks(opened), Warm(opened)
         self._before: dict[int, tuple[int, ...]] = {}
-        self._asked = 0
+        self._asked, self._asked_at = 0, 0.0
         self._places = list(range(given.slots))
         self._named: set[tuple[str, int]] = set()
 
@@ -80,7 +80,8 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
-        number, in_a_row, safe, cause = self._council.open_round(), 0, -1, ""
+        number = self._council.open_round(f"{_CONTINUES} supervisor {self._council.index} was started again")
+        in_a_row, safe, cause = 0, -1, ""
         before: Decision | None = None
         account = Account()
         try:
@@ -250,11 +251,13 @@ class Supervisor:
 
     def _notice(self, number: int, frame: Any) -> None:
         """The first signal is passed on, and ranks save and leave; the second ends everything."""
-        if self._asked or number == signal.SIGINT:
+        again = self._asked and time.monotonic() - self._asked_at > SAME_NOTICE_S
+        if again or number == signal.SIGINT:
             self._ranks.end()
             os._exit(128 + number)
-        self._asked = number
-        self._ranks.signal(number)
+        if not self._asked:
+            self._asked, self._asked_at = number, time.monotonic()
+            self._ranks.signal(number)
 
     def _tell(self, decision: Decision, before: Decision | None, cause: str) -> None:
         """Why, and how it goes on: the first that a user reads of it."""

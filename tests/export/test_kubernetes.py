@@ -79,10 +79,14 @@ def test_pytorchjob(ranks: int, pods: int, each: int) -> None:
         (container,) = spec["template"]["spec"]["containers"]
         assert (container["name"], container["image"]) == ("pytorch", "trainer:1")
         assert container["resources"]["limits"] == {"nvidia.com/gpu": str(each)}
-        assert container["command"][:3] == ["torchrun", "-m", "autopar.training"]
-        given = TrainingJob(**json.loads(container["command"][3]))
+        assert container["command"][:5] == ["torchrun", "--max-restarts", "3", "-m", "autopar.launching"]
+        given = TrainingJob(**json.loads(container["command"][5]))
         folder = "/checkpoints/autopar-decoder"
-        assert given == TrainingJob(model="examples/gpt.py", plan=PLAN_PATH, steps=7, seq_len=1024, job=folder, keep=2)
+        assert given == TrainingJob(
+            model="examples/gpt.py", plan=PLAN_PATH, steps=7, seq_len=1024, job=folder, keep=2, keep_alive=True
+        )
+        own = {one["name"]: one["value"] for one in container["env"]}
+        assert int(own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
         assert claims(spec["template"]) == ["autopar-decoder"]
 
 
@@ -107,14 +111,12 @@ def test_rayjob(gpu: str) -> None:
     device = {"h100-sxm": "nvidia.com/gpu", "mi300x": "amd.com/gpu"}.get(gpu)
     assert container["resources"].get("limits") == (None if device is None else {device: "8"})
     program = ast.parse(config_map["data"]["train.py"])
-    calls = {
-        node.func.id: node
-        for node in ast.walk(program)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    scaling = {keyword.arg: ast.literal_eval(keyword.value) for keyword in calls["ScalingConfig"].keywords}
-    assert (scaling["num_workers"], scaling["use_gpu"]) == (16, gpu != "cpu")
-    assert "FailureConfig" in calls and claims(workers["template"]) == ["autopar-decoder"]
+    (call,) = (node for node in ast.walk(program) if isinstance(node, ast.Call))
+    assert ast.unparse(call.func) == "run_program"
+    given = TrainingJob(**json.loads(ast.literal_eval(call.args[0])))
+    assert (given.keep_alive, given.job) == (True, "/checkpoints/autopar-decoder")
+    assert [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in call.keywords] == [("ray", "auto")]
+    assert claims(workers["template"]) == ["autopar-decoder"]
     assert claims(cluster["headGroupSpec"]["template"]) == []
 
 
@@ -134,7 +136,7 @@ def test_names_are_data(target: str) -> None:
     plan = decoder_plan(dp=2, name="Ä\n---\nkind: Secret", source=odd)
     config_map, job = documents(plan, target)
     if target == "pytorchjob":
-        argument = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][3]
+        argument = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][-1]
         # Kubernetes makes $( of $$(.
         assert json.loads(argument.replace("$$(", "$("))["model"] == odd
     else:

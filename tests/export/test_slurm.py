@@ -16,7 +16,8 @@ from autopar.training import TrainingJob
 from tests.export.plans import decoder_plan
 
 SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit
+[[ "$1" == --kill-on-bad-exit=[01] && "$2" == --no-kill ]] || exit 3
+shift 2
 for SLURM_NODEID in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$SLURM_NODEID "$@"; done
 """
 TORCHRUN = "#!/bin/bash\nprintf '%s\\0' \"$@\" $'\\n'\n"
@@ -51,39 +52,60 @@ def test_one_torchrun_a_node(stubs: Path) -> None:
     calls = run(plan, stubs)
     assert len(calls) == 2
     for node, words in enumerate(calls):
-        given = dict(zip(words[:10:2], words[1:10:2], strict=True))
+        given = dict(zip(words[:12:2], words[1:12:2], strict=True))
         assert (given["--nnodes"], given["--nproc-per-node"], given["--node-rank"]) == ("2", "8", str(node))
         assert (given["--master-addr"], given["--master-port"]) == ("n1", "20077")
-        assert words[10:12] == ["-m", "autopar.training"]
-        job = TrainingJob(**json.loads(words[12]))
+        assert words[12:14] == ["-m", "autopar.launching"]
+        job = TrainingJob(**json.loads(words[14]))
         assert job == TrainingJob(
-            model="examples/gpt.py", plan="plan.yaml", steps=1000, seq_len=1024, job="autopar-decoder", keep=2
-        )
+            model="examples/gpt.py", plan="plan.yaml", steps=1000, seq_len=1024, job="autopar-decoder", keep=2,
+            keep_alive=True,
+        )  # fmt: skip
 
 
 def test_steps_checkpoints_and_programs(stubs: Path) -> None:
     plan = decoder_plan(dp=16)
     (words, _) = run(plan, stubs, STEPS="7", JOB="/there", SAVE_EVERY="3", KEEP="5")
-    job = TrainingJob(**json.loads(words[12]))
+    job = TrainingJob(**json.loads(words[14]))
     assert (job.steps, job.job, job.save_every, job.keep) == (7, "/there", 3, 5)
     (words, _) = run(plan, stubs, JOB="")
-    assert TrainingJob(**json.loads(words[12])).job is None
+    assert TrainingJob(**json.loads(words[14])).job is None
     (words, _) = run(plan, stubs, "my program.py", "--flag")
-    assert words[10:12] == ["my program.py", "--flag"]
+    assert words[12:14] == ["my program.py", "--flag"]
+
+
+LATE_SRUN = """#!/bin/bash
+trap 'echo told; exit 1' USR1
+kill -USR1 $PPID  # as Slurm does to the script before the time is over
+while true; do sleep 0.1; done
+"""
+
+
+def test_a_job_whose_time_is_nearly_over_tells_its_ranks_once_and_is_queued_again(stubs: Path) -> None:
+    (stubs / "srun").write_text(LATE_SRUN)
+    (stubs / "scontrol").write_text('#!/bin/bash\n[[ "$1" == show ]] && echo n1 || echo "$@"\n')
+    text = export(decoder_plan(dp=2), "slurm").text
+    assert "#SBATCH --signal=B:USR1@120\n" in text
+    environment = {
+        "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_NNODES": "1", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1",
+    }  # fmt: skip
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n") == ["told", "requeue 77", ""]
+    assert done.returncode == 1
 
 
 def test_names_are_no_shell_code(stubs: Path, tmp_path: Path) -> None:
     odd = f"a '$(touch {tmp_path}/broken)' \"b\".py"
     plan = decoder_plan(dp=2, name=f"x\n$(touch {tmp_path}/broken)", source=odd)
     (words,) = run(plan, stubs, options=Options(plan_path="it's $HOME.yaml"))
-    job = json.loads(words[12])
+    job = json.loads(words[14])
     assert (job["model"], job["plan"]) == (odd, "it's $HOME.yaml")
     assert not (tmp_path / "broken").exists()
 
 
 def test_the_script_that_slurm_starts_again_goes_on() -> None:
     text = export(decoder_plan(dp=2), "slurm").text
-    assert "#SBATCH --requeue\n" in text and "--open-mode=append\n" in text
+    assert "#SBATCH --requeue --no-kill\n" in text and "--open-mode=append\n" in text
 
 
 def test_resources() -> None:

@@ -123,3 +123,43 @@ def test_a_store_ends_when_it_is_told(address: Address) -> None:
     store.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(store._pid, 0)
+
+
+def test_one_that_comes_back_is_taken_up_in_the_next_round(address: Address) -> None:
+    councils = together(address, 2, lease_s=1.0)
+    councils[1].close()
+    until = time.monotonic() + 30
+    while councils[0].there != (0,) and time.monotonic() < until:
+        councils[0].look()
+        time.sleep(0.05)
+    councils[0].stop(1, "no word from supervisor 1")
+    (alone,) = meet(councils[:1], 2)
+    assert alone is not None and alone.ranks == {0: (0,)}
+    back = Council(address, 1, 2, lease_s=1.0, join_s=60.0, come_back=True)
+    assert back.job == councils[0].job
+    assert back.open_round("started again") == 2
+    assert back.meet(2, facts(1), decided, 5.0) is None
+    while councils[0].there != (0, 1) and time.monotonic() < until:
+        councils[0].look()
+        time.sleep(0.05)
+    councils[0].stop(2, "supervisors have come back")
+    both = meet([councils[0], back], back.open_round("started again"))
+    assert both[0] is not None and both[0].ranks == {0: (0,), 1: (1,)}
+    close([councils[0], back])
+
+
+def test_the_round_ends_that_counts_on_one_that_was_started_again(address: Address) -> None:
+    councils = together(address, 2)
+    meet(councils, 1)
+    councils[1].close()
+    back = Council(address, 1, 2, lease_s=60.0, join_s=60.0, come_back=True)
+    assert back.open_round("started again") == 2
+    assert councils[0].stopped(1) == "started again"
+    close([councils[0], back])
+
+
+def test_nobody_comes_back_to_those_that_have_all_ended(address: Address) -> None:
+    councils = together(address, 2)
+    close(councils)
+    with pytest.raises(LaunchError, match="not all of 2 supervisors came"):
+        Council(address, 1, 2, lease_s=60.0, join_s=0.1, come_back=True)
