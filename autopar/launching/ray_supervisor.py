@@ -59,7 +59,7 @@ class Keeper:
         """Supervise a rank of a job, given as JSON; the exit code of the supervisor, negative for a signal."""
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            (sys.executable, "-u", "-m", "autopar.launching.ray_supervisor", job, str(os.getpid())),
+            (sys.executable, "-u", "-m", "autopar.launching", job, str(os.getpid())),
             env=os.environ | variables | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -90,16 +90,3 @@ def _pass_on(name: str, stream: IO[str] | None, desk: Any) -> None:
     for line in stream or ():
         # Waits for the line to be kept, so that none is missing when the supervisor has ended.
         ray.get(desk.put.remote((name, line.rstrip("\n"))))
-
-
-def main() -> None:
-    """The supervisor: of the job that the first argument has as JSON, for the process that is the second."""
-    from autopar.launching.program import run_program
-    from autopar.process_end import end_with
-
-    end_with(int(sys.argv[2]))
-    run_program(sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

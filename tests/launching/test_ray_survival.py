@@ -53,7 +53,7 @@ class Watched:
 
     def supervisor(self, rank: int) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            own = "autopar.launching.ray_supervisor" in process.cmdline()
+            own = "autopar.launching" in process.cmdline()
             if own and process.parent().name().startswith("ray::") and process.environ().get("RANK") == str(rank):
                 return process
         raise AssertionError(f"no supervisor of rank {rank}")
