@@ -78,12 +78,12 @@ def _send(path: Path, step: int, source: int, target: int) -> None:
 
 def saved_of(slots: Sequence[Slot], where: str) -> Saved:
     """The state that copies of every rank hold between them."""
-    states = [_values(slot) for slot in slots]
+    states = [_loaded(slot.values, str(slot.path)) for slot in slots]
     header, first = slots[0].header, states[0]
     settings: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for state in states:
-        settings.update(state["settings"] or {})
+        settings.update(_loaded(state["settings"], where))
         values.update(state["values"])
     own = {name: first[name] for name in ("step", "data", "scheduler", "scaler", "random")}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
@@ -111,11 +111,11 @@ def saved_of(slots: Sequence[Slot], where: str) -> Saved:
     )
 
 
-def _values(slot: Slot) -> dict[str, Any]:
+def _loaded(content: bytes, where: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(io.BytesIO(slot.values), weights_only=True)
+        found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{slot.path} is broken: {error}") from error
+        raise CheckpointError(f"{where} is broken: {error}") from error
     return found
 
 

@@ -68,12 +68,23 @@ class Snapshots:
             "scheduler": [one.state_dict() for one in as_list(self._scheduler)],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "values": self._state.values(),
-            "settings": self._state.settings() or None,
+            "settings": self._saved_settings(),
             "random": self._pm.engine.randomness.state(),
         }
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        return buffer.getvalue()
+        return _saved(content)
+
+    def _saved_settings(self) -> bytes:
+        """Hyperparameters as bytes. They are many and seldom change, and writing them takes longer than comparing."""
+        now = self._state.settings()
+        if self._settings is None or self._settings[0] != now:
+            self._settings = now, _saved(now)
+        return self._settings[1]
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def _part(key: str, tensor: torch.Tensor) -> Part:
