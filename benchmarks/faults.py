@@ -107,7 +107,7 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
     job.launcher(host).kill()
     time.sleep(_ORPHANS_S)
     if left := orphans.keys() & job.processes(host).keys():
-        raise SystemExit(f"a killed launcher has left {len(left)} processes behind")
+        raise SystemExit(f"{len(left)} processes run on without their launcher")
     job.kill()
     if not job.done:
         job.start()
@@ -115,7 +115,7 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
 
 
 def lose_host(job: Job, draw: random.Random) -> bool:
-    """All of its processes and its memory. The one that has the store takes the job along; the other comes back."""
+    """All of its processes and its memory end. Without the host of the store the whole job is started again."""
     host = draw.randrange(job.setting.hosts)
     partner_left = len(job.hosts_with_ranks()) > 1
     job.kill(host)
@@ -188,7 +188,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _again(job: Job) -> bool:
-    """The same command, once it has ended; what a launcher leaves behind ends with it."""
+    """The same command, once the launcher has ended."""
     for host in range(job.setting.hosts):
         with suppress(subprocess.TimeoutExpired):
             job.launcher(host).wait(30 if host == 0 else 10)

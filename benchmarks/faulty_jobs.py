@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from autopar.runtime.copies.places import memory_folder
+from autopar.supervision.hosts import job_prefix
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-from autopar.runtime.copies.places import memory_folder  # noqa: E402
-from autopar.supervision.hosts import job_prefix  # noqa: E402
 
 _STEP = re.compile(r"^ *(\d+) +(-?\d+\.\d+) +(\d+\.\d+|before)")
 

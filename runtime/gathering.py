@@ -11,9 +11,8 @@ import json
 import time
 import uuid
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not exported by name
-
 from autopar.ir.errors import LaunchError
+from autopar.runtime.stores import Store
 
 _HELLO, _START, _CAME = "autopar/hello/", "autopar/start", "autopar/came/"
 # All ask one store: at most some ten thousand times a second.

@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not exported by name
 
 from autopar.ir.errors import LaunchError, PlanMismatch
 from autopar.runtime.environment import Environment
 from autopar.runtime.gathering import gather
 from autopar.runtime.settling import settle_at_exit
+from autopar.runtime.stores import HashStore, PrefixStore, Store, TCPStore
 from autopar.runtime.torch_private import wait_at_most
 
 _PATIENCE = timedelta(minutes=30)
@@ -61,7 +61,7 @@ def ensure_process_group(environment: Environment | None = None, store: Store | 
         join(store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         return
     if "RANK" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not export it by name
+        store = HashStore()
         join(store=store, rank=0, world_size=1)
         return
     if missing := [name for name in _JOB if not os.environ.get(name)]:

@@ -62,7 +62,8 @@ class RayRank:
     def serve(self, num_ranks: int, interface: str | None) -> tuple[str, int]:
         """Address and port of the store at which the ranks meet; it lives as long as this actor."""
         import ray
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as HashStore in runtime.launch
+
+        from autopar.runtime.stores import TCPStore
 
         address = ray.util.get_node_ip_address() if interface is None else address_of(interface)
         self._store = TCPStore(address, 0, num_ranks, is_master=True, wait_for_workers=False)

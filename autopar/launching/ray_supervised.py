@@ -19,7 +19,7 @@ from typing import Any
 from autopar.ir.errors import LaunchError
 from autopar.launching.on_ray import answers_of, connected, in_bundle, machines_of, reserved
 from autopar.launching.placement import check_room, groups_of, places_of, uses_gpus
-from autopar.launching.ray_supervisor import Desk, Keeper
+from autopar.launching.ray_supervisor import CoordinatorActor, SupervisorActor
 from autopar.training.job import TrainingJob
 from autopar.training.notice import SIGNALS
 
@@ -47,16 +47,18 @@ def supervise_on_ray(job: TrainingJob, address: str, *, cpus_per_rank: int = 1) 
                 for group, size in enumerate(groups)
                 for _ in range(size)
             ]
-            crew = _Crew(ray, job, [{**one, "max_concurrency": 2} for one in options], groups, cpus_per_rank)
+            actors = _SupervisorActors(
+                ray, job, [{**one, "max_concurrency": 2} for one in options], groups, cpus_per_rank
+            )
             try:
-                with _notices(crew.asked):
-                    return crew.run()
+                with _notices(actors.asked):
+                    return actors.run()
             finally:
-                crew.end()
+                actors.end()
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Member:
     """Of a supervisor. options: of its actor. host: None until the actor has a place. failures: in a row."""
 
     options: dict[str, Any]
@@ -68,7 +70,7 @@ class _Seat:
     failures: int = 0
 
 
-class _Crew:
+class _SupervisorActors:
     """The actors of a job."""
 
     def __init__(
@@ -78,19 +80,19 @@ class _Crew:
         self.asked: list[int] = []
         """Signals to pass on to all supervisors."""
         self._threads = os.environ.get("OMP_NUM_THREADS", str(cpus_per_rank))
-        self._desk = _here(ray, Desk)
-        seats = [self._seat(one) for one in options]
-        hosts = answers_of(ray, [seat.host for seat in seats])
-        for seat, (_, address) in zip(seats, hosts, strict=True):
-            seat.address = address
+        self._coordinator = _here(ray, CoordinatorActor)
+        members = [self._new_member(one) for one in options]
+        hosts = answers_of(ray, [member.host for member in members])
+        for member, (_, address) in zip(members, hosts, strict=True):
+            member.address = address
         firsts = [sum(groups[:number]) for number in range(len(groups))]
         places = places_of(groups, [hosts[first][0] for first in firsts])
-        self._seats = [seats[place.worker] for place in places]
-        ((self._address, self._port),) = answers_of(ray, [self._desk.serve.remote(job.environment.interface)])
+        self._members = [members[place.worker] for place in places]
+        ((self._address, self._port),) = answers_of(ray, [self._coordinator.serve.remote(job.environment.interface)])
 
     def run(self) -> int:
         """The exit code of the supervisors, once all have ended that are there."""
-        for index in range(len(self._seats)):
+        for index in range(len(self._members)):
             self._supervise(index)
         codes: list[int] = []
         deadline = alone_since = float("inf")
@@ -98,19 +100,19 @@ class _Crew:
             self._show()
             while self.asked:
                 number = self.asked.pop(0)
-                for seat in self._seats:
-                    seat.actor.signal.remote(number)
+                for member in self._members:
+                    member.actor.signal.remote(number)
             for index, outcome in self._ended():
                 if isinstance(outcome, int) and outcome >= 0:
                     codes.append(outcome)
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 elif not codes:
                     self._replace(index, outcome)
-            waiting = [seat for seat in self._seats if seat.code is not None]
+            waiting = [member for member in self._members if member.code is not None]
             if codes and (not waiting or time.monotonic() > deadline):
                 self._show()
                 return min(codes)  # 0 if any has seen the end of the job
-            there = any(seat.address is not None for seat in waiting)
+            there = any(member.address is not None for member in waiting)
             alone_since = float("inf") if there else min(alone_since, time.monotonic())
             if not codes and time.monotonic() - alone_since > (_WAIT_S if waiting else 0.0):
                 self._show()
@@ -121,30 +123,30 @@ class _Crew:
 
     def end(self) -> None:
         """End all actors."""
-        for actor in (*(seat.actor for seat in self._seats), self._desk):
+        for actor in (*(member.actor for member in self._members), self._coordinator):
             self._ray.kill(actor)
 
-    def _seat(self, options: dict[str, Any]) -> _Seat:
-        actor = self._ray.remote(Keeper).options(**options).remote()
-        return _Seat(options, actor, actor.host.remote())
+    def _new_member(self, options: dict[str, Any]) -> _Member:
+        actor = self._ray.remote(SupervisorActor).options(**options).remote()
+        return _Member(options, actor, actor.host.remote())
 
     def _supervise(self, index: int) -> None:
         variables = {
-            "RANK": index, "WORLD_SIZE": len(self._seats), "MASTER_ADDR": self._address, "MASTER_PORT": self._port,
+            "RANK": index, "WORLD_SIZE": len(self._members), "MASTER_ADDR": self._address, "MASTER_PORT": self._port,
             # Ray shows each actor its own GPU.
             "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": self._threads,
             "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
         }  # fmt: skip
-        seat = self._seats[index]
-        seat.code = seat.actor.supervise.remote(
-            self._job.to_json(), {name: str(value) for name, value in variables.items()}, self._desk
+        member = self._members[index]
+        member.code = member.actor.supervise.remote(
+            self._job.to_json(), {name: str(value) for name, value in variables.items()}, self._coordinator
         )
 
     def _ended(self) -> Iterator[tuple[int, int | str]]:
         """The supervisors that have ended since the last call: with an exit code, or why there is none."""
         ray = self._ray
-        pending = {seat.code: index for index, seat in enumerate(self._seats) if seat.code is not None}
-        unplaced = {seat.host: seat for seat in self._seats if seat.address is None}
+        pending = {member.code: index for index, member in enumerate(self._members) if member.code is not None}
+        unplaced = {member.host: member for member in self._members if member.address is None}
         if unplaced:
             for reference in ray.wait(list(unplaced), num_returns=len(unplaced), timeout=0)[0]:
                 try:
@@ -156,36 +158,36 @@ class _Crew:
             time.sleep(_POLL_S)
             return
         for reference in ray.wait(list(pending), num_returns=1, timeout=_POLL_S)[0]:
-            self._seats[pending[reference]].code = None
+            self._members[pending[reference]].code = None
             try:
                 yield pending[reference], ray.get(reference)
             except ray.exceptions.RayError as error:
                 yield pending[reference], (str(error).strip().splitlines() or [type(error).__name__])[0]
 
     def _replace(self, index: int, outcome: int | str) -> None:
-        seat = self._seats[index]
+        member = self._members[index]
         why = f"was killed by {signal.Signals(-outcome).name}" if isinstance(outcome, int) else f"is lost: {outcome}"
-        brief = time.monotonic() - seat.since < _BRIEF_S
-        failures = seat.failures + 1 if brief else 1
+        brief = time.monotonic() - member.since < _BRIEF_S
+        failures = member.failures + 1 if brief else 1
         further = failures <= self._job.failures
         self._show()
         _say(
-            f"the supervisor of rank {index} on {seat.address or 'no machine'} {why}\n"
+            f"the supervisor of rank {index} on {member.address or 'no machine'} {why}\n"
             + (
                 "  it comes back when the cluster has room"
                 if further
                 else f"  it is left out after {failures} failures"
             )
         )
-        self._ray.kill(seat.actor)
-        seat.address = None
+        self._ray.kill(member.actor)
+        member.address = None
         if further:
-            self._seats[index] = self._seat(seat.options)
-            self._seats[index].failures = failures
+            self._members[index] = self._new_member(member.options)
+            self._members[index].failures = failures
             self._supervise(index)
 
     def _show(self) -> None:
-        for name, line in self._ray.get(self._desk.take.remote()):
+        for name, line in self._ray.get(self._coordinator.take.remote()):
             print(line, file=sys.stdout if name == "out" else sys.stderr, flush=True)
 
 

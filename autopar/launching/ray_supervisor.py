@@ -1,4 +1,4 @@
-"""Actors of a supervised job on Ray: the desk, where supervisors meet, and for each rank a supervisor's keeper.
+"""Actors of a supervised job on Ray: a coordinator, where supervisors meet, and for each rank one with a supervisor.
 
 A supervisor forks, which a process with Ray's threads must not do: it is a process that its actor starts, the same as
 under torchrun, and it ends with the actor.
@@ -18,7 +18,7 @@ Line = tuple[str, str]
 """The stream, "out" or "err", and what was written to it."""
 
 
-class Desk:
+class CoordinatorActor:
     """Keeps the store that supervisors meet at, and what they write until it is taken."""
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class Desk:
     def serve(self, interface: str | None) -> tuple[str, int]:
         """Address and port of the store; it lives as long as this actor."""
         import ray
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
+
+        from autopar.runtime.stores import TCPStore
 
         address = ray.util.get_node_ip_address() if interface is None else address_of(interface)
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -43,7 +44,7 @@ class Desk:
         return taken
 
 
-class Keeper:
+class SupervisorActor:
     """Runs a supervisor for one rank. Two of its methods run at once: ``supervise`` and the others."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Keeper:
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
-    def supervise(self, job: str, variables: dict[str, str], desk: Any) -> int:
+    def supervise(self, job: str, variables: dict[str, str], coordinator: Any) -> int:
         """Supervise a rank of a job, given as JSON; the exit code of the supervisor, negative for a signal."""
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
@@ -68,7 +69,7 @@ class Keeper:
             errors="replace",
         )
         readers = [
-            threading.Thread(target=_pass_on, args=(name, stream, desk))
+            threading.Thread(target=_pass_on, args=(name, stream, coordinator))
             for name, stream in (("out", self._process.stdout), ("err", self._process.stderr))
         ]
         for reader in readers:
@@ -84,9 +85,9 @@ class Keeper:
             self._process.send_signal(number)
 
 
-def _pass_on(name: str, stream: IO[str] | None, desk: Any) -> None:
+def _pass_on(name: str, stream: IO[str] | None, coordinator: Any) -> None:
     import ray
 
     for line in stream or ():
         # Waits for the line to be kept, so that none is missing when the supervisor has ended.
-        ray.get(desk.put.remote((name, line.rstrip("\n"))))
+        ray.get(coordinator.put.remote((name, line.rstrip("\n"))))

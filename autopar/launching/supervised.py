@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 import torch
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.launch import in_job, serves_itself
-from autopar.supervision.council import Council
+from autopar.supervision.rendezvous import Rendezvous
 from autopar.supervision.store import OwnStore, of_torchrun
 from autopar.supervision.supervisor import Supervision, Supervisor
 from autopar.training.job import TrainingJob
@@ -32,7 +33,7 @@ def train_supervised(job: TrainingJob) -> int:
     if torch.cuda.device_count() < max(slots, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
     for name in _PRELOADED:
-        __import__(name)
+        import_module(name)
     store = None
     if count == 1:
         store = OwnStore()
@@ -41,11 +42,13 @@ def train_supervised(job: TrainingJob) -> int:
     try:
         address = store.address if store is not None and count == 1 else of_torchrun()
         timeout = job.environment.timeout_s
-        council = Council(address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=serves_itself())
+        rendezvous = Rendezvous(
+            address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=serves_itself()
+        )
         given = Supervision(
             slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
         )
-        return Supervisor(opened, address, council, given).run()
+        return Supervisor(opened, address, rendezvous, given).run()
     finally:
         if store is not None:
             store.stop()

@@ -18,39 +18,48 @@ from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
 from autopar.search.api import search_captured
 from autopar.search.problem.constraints import Constraints
+from autopar.supervision.forked import die_with
 from autopar.training.job import OpenedJob
+
+# Training comes first.
+_NICENESS = 10
 
 
 class FewerRanks:
     """Plans by their number of ranks: for the same model, global batch and precision."""
 
     def __init__(self, opened: OpenedJob) -> None:
-        self._opened = opened
+        self._opened, self._supervisor = opened, os.getpid()
         self._captured: CapturedModel | None = None
         self._known: dict[int, str | None] = {}
         self._helper: Helper | None = None
         self._asked: list[int] = []
+        """Sizes that the helper was sent and has not answered, in its order."""
 
     def ahead(self, sizes: Iterable[int]) -> None:
         """Search for these in a process beside this one."""
-        self._asked = [size for size in sizes if 0 < size < self._opened.plan.num_ranks and size not in self._known]
-        if self._asked and self._helper is None:
-            self._helper = Helper(self._search_beside)
-            for size in self._asked:
-                self._helper.send(size)
+        for size in dict.fromkeys(sizes):
+            if not 0 < size < self._opened.plan.num_ranks or size in self._known or size in self._asked:
+                continue
+            if self._helper is None:
+                self._helper = Helper(self._search_beside)
+            self._helper.send(size)
+            self._asked.append(size)
 
     def collect(self) -> None:
         """Take what has been found meanwhile."""
-        while self._helper is not None and self._asked and self._helper.has_answered():
-            try:
-                self._known[self._asked.pop(0)] = self._helper.receive()
-            except (EOFError, OSError):
-                self._asked = []
-            if not self._asked:
-                self.stop()
+        try:
+            while self._helper is not None and self._asked and self._helper.has_answered():
+                self._known[self._asked[0]] = self._helper.receive()
+                self._asked.pop(0)
+        except (EOFError, OSError):  # it has ended; the sizes are searched for when they are needed
+            self.stop()
+        if not self._asked:
+            self.stop()
 
     def stop(self) -> None:
         """Search no more."""
+        self._asked = []
         if self._helper is not None:
             self._helper.stop()
             self._helper = None
@@ -67,7 +76,9 @@ class FewerRanks:
         return None
 
     def _search_beside(self, size: int) -> str | None:
-        os.nice(10)  # training comes first
+        if self._captured is None:  # the first call in this process
+            die_with(self._supervisor, "autopar search")
+            os.nice(_NICENESS)
         return self._search(size)
 
     def _search(self, size: int) -> str | None:

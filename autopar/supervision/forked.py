@@ -18,7 +18,7 @@ def die_with(parent: int, name: str) -> None:
     15 characters."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    # It would end the processes that the parent has started.
+    # It would end the processes that the parent has started. No public name leads to it.
     atexit.unregister(util._exit_function)  # type: ignore[attr-defined]
     with suppress(AttributeError, OSError):  # not on Linux
         ctypes.CDLL(None, use_errno=True).prctl(_SET_NAME, name.encode())

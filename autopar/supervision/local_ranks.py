@@ -15,9 +15,9 @@ from pathlib import Path
 from autopar.ir.errors import AutoparError
 from autopar.ir.fork import fork
 from autopar.process_end import end_process
-from autopar.supervision.causes import Ending, out_of_memory_kills
 from autopar.supervision.forked import die_with
-from autopar.supervision.progress import Progress, Stand
+from autopar.supervision.progress import Progress, RankProgress
+from autopar.supervision.rank_exit import RankExit, out_of_memory_kills
 from autopar.training.rank import LOST_OTHERS, LostOthers
 
 # A rank that is stopped for longer is taken for lost; somebody may stop one to look at it.
@@ -75,7 +75,7 @@ class LocalRanks:
         """Their processes."""
         return {rank.number: rank.pid for rank in self._running}
 
-    def last_stands(self) -> list[Stand]:
+    def last_progress(self) -> list[RankProgress]:
         """What all of them have said last, those that have ended too."""
         return [rank.progress.get() for rank in self._started]
 
@@ -83,7 +83,7 @@ class LocalRanks:
         """What they say of themselves."""
         return {rank.number: rank.progress for rank in self._running}
 
-    def ended(self) -> list[Ending]:
+    def ended(self) -> list[RankExit]:
         """Those that have ended since the last call, or stand still, which are ended."""
         found = []
         for rank in list(self._running):
@@ -96,14 +96,14 @@ class LocalRanks:
                 found.append(self._ending(rank, reason=reason))
         return found
 
-    def _ending(self, rank: _Rank, *, status: int | None = None, reason: str = "") -> Ending:
+    def _ending(self, rank: _Rank, *, status: int | None = None, reason: str = "") -> RankExit:
         self._running.remove(rank)
         said = b""
         with suppress(BlockingIOError):
             said = os.read(rank.said, 4096)
         os.close(rank.said)
         killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        return Ending(
+        return RankExit(
             rank=rank.number,
             host=self._host,
             pid=rank.pid,

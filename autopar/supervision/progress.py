@@ -15,7 +15,7 @@ _OWN = struct.Struct(f"<{_KEPT}d")
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class RankProgress:
     """safe: steps of which all ranks have copies. steps: made. since: when that last changed. began: when this process
     made its first step; 0 before."""
 
@@ -31,13 +31,13 @@ class Progress:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _FIELDS.size + _OWN.size)
         self._memory[_FIELDS.size :] = _OWN.pack(*[math.nan] * _KEPT)
-        self.put(Stand(0, 0, time.monotonic(), 0.0))
+        self.put(RankProgress(0, 0, time.monotonic(), 0.0))
 
-    def get(self) -> Stand:
+    def get(self) -> RankProgress:
         """As the rank has said last."""
-        return Stand(*_FIELDS.unpack_from(self._memory))
+        return RankProgress(*_FIELDS.unpack_from(self._memory))
 
-    def put(self, stand: Stand) -> None:
+    def put(self, stand: RankProgress) -> None:
         """Say it."""
         _FIELDS.pack_into(self._memory, 0, stand.safe, stand.steps, stand.since, stand.began)
 
@@ -46,7 +46,7 @@ class Progress:
         old, now = self.get(), time.monotonic()
         if own_s is not None:
             struct.pack_into("<d", self._memory, _FIELDS.size + 8 * (steps % _KEPT), own_s)
-        self.put(Stand(safe, steps, now, old.began or now))
+        self.put(RankProgress(safe, steps, now, old.began or now))
 
     def own_s(self, first: int, count: int) -> list[float] | None:
         """Own seconds of ``count`` steps from number ``first``, which have been made, on; NaN where they are not told.

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
-
 from autopar.ir.errors import LaunchError
 from autopar.ir.fork import fork
+from autopar.runtime.stores import TCPStore
 from autopar.supervision.forked import die_with
 
 _PATIENCE = timedelta(seconds=300)

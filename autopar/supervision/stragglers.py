@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not exported by name
-
+from autopar.runtime.stores import Store
 from autopar.supervision.decision import Decision
 from autopar.supervision.local_ranks import LocalRanks
 

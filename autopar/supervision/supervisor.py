@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import DistError  # type: ignore[attr-defined]
 
 from autopar.ir.errors import LaunchError
 from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
-from autopar.supervision.accounting import Account
-from autopar.supervision.causes import Ending
-from autopar.supervision.council import POLL_S, Council
+from autopar.runtime.stores import DistError
 from autopar.supervision.decision import Decision, Facts, decide
 from autopar.supervision.fewer import FewerRanks
+from autopar.supervision.goodput_meter import GoodputMeter
 from autopar.supervision.hosts import claim, copies_folder, host_name, identity_of
 from autopar.supervision.local_ranks import LocalRanks
 from autopar.supervision.progress import Progress
+from autopar.supervision.rank_exit import RankExit
+from autopar.supervision.rendezvous import POLL_S, Rendezvous
 from autopar.supervision.store import Address
 from autopar.supervision.stragglers import Straggler, Stragglers
 from autopar.training.job import OpenedJob
@@ -62,11 +62,11 @@ class Supervision:
 class Supervisor:
     """One of the supervisors of a job."""
 
-    def __init__(self, opened: OpenedJob, address: Address, council: Council, given: Supervision) -> None:
-        self._opened, self._address, self._council, self._given = opened, address, council, given
+    def __init__(self, opened: OpenedJob, address: Address, rendezvous: Rendezvous, given: Supervision) -> None:
+        self._opened, self._address, self._rendezvous, self._given = opened, address, rendezvous, given
         self.host = host_name()
         own = opened.job.job
-        self.folder = copies_folder(council.job if own is None else identity_of(Path(own)))
+        self.folder = copies_folder(rendezvous.job if own is None else identity_of(Path(own)))
         claim(self.folder, lasting=own is not None)
         timeout = opened.job.environment.timeout_s
         self._ranks = LocalRanks(self.host, None if timeout is None else 1.5 * timeout)
@@ -80,33 +80,33 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
-        number = self._council.open_round(f"{_CONTINUES} supervisor {self._council.index} was started again")
+        number = self._rendezvous.open_round(f"{_CONTINUES} supervisor {self._rendezvous.index} was started again")
         in_a_row, safe, cause = 0, -1, ""
         before: Decision | None = None
-        account = Account()
+        meter = GoodputMeter()
         try:
             while True:
-                decision = self._council.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
+                decision = self._rendezvous.meet(number, self._facts(), partial(self._decide, number), _FACTS_S)
                 if decision is None:  # this one was taken for lost: it comes to the next round
                     self._wait_for_stop(number)
                     number += 1
                     continue
-                if self._council.leads:
+                if self._rendezvous.leads:
                     self._tell(decision, before, cause)
                 before = decision
                 if self._asked:  # before there are ranks that could save anything
-                    self._council.stop(number, f"{_FINAL}-{128 + self._asked} was asked to leave")
+                    self._rendezvous.stop(number, f"{_FINAL}-{128 + self._asked} was asked to leave")
                     return 128 + self._asked
                 self._start(decision)
-                account.decided()
+                meter.decided()
                 found = self._watch(number, decision)
-                stands, stopped = self._ranks.last_stands(), time.monotonic()
+                stands, stopped = self._ranks.last_progress(), time.monotonic()
                 self._ranks.end()
                 share = decision.world_size / self._opened.plan.num_ranks
-                account.ran(stands, stopped, share, done=found == 0)
+                meter.ran(stands, stopped, share, done=found == 0)
                 if isinstance(found, int):
-                    if self._council.leads:
-                        self._given.say(str(account))
+                    if self._rendezvous.leads:
+                        self._given.say(str(meter))
                     if found == 0 or self._opened.job.job is None:
                         shutil.rmtree(self.folder, ignore_errors=True)
                     return found
@@ -127,12 +127,12 @@ class Supervisor:
         finally:
             self._ranks.end()
             self._fewer.stop()
-            self._council.close()
+            self._rendezvous.close()
 
     def _facts(self) -> Facts:
         copies = tuple((copy.step, copy.generation, copy.rank, copy.world_size) for copy in copies_in(self.folder))
         return Facts(
-            index=self._council.index,
+            index=self._rendezvous.index,
             host=self.host,
             slots=len(self._places),
             copies=copies,
@@ -145,7 +145,7 @@ class Supervisor:
         return decide(facts, generation, wanted, self._before, self._fewer.plan)
 
     def _start(self, decision: Decision) -> None:
-        own = decision.ranks[self._council.index]
+        own = decision.ranks[self._rendezvous.index]
         size = len(own)
 
         def body(rank: int, place: int, progress: Progress) -> int:
@@ -163,7 +163,7 @@ class Supervisor:
                     rank=rank,
                     world_size=decision.world_size,
                     store=(self._address.host, self._address.port),
-                    prefix=f"autopar/{self._council.job}/g{decision.generation}",
+                    prefix=f"autopar/{self._rendezvous.job}/g{decision.generation}",
                     plan=decision.plan,
                     copies=CopyPlaces(self.folder, self.host, decision.generation),
                     source=(decision.source.kind, decision.source.step, decision.source.generation),
@@ -176,22 +176,22 @@ class Supervisor:
             self._warm.prepare(decision.plan)
 
         self._ranks.start(own, body)
-        if self._council.leads:
-            slots = self._given.slots if self._council.size > 1 else 0
+        if self._rendezvous.leads:
+            slots = self._given.slots if self._rendezvous.size > 1 else 0
             fewer = [1] if self._opened.job.exclude_stragglers else []
             self._fewer.ahead(decision.world_size - less for less in dict.fromkeys([*fewer, slots]) if less)
 
     def _watch(self, number: int, decision: Decision) -> int | str:
         """The exit code, once the job is over, or the cause of a failure after which it goes on."""
-        council, finished = self._council, not self._ranks.running
+        rendezvous, finished = self._rendezvous, not self._ranks.running
         members = sum(bool(ranks) for ranks in decision.ranks.values())
         stragglers = Stragglers(
-            council.store, number, council.index, decision, self._ranks, _that_do_the_same(decision)
+            rendezvous.store, number, rendezvous.index, decision, self._ranks, _that_do_the_same(decision)
         )
-        consequence: tuple[float, Ending] | None = None
+        consequence: tuple[float, RankExit] | None = None
         while True:
-            council.look()
-            if (cause := council.stopped(number)) is not None:
+            rendezvous.look()
+            if (cause := rendezvous.stopped(number)) is not None:
                 return _verdict(cause)
             ended = self._ranks.ended()
             for ending in ended:
@@ -200,25 +200,25 @@ class Supervisor:
                 if ending.code == LOST_OTHERS:
                     consequence = consequence or (time.monotonic(), ending)
                     continue
-                council.stop(number, f"{self._kind(ending)} {ending}")
+                rendezvous.stop(number, f"{self._kind(ending)} {ending}")
             if consequence is not None and time.monotonic() - consequence[0] > _CONSEQUENCE_S:
-                council.stop(number, f"{_CONTINUES} {consequence[1]}")
+                rendezvous.stop(number, f"{_CONTINUES} {consequence[1]}")
             if not finished and not self._ranks.running and consequence is None:
                 finished = True
                 if all(ending.code == 0 for ending in ended):
-                    council.done(number)
-            if finished and council.num_done(number) == members:
+                    rendezvous.done(number)
+            if finished and rendezvous.num_done(number) == members:
                 return 0
-            if council.leads and (lost := set(decision.ranks) - set(council.there)):
-                council.stop(number, f"{_CONTINUES} no word from supervisor {', '.join(map(str, sorted(lost)))}")
-            if council.leads and set(council.there) - set(decision.ranks):
-                council.stop(number, f"{_CONTINUES} supervisors have come back")
+            if rendezvous.leads and (lost := set(decision.ranks) - set(rendezvous.there)):
+                rendezvous.stop(number, f"{_CONTINUES} no word from supervisor {', '.join(map(str, sorted(lost)))}")
+            if rendezvous.leads and set(rendezvous.there) - set(decision.ranks):
+                rendezvous.stop(number, f"{_CONTINUES} supervisors have come back")
             for one in stragglers.look():
                 self._found(one, number, decision)
             self._fewer.collect()
             time.sleep(POLL_S)
 
-    def _kind(self, ending: Ending) -> str:
+    def _kind(self, ending: RankExit) -> str:
         """Whether the job goes on after the end of a rank, and with which exit code if it does not."""
         early = ending.code in LEFT and bool(self._asked)  # asked to leave before it listened
         own = ending.left and ending.code in (DIFFERS, BAD_INPUT, *LEFT)
@@ -231,22 +231,22 @@ class Supervisor:
         if not self._opened.job.exclude_stragglers:
             if new:
                 self._given.say(str(one))
-        elif self._council.stopped(number) is not None:
+        elif self._rendezvous.stopped(number) is not None:
             return
         elif decision.spare or self._fewer.plan(decision.world_size - 1) is not None:
-            self._council.exclude(number, one.index, one.rank)
-            self._council.stop(number, f"{_CONTINUES} {one}: it is excluded")
+            self._rendezvous.exclude(number, one.index, one.rank)
+            self._rendezvous.stop(number, f"{_CONTINUES} {one}: it is excluded")
         elif new:
             self._given.say(f"{one}\n  it is not excluded, since there is no plan for fewer ranks")
 
     def _leave_out(self, number: int, decision: Decision) -> None:
-        rank = self._council.excluded(number)
+        rank = self._rendezvous.excluded(number)
         if rank is not None:
-            self._places.pop(decision.ranks[self._council.index].index(rank))
+            self._places.pop(decision.ranks[self._rendezvous.index].index(rank))
 
     def _wait_for_stop(self, number: int) -> None:
-        while self._council.stopped(number) is None:
-            self._council.look()
+        while self._rendezvous.stopped(number) is None:
+            self._rendezvous.look()
             time.sleep(POLL_S)
 
     def _notice(self, number: int, frame: Any) -> None:

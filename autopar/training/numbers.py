@@ -1,4 +1,4 @@
-"""A loss or gradient norm that cannot be right: training stops, leaves the step out, or goes back and leaves it out.
+"""A loss or gradient norm that is not finite, or jumps: training stops, skips the step, or rolls back and skips it.
 
     --on-nan skip                               --on-nan rollback
     step 14    loss 2.31                        step 14    loss 2.31
@@ -27,10 +27,10 @@ from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.state import gradient_norm
 from autopar.runtime.undo import BeforeStep
+from autopar.training.anomaly import WINDOW, Anomaly, anomaly_of
 from autopar.training.batches import Batches
 from autopar.training.finite import where_not_finite
 from autopar.training.job import TrainingJob
-from autopar.training.jumps import WINDOW, Trouble, trouble_of
 
 _LOSS, _NORM = "loss", "gradient norm"
 _IN_A_ROW = 10
@@ -59,7 +59,7 @@ class Numbers:
         self._recent: dict[str, deque[float]] = {}
         self._in_a_row = 0
         self._backs: Counter[int] = Counter()
-        self._last: Trouble | None = None
+        self._last: Anomaly | None = None
         self._before: BeforeStep | None = None
         self._take(saved)
 
@@ -86,24 +86,24 @@ class Numbers:
             return Verdict("skip", "left out")
         numbers = self._numbers(loss)
         recent: dict[str, Sequence[float]] = dict(self._recent)
-        trouble = trouble_of(numbers, recent, self._job.max_jump, finite=not self._scaled)
-        if trouble is None:
+        anomaly = anomaly_of(numbers, recent, self._job.max_jump, finite=not self._scaled)
+        if anomaly is None:
             self._in_a_row = 0
             for what, value in numbers.items():
                 if math.isfinite(value):
                     self._recent.setdefault(what, deque(maxlen=WINDOW)).append(value)
             return Verdict("go on")
-        self._last = trouble
-        self._record(step, trouble, batches)
+        self._last = anomaly
+        self._record(step, anomaly, batches)
         if self._job.on_nan == "stop":
-            self._stop(step, trouble)
+            self._stop(step, anomaly)
         self._left_out.add(step)
         if self._job.on_nan == "rollback":
-            return Verdict("rollback", str(trouble))
+            return Verdict("rollback", str(anomaly))
         self._in_a_row += 1
         if self._in_a_row == _IN_A_ROW:
-            self._stop(step, trouble, f" It is step number {_IN_A_ROW} in a row without an update.")
-        return Verdict("skip", f"left out: {trouble}")
+            self._stop(step, anomaly, f" It is step number {_IN_A_ROW} in a row without an update.")
+        return Verdict("skip", f"left out: {anomaly}")
 
     def leave_out(self, scaler: LossScaler | None) -> None:
         """In place of the optimiser's step: what forward and backward have changed is as it was."""
@@ -135,7 +135,7 @@ class Numbers:
             dist.broadcast(told, src=0)
         return dict(zip((_LOSS, _NORM), told.tolist(), strict=True))
 
-    def _record(self, step: int, trouble: Trouble, batches: Batches) -> None:
+    def _record(self, step: int, anomaly: Anomaly, batches: Batches) -> None:
         """A line of the file that says which samples to look at."""
         if self._job.saves_to is None or dist.get_rank() != 0:
             return
@@ -143,9 +143,9 @@ class Numbers:
         fields = {
             "step": step,
             "action": self._job.on_nan,
-            "what": trouble.what,
-            "value": trouble.value if math.isfinite(trouble.value) else str(trouble.value),
-            "median_before": trouble.median,
+            "what": anomaly.what,
+            "value": anomaly.value if math.isfinite(anomaly.value) else str(anomaly.value),
+            "median_before": anomaly.median,
             "first_sample": first,
             "num_samples": None if first is None or end is None else end - first,
         }
@@ -154,10 +154,10 @@ class Numbers:
         with open(folder / _RECORD, "a") as file:
             file.write(json.dumps(fields) + "\n")
 
-    def _stop(self, step: int, trouble: Trouble, more: str = "") -> NoReturn:
+    def _stop(self, step: int, anomaly: Anomaly, more: str = "") -> NoReturn:
         folder = self._job.saves_to
         kept = "" if folder is None else f"\n  the checkpoint in {folder}, if there is one, is kept as it was"
-        where = where_not_finite(self._parallel) if trouble.median is None else ""
+        where = where_not_finite(self._parallel) if anomaly.median is None else ""
         choice = "" if self._job.on_nan != "stop" else "; --on-nan skip or rollback"
-        text = f"step {step}: {trouble}.{more}{where}{kept}\n  try: a smaller --lr, or a look at the data of this step"
-        raise (NotFinite if trouble.median is None else Diverged)(text + choice)
+        text = f"step {step}: {anomaly}.{more}{where}{kept}\n  try: a smaller --lr, or a look at the data of this step"
+        raise (NotFinite if anomaly.median is None else Diverged)(text + choice)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, though not exported by name
-
 from autopar.runtime.copies.copier import CopyPlaces
+from autopar.runtime.stores import PrefixStore, Store, TCPStore
 
 
 class Watched(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
 
 from autopar.ir.errors import LaunchError
 from autopar.runtime.gathering import gather
+from autopar.runtime.stores import HashStore, Store
 
 
 def gathered(store: Store, size: int, wait_s: float = 60) -> list[str]:

@@ -10,20 +10,20 @@ from collections.abc import Callable
 import pytest
 
 from autopar.supervision import local_ranks
-from autopar.supervision.causes import Ending
 from autopar.supervision.local_ranks import FAILED, LocalRanks
 from autopar.supervision.progress import Progress
+from autopar.supervision.rank_exit import RankExit
 from autopar.training.rank import LOST_OTHERS, LostOthers
 
 Body = Callable[[int, int, Progress], int]
 
 
-def end_of(body: Body, *, after: Callable[[int], None] = lambda pid: None, silent_s: float | None = None) -> Ending:
+def end_of(body: Body, *, after: Callable[[int], None] = lambda pid: None, silent_s: float | None = None) -> RankExit:
     ranks = LocalRanks("host", silent_s)
     ranks.start([3], body)
     after(ranks.pids[3])
     until = time.monotonic() + 60
-    found: list[Ending] = []
+    found: list[RankExit] = []
     while not found and time.monotonic() < until:
         found = ranks.ended()
         time.sleep(0.01)

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from autopar.runtime.stores import HashStore, Store
 from autopar.supervision import stragglers
 from autopar.supervision.decision import Decision, Source
 from autopar.supervision.local_ranks import LocalRanks

@@ -13,8 +13,8 @@ import autopar
 from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.errors import AutoparError
 from autopar.load_model import load_model_file
+from autopar.training.anomaly import ENOUGH, Anomaly, anomaly_of
 from autopar.training.job import TrainingJob
-from autopar.training.jumps import ENOUGH, Trouble, trouble_of
 from autopar.training.loop import train
 from tests.harness import run_ranks
 
@@ -54,24 +54,24 @@ STEPS = 26
     ("loss", "before", "finite", "found"),
     [
         (2.0, [1.0] * ENOUGH, True, None),
-        (3.1, [1.0] * ENOUGH, True, Trouble("loss", 3.1, 1.0)),
+        (3.1, [1.0] * ENOUGH, True, Anomaly("loss", 3.1, 1.0)),
         (3.1, [1.0] * (ENOUGH - 1), True, None),
         (1.0, [-1.0] * ENOUGH, True, None),
-        (float("inf"), [], True, Trouble("loss", float("inf"))),
+        (float("inf"), [], True, Anomaly("loss", float("inf"))),
         (float("inf"), [1.0] * ENOUGH, False, None),
     ],
 )
 def test_trouble_is_what_is_not_finite_or_far_above_the_median(
-    loss: float, before: list[float], finite: bool, found: Trouble | None
+    loss: float, before: list[float], finite: bool, found: Anomaly | None
 ) -> None:
-    assert trouble_of({"loss": loss}, {"loss": before}, 3.0, finite=finite) == found
+    assert anomaly_of({"loss": loss}, {"loss": before}, 3.0, finite=finite) == found
 
 
 def test_a_gradient_norm_is_looked_at_after_the_loss_and_in_words() -> None:
     numbers = {"loss": 1.0, "gradient norm": 40.0}
-    found = trouble_of(numbers, {"loss": [1.0] * 30, "gradient norm": [2.0] * 30}, 10.0)
+    found = anomaly_of(numbers, {"loss": [1.0] * 30, "gradient norm": [2.0] * 30}, 10.0)
     assert str(found) == "the gradient norm is 40, 20 times the median of the steps before"
-    assert trouble_of(numbers, {"gradient norm": [2.0] * 30}, None) is None
+    assert anomaly_of(numbers, {"gradient norm": [2.0] * 30}, None) is None
 
 
 def _train_each(jobs: dict[str, TrainingJob]) -> dict[str, Any]:

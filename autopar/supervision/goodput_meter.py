@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from autopar.ir.goodput import TimeParts
-from autopar.supervision.progress import Stand
+from autopar.supervision.progress import RankProgress
 from autopar.units import percent, seconds
 
 _WORDS = {
@@ -18,7 +18,7 @@ _WORDS = {
 }
 
 
-class Account:
+class GoodputMeter:
     """Adds up the times of one supervisor; of all ranks on its host the last counts."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Account:
         """It is known what the next generation does, and its programs are there."""
         self._add(replanning=self._lap())
 
-    def ran(self, stands: list[Stand], stopped: float, share: float, *, done: bool) -> None:
+    def ran(self, stands: list[RankProgress], stopped: float, share: float, *, done: bool) -> None:
         """A generation has ended. stands: of its ranks. stopped: when it was known that it ends, of ``time.monotonic``.
         share: of the ranks that the job was started with."""
         begun, last = min((s.began for s in stands), default=0.0), max((s.since for s in stands), default=0.0)

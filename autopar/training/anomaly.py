@@ -14,7 +14,7 @@ ENOUGH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Anomaly:
     """what: the loss or the gradient norm. median: of the steps before, if the value is finite and has jumped."""
 
     what: str
@@ -28,9 +28,9 @@ class Trouble:
         return f"the {self.what} is {self.value:.6g}, {times:.3g} times the median of the steps before"
 
 
-def trouble_of(
+def anomaly_of(
     numbers: dict[str, float], recent: dict[str, Sequence[float]], max_jump: float | None, *, finite: bool = True
-) -> Trouble | None:
+) -> Anomaly | None:
     """What is wrong with the numbers of a step, the first that there is.
 
     numbers: by what they are. recent: those of the last steps that were made. max_jump: times their median that are a
@@ -39,11 +39,11 @@ def trouble_of(
     for what, value in numbers.items():
         if not math.isfinite(value):
             if finite:
-                return Trouble(what, value)
+                return Anomaly(what, value)
             continue
         before = recent.get(what, ())
         if max_jump is not None and len(before) >= ENOUGH:
             median = statistics.median(before)
             if 0 < median * max_jump < value:
-                return Trouble(what, value, median)
+                return Anomaly(what, value, median)
     return None

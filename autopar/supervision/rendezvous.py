@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not exported by name
-
 from autopar.ir.errors import LaunchError
 from autopar.ir.fork import fork
 from autopar.runtime.gathering import gather, last_gathering
+from autopar.runtime.stores import PrefixStore, Store
 from autopar.supervision.decision import Decision, Facts
 from autopar.supervision.forked import die_with
 from autopar.supervision.store import Address
@@ -34,7 +33,7 @@ _BEAT_S = 0.5
 _LIVES_S = 2.0
 
 
-class Council:
+class Rendezvous:
     """One supervisor's place among all of them."""
 
     def __init__(

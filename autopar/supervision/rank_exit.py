@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RankExit:
     """status: as ``os.waitpid`` gives it; None of a rank that was ended because it stood still, for ``reason``."""
 
     rank: int
