@@ -27,6 +27,9 @@ FUSED_STEPS = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 scale_all = torch._foreach_mul_
 """Multiply every tensor of a list in place, in a few kernels. Public: one tensor at a time."""
 
+copy_all = torch._foreach_copy_
+"""Copy every tensor of a list into that of another, in one call. Public: one tensor at a time."""
+
 norms_of_all = torch._foreach_norm
 """The 2-norm of every tensor of a list, in a few kernels. Public: one tensor at a time."""
 

@@ -150,11 +150,17 @@ def _state(
 
 
 def tensors_of(pm: ParallelModule, only: Container[str] | None = None) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of this rank. only: names of those that are wanted; None for all."""
+    """Parameters and persistent buffers of this rank, detached. only: names of those that are wanted; None for all."""
+    tensors = own_tensors(pm).items()
+    return {key: value.detach() for key, value in tensors if only is None or key.removeprefix("model/") in only}
+
+
+def own_tensors(pm: ParallelModule) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of this rank themselves."""
     persistent = set(pm.engine.state_order)
     buffers = {name: value for name, value in pm.named_buffers() if name in persistent}
     own = {**dict(pm.named_parameters()), **buffers}
-    return {f"model/{name}": value.detach() for name, value in own.items() if only is None or name in only}
+    return {f"model/{name}": value for name, value in own.items()}
 
 
 def history_tensors(pm: ParallelModule) -> dict[str, torch.Tensor]:
@@ -164,9 +170,7 @@ def history_tensors(pm: ParallelModule) -> dict[str, torch.Tensor]:
 
 def flat(by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Tensors of an optimiser under one key each."""
-    return {
-        f"optimizer/{name}/{key}": value.detach() for name, state in by_name.items() for key, value in state.items()
-    }
+    return {f"optimizer/{name}/{key}": value for name, state in by_name.items() for key, value in state.items()}
 
 
 def random_tensors() -> dict[str, torch.Tensor]:

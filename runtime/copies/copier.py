@@ -25,7 +25,7 @@ from autopar.runtime.copies.places import SLOTS, forget_others, slot_path
 from autopar.runtime.copies.slot import BODY, Slot, placed, set_step
 from autopar.runtime.copies.snapshot import Snapshot, Snapshots
 from autopar.runtime.launch import this_device
-from autopar.runtime.torch_private import timeout_of
+from autopar.runtime.torch_private import copy_all, timeout_of
 
 # The values of a step, as the state of a generator, may grow by this factor before a slot is made anew.
 _ROOM = 2
@@ -130,9 +130,8 @@ class Copier:
         if event is not None:
             stream = torch.cuda.Stream()
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            for piece, (_, tensor, _, _) in zip(slot.pieces, snapshot.parts, strict=True):
-                slot.tensor(piece).copy_(tensor)
+        with torch.cuda.stream(stream), torch.no_grad():
+            copy_all(slot.tensors, [tensor for _, tensor, _, _ in snapshot.parts])
         if not slot.finish(snapshot.step, snapshot.values):
             self._layout = None
             return self._copy(snapshot, event)

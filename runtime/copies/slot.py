@@ -19,6 +19,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,11 @@ class Slot:
         """The place of a piece, which writes go to."""
         start = self._tensors_at + piece.start
         return self._bytes[start : start + piece.nbytes].view(piece.torch_dtype).view(piece.sizes)
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The places of all pieces."""
+        return [self.tensor(piece) for piece in self.pieces]
 
     def begin(self) -> None:
         """The copy is not complete from here to ``finish``."""

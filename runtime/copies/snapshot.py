@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from autopar.ir.primitives.read_parameter import local_of
 from autopar.runtime.checkpoint.optimizers import OptimizerState
-from autopar.runtime.checkpoint.saving import as_list, flat, history_tensors, random_tensors, tensors_of
+from autopar.runtime.checkpoint.saving import as_list, flat, history_tensors, own_tensors, random_tensors
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.torch_private import chunks_of
 
 Part = tuple[str, torch.Tensor, Sequence[int], Sequence[int]]
 """Key, this rank's part, shape of the whole tensor, and where the part begins in it."""
+
+_Place = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Snapshots:
         self._optimizers: list[Optimizer] = as_list(optimizer)
         self._state = OptimizerState(self._optimizers, dict(pm.named_parameters()))
         self._settings: tuple[Any, bytes] | None = None
+        self._places: dict[str, _Place] = {}
 
     def header(self) -> dict[str, Any]:
         """What is the same after every step, for JSON."""
@@ -51,15 +54,25 @@ class Snapshots:
         """The state after ``step`` steps. data: where the data stands."""
         pm = self._pm
         parameters = {f"model/{name}" for name, _ in pm.named_parameters()}
-        tensors = tensors_of(pm) | flat(self._state.tensors())
-        parts = []
-        for key, tensor in tensors.items():
+        parts: list[Part] = []
+        for key, tensor in (own_tensors(pm) | flat(self._state.tensors())).items():
+            shape, offsets = self._place(key, tensor)
+            local = local_of(tensor)
             # A forward writes buffers, and a step's end histories: these may change before they are copied.
             steady = key in parameters or key.startswith("optimizer/")
-            parts.append(_part(key, tensor if steady else tensor.clone()))
+            parts.append((key, local if steady else local.clone(), shape, offsets))
         for key, tensor in (random_tensors() | history_tensors(pm)).items():
-            parts.append(_part(key, tensor.clone()))
+            parts.append((key, tensor.clone(), tuple(tensor.shape), (0,) * tensor.dim()))
         return Snapshot(step, parts, self._values(step, data))
+
+    def _place(self, key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the whole tensor, and where this rank's part, which may be empty, begins in it. Found once for each
+        tensor: it takes longer than copying a small one."""
+        known = self._places.get(key)
+        if known is None or known[0] is not tensor:
+            (chunk,) = chunks_of(tensor)
+            known = self._places[key] = tensor, tuple(tensor.shape), tuple(chunk.offsets)
+        return known[1:]
 
     def _values(self, step: int, data: Any) -> bytes:
         content = {
@@ -85,10 +98,3 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _part(key: str, tensor: torch.Tensor) -> Part:
-    """This rank's part of a tensor, which may be empty."""
-    local = local_of(tensor.detach())
-    (chunk,) = chunks_of(tensor)
-    return key, local, tuple(tensor.shape), tuple(chunk.offsets)

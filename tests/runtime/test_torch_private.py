@@ -91,7 +91,7 @@ def _in_dtensors() -> None:
     assert called == [(op, [DTensor], {})]
 
 
-@case("scale_all", "norms_of_all", "unscale_all")
+@case("scale_all", "copy_all", "norms_of_all", "unscale_all")
 def _lists() -> None:
     tensors = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
     assert [norm.item() for norm in private.norms_of_all(tensors)] == [6.0, 8.0]
@@ -101,6 +101,8 @@ def _lists() -> None:
     flag, factor = torch.zeros(()), torch.tensor(0.5)
     private.unscale_all(tensors, flag, factor)
     assert (tensors[1].tolist(), flag.item()) == ([2.0] * 4, 0.0)
+    private.copy_all(tensors, [torch.full((4,), 5.0), tensors[1] + 1])
+    assert [tensor[0].item() for tensor in tensors] == [5.0, 3.0]
     tensors[0][0] = math.inf
     private.unscale_all(tensors, flag, factor)
     assert flag.item() == 1.0
