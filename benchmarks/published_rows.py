@@ -343,9 +343,11 @@ class Row:
 
     def remat(self) -> Remat:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
-        spelt out, ours mostly recomputes that. Torchtitan's "selective (op)" keeps every second product."""
+        spelt out, ours mostly recomputes that. Torchtitan's keeps every second product."""
         levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
-        if not self.origin.fused_attention:
+        if self.origin.selects_products:
+            levels["selective"] = "alternate"
+        elif not self.origin.fused_attention:
             levels["selective"] = "selective"
         return levels.get(self.recompute, "none")
 

@@ -78,6 +78,8 @@ SHARES_SEQUENCES = "NeMo"
 KEEPS_ALL = ("nanotron", "Zero Bubble")
 # Sources whose utilisation counts attention to all keys: nanotron's ``get_flops`` (src/nanotron/models/utils_flops.py).
 FULL_ATTENTION = ("nanotron",)
+# Sources whose "selective" keeps every second product (selective_ac_option is "op" in torchtitan's configurations).
+BY_PRODUCT = ("torchtitan",)
 # Attention spelt out in products, later than elsewhere: by the memory that Zero Bubble's runs print.
 UNFUSED = ("Zero Bubble",)
 
@@ -114,6 +116,11 @@ class Source:
     def counts_all_keys(self) -> bool:
         """Whether its utilisation counts attention to all keys."""
         return self._is_of(FULL_ATTENTION)
+
+    @property
+    def selects_products(self) -> bool:
+        """Whether selective recomputation is of every second product, and not of attention scores."""
+        return self._is_of(BY_PRODUCT)
 
     @property
     def whole_experts(self) -> bool:

@@ -16,6 +16,7 @@ from autopar.cost_model.devices.parts import (
     NETWORK,
     RESERVED,
     by_tile,
+    capacity,
     eight_bits,
     fp32,
     half,
@@ -126,7 +127,7 @@ V100 = GpuEntry(
             attention=Assumed(0.25, "a guess, not measured: without FlashAttention, the memory-efficient kernel"),
         ),
     },
-    memory_gb=Published(32, f"{_V100} (a 16 GB variant exists: give memory_gb in a cluster file)"),
+    memory_gb=capacity(31.73, " (a 16 GB variant exists: give memory_gb in a cluster file)"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(900, _V100),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -141,7 +142,7 @@ A100_40GB = GpuEntry(
     name="A100-40GB",
     architecture="ampere",
     rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
-    memory_gb=Published(40, _A100),
+    memory_gb=capacity(39.38, ", the least of four"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(1555, _A100),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -153,7 +154,7 @@ A100_40GB = GpuEntry(
     inter_node=_IB_A100,
 )
 A100_80GB = replace(
-    A100_40GB, name="A100-80GB", memory_gb=Published(80, ACCELERATORS), bandwidth_gb_s=Published(2039, _A100)
+    A100_40GB, name="A100-80GB", memory_gb=capacity(79.15, ", the least of four"), bandwidth_gb_s=Published(2039, _A100)
 )
 A100_80GB_PCIE = GpuEntry(
     name="A100-80GB-PCIe",
@@ -168,7 +169,7 @@ A100_80GB_PCIE = GpuEntry(
             attention=Fit("sustained", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
         ),
     },
-    memory_gb=Published(80, ACCELERATORS),
+    memory_gb=capacity(79.15, ", the least of four"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(1940, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -183,7 +184,7 @@ H100_SXM = GpuEntry(
     name="H100-SXM",
     architecture="hopper",
     rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, **_H100_EIGHT},
-    memory_gb=Published(80, ACCELERATORS),
+    memory_gb=capacity(79.15, ", the least of four"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(3350, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -206,7 +207,7 @@ H100_96GB = replace(
             for name, rate in _H100_EIGHT.items()
         },
     },
-    memory_gb=Published(96, _TITAN),
+    memory_gb=Assumed(102.0, "95.0 GiB of 96: what CUDA says of 80 GB, 79.15 GiB, times 1.2"),
     bandwidth_gb_s=Published(2400, _TITAN),
 )
 H100_PCIE = GpuEntry(
@@ -218,7 +219,7 @@ H100_PCIE = GpuEntry(
         "fp8": eight_bits(1513, ACCELERATORS),
         "fp8-block": by_tile(eight_bits(1513, ACCELERATORS)),
     },
-    memory_gb=Published(80, ACCELERATORS),
+    memory_gb=capacity(79.15, ", the least of four"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(2000, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -233,7 +234,7 @@ H200 = replace(
     H100_SXM,
     name="H200",
     rates={"fp32": fp32(67, "recalled: NVIDIA H200 datasheet"), "bf16": _H100_HALF, **_H200_EIGHT},
-    memory_gb=Published(141, ACCELERATORS),
+    memory_gb=capacity(139.8),
     bandwidth_gb_s=Published(4800, ACCELERATORS),
 )
 B200 = GpuEntry(
@@ -245,7 +246,7 @@ B200 = GpuEntry(
         "fp8": _B200_EIGHT,
         **microscaled(4500, 9000, ACCELERATORS, f"{_B200}: 72 PFLOP/s dense on eight", _B200_EIGHT),
     },
-    memory_gb=Published(180, ACCELERATORS),
+    memory_gb=capacity(178.35),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(7700, _RECIPES),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -279,7 +280,7 @@ GB200 = replace(
         "fp8": _GB200_EIGHT,
         **microscaled(5000, 10000, _GB200, f"{_GB200}: 720 PFLOP/s dense on 72", _GB200_EIGHT),
     },
-    memory_gb=Published(186, ACCELERATORS),
+    memory_gb=capacity(184.31),
     bandwidth_gb_s=Published(8000, ACCELERATORS),
     tiling=tiling(148, _GB200),
     host=_HOST_GRACE,
@@ -297,7 +298,7 @@ GB300 = replace(
         "fp8": _GB300_EIGHT,
         **microscaled(5000, 15000, _GB300, f"{_GB300}: 1,080 PFLOP/s dense on 72", _GB300_EIGHT),
     },
-    memory_gb=Published(279, _RECIPES),
+    memory_gb=capacity(276.5),
     bandwidth_gb_s=Published(8000, _RECIPES),
     inter_node=network("XDR InfiniBand", Assumed(100, "recalled: one 800 Gb/s ConnectX-8 for each GPU")),
 )

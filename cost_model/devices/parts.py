@@ -13,6 +13,7 @@ from autopar.cost_model.hardware.catalogue_entry import (
     RateEntry,
     TilingEntry,
 )
+from autopar.cost_model.hardware.device import GB
 from autopar.cost_model.hardware.matmul_efficiency import Tile
 
 # Pages that several entries quote.
@@ -21,13 +22,20 @@ NETWORK = "stas00/ml-engineering network/README.md @744d01e"
 MAMF = "best shape of the MAMF finder, " + ACCELERATORS
 
 RESERVED = Assumed(
-    1.5, "a guess: CUDA context, NCCL channels, cuBLAS workspaces; marketed GB are decimal, parts have up to 7 % more"
+    2.7,
+    "a guess: 0.5 GB of a CUDA context and 0.4 for each of five or six communicators of NCCL; 0.5 and 1.4 GiB beside "
+    "PyTorch's allocator are printed of one and of four data-parallel GPUs that ran out of memory",
 )
 MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
 LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
 TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.8), Tile(64, 64, 0.65))
 SUSTAINED = Fit("sustained", "the share of the rate of a kernel alone that a training step reaches, as of products")
 EIGHT = Published(8, "recalled: DGX and HGX systems hold eight GPUs")
+
+
+def capacity(gib: float, what: str = "") -> Published:
+    """What CUDA says a device has, in GB: marketed GB are GiB less what error correction and firmware take."""
+    return Published(round(gib * 2**30 / GB, 2), f"'total capacity' of PyTorch's out-of-memory errors, {gib} GiB{what}")
 
 
 def fp32(tflops: float, source: str) -> RateEntry:
