@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -50,6 +51,8 @@ def run_place(opened: OpenedJob, place: Place, warm: Warm) -> int:
     """The exit code of a rank that a supervisor watches. What goes wrong in it is raised, but for mistakes of the
     user's, which rank 0 says. Raises LostOthers for what goes wrong because another rank has ended."""
     job = opened.job
+    # What it logs, the whole schedule, is raised too; the first that a user reads is the supervisor's cause.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
         with reserved_output() if job.json else nullcontext(sys.stdout) as out:
             return _exit_code(

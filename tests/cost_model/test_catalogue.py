@@ -57,7 +57,8 @@ def test_every_entry_makes_a_device(name: str) -> None:
 def test_datasheet_figures() -> None:
     assert make_cluster("a100-80gb", 8).device.peak_flops("bf16") == 312e12
     assert make_cluster("h100-sxm", 8).device.peak_flops("bf16") == 989e12
-    assert make_cluster("A100-40GB", 8).device.memory_bytes == 40 * 10**9
+    for name, marketed in (("V100", 32), ("A100-40GB", 40), ("H100-SXM", 80), ("H200", 141), ("B200", 180)):
+        assert 0.98 * marketed * 2**30 < make_cluster(name, 8).device.memory_bytes < marketed * 2**30
     assert make_cluster("h200", 8).device.memory_bandwidth == 4.8e12
     assert make_cluster("v100", 8).device.peak_flops("bf16") == 125e12  # the 16-bit rate it has
 

@@ -88,6 +88,7 @@ def test_fsdp_of_7b_needs_well_under_half_of_what_ddp_does() -> None:
 def test_70b_on_64_gpus_of_80_gb_fits_with_tp8_pp2_dp4() -> None:
     source = load_model_file(str(EXAMPLES / "llama3_70b.py"))
     model = normalise(capture(source.meta_model(), source.meta_inputs(512, 4096)), check=False)
-    found = estimate(model, make_cluster("a100-80gb", 64), tp=8, pp=2, dp=4)
+    cluster = make_cluster("a100-80gb", 64)
+    found = estimate(model, cluster, tp=8, pp=2, dp=4)
     assert (found.plan.num_ranks, found.plan.num_stages) == (64, 2)
-    assert found.predicted.peak_bytes < 78.5 * GB
+    assert found.predicted.peak_bytes < cluster.device.usable_bytes
