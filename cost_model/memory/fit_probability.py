@@ -16,7 +16,7 @@ from statistics import NormalDist
 LOG_ERROR = NormalDist(0.006, 0.088)
 
 # Least probability to fit of what a search picks, unless the user says another: a predicted peak of 99 % of the usable
-# bytes. Chosen: it refuses 4 of 169 published runs that ran, and all plans predicted to need more than there is.
+# bytes. Chosen: it refuses 8 of 431 published runs that ran, and all plans predicted to need more than there is.
 DEFAULT_MARGIN = 0.5
 
 
