@@ -30,7 +30,7 @@ from autopar.supervision.store import Address
 
 POLL_S = 0.05
 _BEAT_S = 0.5
-_LIVES_S = 2.0
+_LIVES_S = 3.0
 
 
 class Rendezvous:
@@ -159,15 +159,18 @@ class Rendezvous:
 
 
 def _lives(store: Store, size: int) -> bool:
-    """Whether any supervisor raises its number. It takes a few beats to see."""
+    """Whether any supervisor raises its number. It takes a few beats to see that none does."""
     keys = [f"lease/{index}" for index in range(size)]
 
     def leases() -> list[bytes]:
         return [store.get(key) if store.check([key]) else b"" for key in keys]
 
-    before = leases()
-    time.sleep(_LIVES_S)
-    return leases() != before
+    before, until = leases(), time.monotonic() + _LIVES_S
+    while time.monotonic() < until:
+        if leases() != before:
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 def _beat(address: Address, job: str, index: int) -> int:
