@@ -85,6 +85,7 @@ def test_a_right_plan_has_no_problems(source: ModelFile, name: str) -> None:
         assert predicted == pytest.approx(own.peak_bytes, rel=0.25)
 
 
+@pytest.mark.slow
 def test_what_rematerialisation_saves_is_counted_once(source: ModelFile) -> None:
     captured, cluster = captured_of(source, 64, 256), make_cluster("cpu", 2, 2)
     peaks = {}

@@ -110,7 +110,7 @@ def test_a_split_backward_sends_what_a_whole_one_does() -> None:
     assert run_ranks(_unrecorded, 4, _SPLIT)[0] == {cell: [] for cell in _SPLIT}
 
 
-@pytest.mark.parametrize("ranks", _RECORDED)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_recorded_of_a_placed_model_is_what_runs(ranks: int) -> None:
     assert run_ranks(_unrecorded, ranks, _RECORDED[ranks])[0] == {cell: [] for cell in _RECORDED[ranks]}
 

@@ -64,7 +64,7 @@ def _all_kept(block: Any, ranks: int, sequence: bool) -> dict[str, tuple[float, 
 
 CASES = [
     pytest.param(FeedForward, None, id="mlp-one"),
-    pytest.param(Attention, True, id="attention-tp2-sp"),
+    pytest.param(Attention, True, id="attention-tp2-sp", marks=pytest.mark.slow),
     pytest.param(FeedForward, False, id="mlp-tp2", marks=pytest.mark.slow),
     pytest.param(FeedForward, True, id="mlp-tp2-sp", marks=pytest.mark.slow),
     pytest.param(Attention, None, id="attention-one", marks=pytest.mark.slow),
