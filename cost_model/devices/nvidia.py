@@ -42,6 +42,7 @@ _B300 = "recalled: NVIDIA HGX B300 datasheet"
 _GB200 = "recalled: NVIDIA GB200 NVL72 datasheet"
 _GB300 = "recalled: NVIDIA GB300 NVL72 datasheet"
 _RECIPES = "NVIDIA/dgxc-benchmarking README.md @v26.06.01"
+_OF_80_GB = capacity(79.14, ", the least of six")
 _A100_HALF = half(312, ACCELERATORS, 271.2, MAMF)
 _A100_TILING = tiling(108, _A100)
 _H100_HALF = half(989, ACCELERATORS, 794.5, MAMF)
@@ -142,7 +143,7 @@ A100_40GB = GpuEntry(
     name="A100-40GB",
     architecture="ampere",
     rates={"fp32": fp32(19.5, _A100), "bf16": _A100_HALF},
-    memory_gb=capacity(39.38, ", the least of four"),
+    memory_gb=capacity(39.38, ", the least of five"),
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(1555, _A100),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -153,9 +154,7 @@ A100_40GB = GpuEntry(
     intra_node=_NVLINK_A100,
     inter_node=_IB_A100,
 )
-A100_80GB = replace(
-    A100_40GB, name="A100-80GB", memory_gb=capacity(79.15, ", the least of four"), bandwidth_gb_s=Published(2039, _A100)
-)
+A100_80GB = replace(A100_40GB, name="A100-80GB", memory_gb=_OF_80_GB, bandwidth_gb_s=Published(2039, _A100))
 A100_80GB_PCIE = GpuEntry(
     name="A100-80GB-PCIe",
     architecture="ampere",
@@ -169,7 +168,7 @@ A100_80GB_PCIE = GpuEntry(
             attention=Fit("sustained", "the SXM part at a lower power limit, as its matmuls", 252.9 / 271.2),
         ),
     },
-    memory_gb=capacity(79.15, ", the least of four"),
+    memory_gb=_OF_80_GB,
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(1940, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -184,7 +183,7 @@ H100_SXM = GpuEntry(
     name="H100-SXM",
     architecture="hopper",
     rates={"fp32": fp32(67, _H100), "bf16": _H100_HALF, **_H100_EIGHT},
-    memory_gb=capacity(79.15, ", the least of four"),
+    memory_gb=_OF_80_GB,
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(3350, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,
@@ -207,7 +206,7 @@ H100_96GB = replace(
             for name, rate in _H100_EIGHT.items()
         },
     },
-    memory_gb=Assumed(102.0, "95.0 GiB of 96: what CUDA says of 80 GB, 79.15 GiB, times 1.2"),
+    memory_gb=Assumed(1.2 * _OF_80_GB.value, "what CUDA says of 80 GB, times 96 / 80"),
     bandwidth_gb_s=Published(2400, _TITAN),
 )
 H100_PCIE = GpuEntry(
@@ -219,7 +218,7 @@ H100_PCIE = GpuEntry(
         "fp8": eight_bits(1513, ACCELERATORS),
         "fp8-block": by_tile(eight_bits(1513, ACCELERATORS)),
     },
-    memory_gb=capacity(79.15, ", the least of four"),
+    memory_gb=_OF_80_GB,
     reserved_gb=RESERVED,
     bandwidth_gb_s=Published(2000, ACCELERATORS),
     memory_efficiency=MEMORY_EFFICIENCY,

@@ -24,7 +24,7 @@ MAMF = "best shape of the MAMF finder, " + ACCELERATORS
 RESERVED = Assumed(
     2.7,
     "a guess: 0.5 GB of a CUDA context and 0.4 for each of five or six communicators of NCCL; 0.5 and 1.4 GiB beside "
-    "PyTorch's allocator are printed of one and of four data-parallel GPUs that ran out of memory",
+    "PyTorch's allocator are printed by two runs that were out of memory",
 )
 MEMORY_EFFICIENCY = Fit("memory", "large elementwise kernels reach 80-90 % of HBM bandwidth (recalled)")
 LAUNCH = Fit("launch_us", "kernels are queued ahead, yet each costs some microseconds of tail and gap")
