@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 
 from autopar.process_end import end_process
+from autopar.supervision.local_workers import is_to_wait, wait_for_supervisor
 
 
 def main() -> None:
@@ -12,6 +15,8 @@ def main() -> None:
     # What imports and capture make is there to stay. Looking through it for garbage takes a sixth of a search, and a
     # search leaves less than a tenth of its memory behind; commands that train collect as usual.
     gc.disable()
+    if "--keep-alive" in sys.argv and is_to_wait(os.environ):  # before torch is imported
+        wait_for_supervisor()
     from autopar.cli.app import run
 
     run()

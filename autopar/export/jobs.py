@@ -9,7 +9,7 @@ from dataclasses import asdict
 from autopar.export.exported import Options
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
-from autopar.training import TrainingJob
+from autopar.training.job import TrainingJob
 
 RESTARTS = 3
 """How often a job that has failed is started again, where the system that starts it does that. What happens to ranks is

@@ -1,15 +1,18 @@
-"""``autopar train --keep-alive``: this process supervises ranks, all of them or, under torchrun, one."""
+"""``autopar train --keep-alive``: this process supervises ranks, all of them or, under torchrun, those of its host."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.launch import in_job, serves_itself
+from autopar.supervision.local_workers import awaited, hosts_are_numbered, is_to_wait, wait_for_supervisor
 from autopar.supervision.rendezvous import Rendezvous
 from autopar.supervision.store import OwnStore, of_torchrun
 from autopar.supervision.supervisor import Supervision, Supervisor
@@ -21,29 +24,64 @@ _LEASE_S = 4.0
 _JOIN_S = 300.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Of one supervisor among those of a job. slots: ranks that it can run; None for all of the plan. workers: that the
+    launcher has started beside it on its host."""
+
+    index: int = 0
+    count: int = 1
+    slots: int | None = None
+    workers: int = 0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> _Place:
+        """From what the launcher has set: one a host under torchrun, one a rank where hosts are not numbered."""
+        if not in_job():
+            return cls()
+        if not hosts_are_numbered(environment):
+            return cls(index=int(environment["RANK"]), count=int(environment["WORLD_SIZE"]), slots=1)
+        size = int(environment["LOCAL_WORLD_SIZE"])
+        index, count = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
+        return cls(index=index, count=count, slots=size, workers=size - 1)
+
+
 def train_supervised(job: TrainingJob) -> int:
     """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot."""
+    if is_to_wait(os.environ):
+        wait_for_supervisor()
+    place = _Place.of(os.environ)
+    with awaited(place.workers) as tell_workers:
+        code = _supervise(job, place)
+        if code == 0:
+            tell_workers()
+    return code
+
+
+def _supervise(job: TrainingJob, place: _Place) -> int:
     opened = job.opened()
-    size = opened.plan.num_ranks
-    index, count = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if in_job() else (0, 1)
     if torch.cuda.is_initialized():
         raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")
-    slots = size if count == 1 else 1
+    slots = opened.plan.num_ranks if place.slots is None else place.slots
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // slots)))
     if torch.cuda.device_count() < max(slots, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
     for name in _PRELOADED:
         import_module(name)
     store = None
-    if count == 1:
+    if place.count == 1:
         store = OwnStore()
-    elif index == 0 and not serves_itself():
+    elif place.index == 0 and not serves_itself():
         store = OwnStore(of_torchrun().port)
     try:
-        address = store.address if store is not None and count == 1 else of_torchrun()
-        timeout = job.environment.timeout_s
+        address = store.address if store is not None and place.count == 1 else of_torchrun()
         rendezvous = Rendezvous(
-            address, index, count, lease_s=_LEASE_S, join_s=timeout or _JOIN_S, come_back=serves_itself()
+            address,
+            place.index,
+            place.count,
+            lease_s=_LEASE_S,
+            join_s=job.environment.timeout_s or _JOIN_S,
+            come_back=serves_itself(),
         )
         given = Supervision(
             slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import yaml
 from autopar.export import Options, export
 from autopar.export.kubernetes import PLAN_PATH
 from autopar.ir.plan import Plan
-from autopar.training import TrainingJob
+from autopar.training.job import TrainingJob
 from tests.export.plans import decoder_plan
 
 kubernetes = pytest.importorskip("kubernetes.client.models")

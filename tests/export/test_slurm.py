@@ -12,7 +12,7 @@ import pytest
 from autopar.export import Options, export
 from autopar.ir.errors import InvalidInput
 from autopar.ir.plan import Plan
-from autopar.training import TrainingJob
+from autopar.training.job import TrainingJob
 from tests.export.plans import decoder_plan
 
 SRUN = """#!/bin/bash

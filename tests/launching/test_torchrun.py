@@ -70,6 +70,21 @@ def batches(batch_size, seq_len=16, seed=0):
         yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
 """
 
+KILLED_ONCE = """
+import os
+import signal
+from pathlib import Path
+
+def batches(batch_size, seq_len=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    killed = Path(__file__).with_name("killed-once")
+    for number in range(100):
+        if os.environ["RANK"] == "1" and number == 5 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -160,6 +175,21 @@ def test_torchrun_starts_ranks_again_that_were_killed_in_a_store_that_it_keeps(f
         assert done.returncode == 0, done.stderr
         losses.append(losses_of(done.stdout))
     assert losses[0] == losses[1] and len(losses[1]) == 10
+
+
+def test_one_worker_supervises_the_ranks_of_all(folder: Path) -> None:
+    (folder / "killed_once.py").write_text(MODEL + KILLED_ONCE)
+    words = ("-m", "autopar", "train", str(folder / "killed_once.py"), str(folder / "plan.yaml"), "--steps", "8")
+    code, out, err = torchrun(2, *words, "--keep-alive")
+    assert code == 0, err
+    losses = losses_of(out, resumed=True)
+    assert list(losses) == list(range(1, 9))
+    lines = [line for line in err.splitlines() if "rank" in line]
+    assert "was killed by signal 9 (SIGKILL)" in lines[0] and lines[0].startswith("rank 1 on "), err
+    assert "going on from step 5, copied in memory, with the same plan" in err
+    code, again, err = torchrun(2, *words)
+    assert code == 0, err
+    assert losses_of(again) == losses
 
 
 def test_ray_within_torchrun_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
