@@ -12,11 +12,10 @@ import pytest
 
 from tests.parity import EXPERT_PLANS, PLANS, Cell, expected, run_cells
 
-# One or two of each kind; the further instances take longer and are marked slow.
+# Kinds that differ most; the further ones are marked slow.
 FIRST = (
-    "adapters", "backward_of_its_own", "bag", "evaluation", "hook_on_a_tensor", "parameter_only_loss", "penalty",
-    "recurrent", "reentrant", "spectral", "state_no_grad", "state_python", "state_reassigned", "torch_encoder",
-    "unused_parameter", "vectorised",
+    "adapters", "backward_of_its_own", "hook_on_a_tensor", "parameter_only_loss", "recurrent", "spectral",
+    "state_python", "torch_encoder", "unused_parameter",
 )  # fmt: skip
 ALL = sorted(p.stem for p in (Path(__file__).parents[1] / "cases").glob("*.py") if not p.stem.startswith("_"))
 FURTHER = tuple(name for name in ALL if name not in FIRST)

@@ -157,6 +157,7 @@ def test_1024_ranks_agree(source: ModelFile) -> None:
     assert not checked.problems and [own.trace.rank for own in checked.ranks] == [0, 512, 515]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_found(source: ModelFile) -> None:
     captured = captured_of(source, 1024)
     plan = plan_of(captured, 1024, pp=2, tp=4, dp=128, num_microbatches=4, zero=0)
@@ -199,6 +200,7 @@ stages: [{first: 0, last: 0}, {first: 1, last: 1}]
 """
 
 
+@pytest.mark.slow
 def test_the_command(
     source: ModelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

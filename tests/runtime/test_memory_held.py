@@ -12,6 +12,8 @@ from autopar.cost_model.memory.model_state import gathered_bytes, scattered_byte
 from tests.harness import run_ranks
 from tests.runtime.held import Saved, held_bytes
 
+pytestmark = pytest.mark.slow
+
 WIDTH, DEPTH, RANKS = 256, 10, 2
 NUMEL = WIDTH * WIDTH * DEPTH
 CASES = [(zero, chunks) for zero in range(4) for chunks in (1, 2)]

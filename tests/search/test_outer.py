@@ -82,6 +82,7 @@ def brute_force(outer: Outer) -> float | None:
 WIDTHS = st.sampled_from((64, 1024, 8192))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, derandomize=True)
 @given(
     widths=st.tuples(WIDTHS, WIDTHS, WIDTHS),
