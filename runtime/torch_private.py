@@ -7,6 +7,7 @@ and 2.14.1. Pipelines, whose import takes a second, have a module of their own, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -88,6 +89,25 @@ def wait_at_most(timeout: timedelta) -> None:
     group where it is made, and meshes do not take it."""
     made = cast(Any, dist.distributed_c10d)
     made.default_pg_timeout = made.default_pg_nccl_timeout = timeout
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """What the flight recorder of this process has kept, in the order of the calls; nothing if it is off, which is
+    as ``TORCH_FR_BUFFER_SIZE`` says. Public: files in pickle, written by NCCL's watchdog."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:  # before torch 2.9
+        return []
+    found: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    return found
+
+
+def group_of_name(name: str) -> dist.ProcessGroup | None:
+    """The group that the flight recorder calls so. Public: none."""
+    try:
+        found: dist.ProcessGroup = cast(Any, dist.distributed_c10d)._resolve_process_group(name)
+    except (RuntimeError, KeyError, ValueError):
+        return None
+    return found
 
 
 def fake_store() -> Any:

@@ -12,6 +12,9 @@ _FIELDS = struct.Struct("<qqdd")
 # Steps of which the rank's own seconds are kept: a supervisor looks at 20 together, when they are over.
 _KEPT = 64
 _OWN = struct.Struct(f"<{_KEPT}d")
+# What a rank says of itself in words.
+_SAID = _FIELDS.size + _OWN.size
+_LENGTH, _WORDS = struct.Struct("<q"), 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Progress:
     """A few numbers in memory that a fork shares."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _FIELDS.size + _OWN.size)
-        self._memory[_FIELDS.size :] = _OWN.pack(*[math.nan] * _KEPT)
+        self._memory = mmap.mmap(-1, _SAID + _LENGTH.size + _WORDS)
+        self._memory[_FIELDS.size : _SAID] = _OWN.pack(*[math.nan] * _KEPT)
         self.put(RankProgress(0, 0, time.monotonic(), 0.0))
 
     def get(self) -> RankProgress:
@@ -40,6 +43,11 @@ class Progress:
     def put(self, stand: RankProgress) -> None:
         """Say it."""
         _FIELDS.pack_into(self._memory, 0, stand.safe, stand.steps, stand.since, stand.began)
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last step, or since this was made."""
+        return time.monotonic() - self.get().since
 
     def made(self, steps: int, safe: int, own_s: float | None = None) -> None:
         """A rank has made so many steps. own_s: seconds of the last one that it did not wait for others."""
@@ -55,3 +63,17 @@ class Progress:
             return None
         kept = _OWN.unpack_from(self._memory, _FIELDS.size)
         return [kept[step % _KEPT] for step in range(first, first + count)]
+
+    def say(self, words: bytes) -> None:
+        """Put down words in the place of those before; of more than there is room for, none."""
+        words = words if len(words) <= _WORDS else b""
+        _LENGTH.pack_into(self._memory, _SAID, 0)
+        self._memory[_SAID + _LENGTH.size : _SAID + _LENGTH.size + len(words)] = words
+        _LENGTH.pack_into(self._memory, _SAID, len(words))
+
+    @property
+    def said(self) -> bytes:
+        """The words that were put down last; what is read while the rank writes may be of two."""
+        (length,) = _LENGTH.unpack_from(self._memory, _SAID)
+        start = _SAID + _LENGTH.size
+        return self._memory[start : start + length]

@@ -7,6 +7,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.training.rank import LOST_OTHERS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
@@ -34,6 +36,11 @@ class RankExit:
     def left(self) -> bool:
         """Whether it ended by itself, with its exit code."""
         return self.status is not None and os.WIFEXITED(self.status)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether it may have ended because it waited for another rank: NCCL's watchdog aborts such a one."""
+        return self.status is None or self.code in (LOST_OTHERS, 128 + signal.SIGABRT)
 
     def __str__(self) -> str:
         where = f"rank {self.rank} on {self.host} (process {self.pid})"

@@ -51,7 +51,13 @@ class Rendezvous:
         self._next_look = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._fresh = tuple(range(size))
-        self._beater = _beat(address, self.job, index) if size > 1 else None
+        self._address = address
+        self._beater: int | None = None
+
+    def beat(self) -> None:
+        """Be there from now on, for the others to see."""
+        if self.size > 1 and self._beater is None:
+            self._beater = _beat(self._address, self.job, self.index)
 
     def close(self) -> None:
         """Be there no more."""

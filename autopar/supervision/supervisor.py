@@ -37,6 +37,7 @@ from autopar.supervision.rank_exit import RankExit
 from autopar.supervision.rendezvous import POLL_S, Rendezvous
 from autopar.supervision.store import Address
 from autopar.supervision.stragglers import Straggler, Stragglers
+from autopar.supervision.who_waits import WhoWaits
 from autopar.training.job import OpenedJob
 from autopar.training.notice import LEFT, SAME_NOTICE_S
 from autopar.training.place import Place
@@ -80,6 +81,7 @@ class Supervisor:
         """Until the job is done or cannot go on; the exit code. Raises AutoparError if it cannot."""
         for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(one, self._notice)
+        self._rendezvous.beat()
         number = self._rendezvous.open_round(f"{_CONTINUES} supervisor {self._rendezvous.index} was started again")
         in_a_row, safe, cause = 0, -1, ""
         before: Decision | None = None
@@ -188,11 +190,13 @@ class Supervisor:
         stragglers = Stragglers(
             rendezvous.store, number, rendezvous.index, decision, self._ranks, _that_do_the_same(decision)
         )
+        waits = WhoWaits(rendezvous.store, number, rendezvous.index, decision, self._ranks)
         consequence: tuple[float, RankExit] | None = None
         while True:
             rendezvous.look()
             if (cause := rendezvous.stopped(number)) is not None:
                 return _verdict(cause)
+            waits.look()
             ended = self._ranks.ended()
             for ending in ended:
                 if ending.code == 0:
@@ -200,9 +204,9 @@ class Supervisor:
                 if ending.code == LOST_OTHERS:
                     consequence = consequence or (time.monotonic(), ending)
                     continue
-                rendezvous.stop(number, f"{self._kind(ending)} {ending}")
+                rendezvous.stop(number, f"{self._kind(ending)} {_cause(ending, waits)}")
             if consequence is not None and time.monotonic() - consequence[0] > _CONSEQUENCE_S:
-                rendezvous.stop(number, f"{_CONTINUES} {consequence[1]}")
+                rendezvous.stop(number, f"{_CONTINUES} {_cause(consequence[1], waits)}")
             if not finished and not self._ranks.running and consequence is None:
                 finished = True
                 if all(ending.code == 0 for ending in ended):
@@ -278,6 +282,12 @@ class Supervisor:
 
 
 _CONTINUES, _FINAL = "continues", "final"
+
+
+def _cause(ending: RankExit, waits: WhoWaits) -> str:
+    """Who has not come, where that is why a rank has ended; else the end of the rank."""
+    told = waits.told() if ending.in_vain else ""
+    return f"{told}\n  {ending}" if told else str(ending)
 
 
 def _that_do_the_same(decision: Decision) -> list[list[int]]:

@@ -16,9 +16,11 @@ from autopar.api import assemble
 from autopar.ir.errors import LaunchError
 from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree, agree_same, from_first
+from autopar.runtime.flight_recorder import record
 from autopar.runtime.launch import ensure_process_group, this_device
 from autopar.runtime.mesh import check_world_size
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.torch_private import timeout_of
 from autopar.training.batches import open_batches
 from autopar.training.copies import Copies
 from autopar.training.evaluation import HeldOut
@@ -32,6 +34,7 @@ from autopar.training.report import Report, tokens_of
 from autopar.training.resuming import resume
 from autopar.training.saves import Saves
 from autopar.training.single import Single, optimizer_of
+from autopar.training.stands_still import tell_if_it_stands_still
 from autopar.training.steps import Steps
 from autopar.training.warm import Warm
 
@@ -64,9 +67,13 @@ def train(
     supervised. warm: what the process has made that has forked this one. Raises AutoparError, on every rank.
     """
     notice = Notice()
+    if place is not None:
+        record()
     ensure_process_group(job.environment, None if place is None else place.meeting(job.environment.timeout))
     opened = agree(lambda: job.opened() if opened is None else opened)
     if place is not None:
+        assert dist.group.WORLD is not None, "it has been joined"
+        tell_if_it_stands_still(place.progress, timeout_of(dist.group.WORLD, this_device()).total_seconds())
         opened = replace(opened, plan=Plan.from_yaml(place.plan))
     _same_everywhere(opened)
     check_world_size(opened.plan, dist.get_world_size())

@@ -17,6 +17,13 @@ class Watched(Protocol):
         """So many steps are made, and of so many all ranks have copies. own_s: seconds of the last one in which the
         rank did not wait for others."""
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last step."""
+
+    def say(self, words: bytes) -> None:
+        """Words in the place of those before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

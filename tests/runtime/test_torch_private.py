@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -169,6 +172,28 @@ def _store() -> None:
         world = dist.group.WORLD
         assert world is not None
         assert private.timeout_of(world, torch.device("cpu")) == timedelta(seconds=77)
+
+
+_RECORDED = """
+import torch
+import torch.distributed as dist
+from autopar.runtime.torch_private import group_of_name, recorded_collectives
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+(entry,) = recorded_collectives()
+assert entry["profiling_name"] == "gloo:all_reduce" and entry["collective_seq_id"] == 1, entry
+assert entry["input_sizes"] == [[4]] and entry["input_dtypes"] == ["Float"] and not entry["is_p2p"], entry
+assert entry["retired"] in (True, False), entry
+assert dist.get_process_group_ranks(group_of_name(entry["process_group"][0])) == [0]
+assert group_of_name("none of them") is None
+"""
+
+
+@case("recorded_collectives", "group_of_name")
+def _recorded_collectives() -> None:
+    environ = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
+    done = subprocess.run([sys.executable, "-c", _RECORDED], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @case("fake_store")

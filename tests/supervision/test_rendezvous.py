@@ -33,6 +33,8 @@ def together(address: Address, size: int, lease_s: float = 60.0) -> list[Rendezv
         thread.start()
     for thread in threads:
         thread.join()
+    for rendezvous in found.values():  # a fork, which no other thread may run beside
+        rendezvous.beat()
     return [found[index] for index in range(size)]
 
 
@@ -136,6 +138,7 @@ def test_one_that_comes_back_is_taken_up_in_the_next_round(address: Address) -> 
     (alone,) = meet(meetings[:1], 2)
     assert alone is not None and alone.ranks == {0: (0,)}
     back = Rendezvous(address, 1, 2, lease_s=1.0, join_s=60.0, come_back=True)
+    back.beat()
     assert back.job == meetings[0].job
     assert back.open_round("started again") == 2
     assert back.meet(2, facts(1), decided, 5.0) is None
