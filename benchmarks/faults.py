@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.faulty_jobs import ROOT, Job, Setting, name_of
+from benchmarks.faulty_jobs import LEARNING_RATE, ROOT, Job, Setting, name_of
 from benchmarks.two_hosts import hosts, sh
 
 GPT, EXPERTS = "examples/gpt.py", "benchmarks/fault_models.py"
@@ -232,6 +232,8 @@ def undisturbed(setting: Setting, plan: Path, steps: int) -> list[float]:
         str(plan),
         "--steps",
         str(steps),
+        "--lr",
+        LEARNING_RATE,
         "--json",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -274,7 +276,7 @@ def difference(loss: float, reference: float) -> float:
 
 def put(job: Job, kind: str, draw: random.Random) -> Fault:
     before, lines, seen = job.last, len(job.lines), len(job.seen)
-    saved = max(_saved(job), default=0)
+    saved = ([0, *_saved(job)][-2 if kind == "damage" else -1 :])[0]  # the newest one is damaged
     start = time.monotonic()
     partner_left = KINDS[kind](job, draw)
     end, until = time.monotonic(), start + _LIMIT_S

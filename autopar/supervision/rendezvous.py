@@ -1,6 +1,6 @@
 """Supervisors agree, through a store: who is there, when to stop, from what to go on. One alone agrees with itself.
 
-    lease/i     a number that supervisor i raises; one whose number stays the same is lost, until it moves again
+    lease/i     a number that supervisor i raises; one whose number stays the same is lost, until it moves again; "left"
     stop/r      the cause that ended round r: the first one that is written
     facts/r/i   what supervisor i knows as round r begins
     go/r        who is in it and what it does, written by the first of those that are there
@@ -17,13 +17,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from autopar.ir.errors import LaunchError
 from autopar.ir.fork import fork
 from autopar.runtime.gathering import gather, last_gathering
-from autopar.runtime.stores import PrefixStore, Store
+from autopar.runtime.stores import DistError, PrefixStore, Store
 from autopar.supervision.decision import Decision, Facts
 from autopar.supervision.forked import die_with
 from autopar.supervision.store import Address
@@ -31,6 +32,7 @@ from autopar.supervision.store import Address
 POLL_S = 0.05
 _BEAT_S = 0.5
 _LIVES_S = 3.0
+_LEFT = "left"
 
 
 class Rendezvous:
@@ -49,7 +51,7 @@ class Rendezvous:
         self.job = name
         self.store = PrefixStore(f"autopar/{self.job}", store)
         self._next_look = 0.0
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[str, float]] = {}
         self._fresh = tuple(range(size))
         self._address = address
         self._beater: int | None = None
@@ -65,6 +67,8 @@ class Rendezvous:
             os.kill(self._beater, signal.SIGKILL)
             os.waitpid(self._beater, 0)
             self._beater = None
+            with suppress(DistError):  # the store may be what is lost
+                self.store.set(f"lease/{self.index}", _LEFT)
 
     def look(self) -> None:
         """See who else is there. Called often, it does so every now and then."""
@@ -75,10 +79,10 @@ class Rendezvous:
         fresh = []
         for other in range(self.size):
             key = f"lease/{other}"
-            value = self.store.get(key) if self.store.check([key]) else b""
+            value = self.store.get(key).decode() if self.store.check([key]) else ""
             if other not in self._seen or self._seen[other][0] != value:
                 self._seen[other] = value, now
-            if now - self._seen[other][1] <= self._lease_s:
+            if value != _LEFT and now - self._seen[other][1] <= self._lease_s:
                 fresh.append(other)
         self._fresh = tuple(fresh)
 
@@ -165,14 +169,14 @@ class Rendezvous:
 
 
 def _lives(store: Store, size: int) -> bool:
-    """Whether any supervisor raises its number. It takes a few beats to see that none does."""
+    """Whether any supervisor raises its number. It takes a few beats to see that one does not that was killed."""
     keys = [f"lease/{index}" for index in range(size)]
 
-    def leases() -> list[bytes]:
-        return [store.get(key) if store.check([key]) else b"" for key in keys]
+    def leases() -> list[str]:
+        return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
     before, until = leases(), time.monotonic() + _LIVES_S
-    while time.monotonic() < until:
+    while any(lease != _LEFT for lease in before) and time.monotonic() < until:
         if leases() != before:
             return True
         time.sleep(POLL_S)
