@@ -95,7 +95,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     """What the flight recorder of this process has kept, in the order of the calls; nothing if it is off, which is
     as ``TORCH_FR_BUFFER_SIZE`` says. Public: files in pickle, written by NCCL's watchdog."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:  # before torch 2.9
+    if dump is None:
         return []
     found: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
     return found

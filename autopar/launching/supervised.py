@@ -25,7 +25,7 @@ _JOIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class SupervisorPlace:
     """Of one supervisor among those of a job. slots: ranks that it can run; None for all of the plan. workers: that the
     launcher has started beside it on its host."""
 
@@ -35,7 +35,7 @@ class _Place:
     workers: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> _Place:
+    def of(cls, environment: Mapping[str, str]) -> SupervisorPlace:
         """From what the launcher has set: one a host under torchrun, one a rank where hosts are not numbered."""
         if not in_job():
             return cls()
@@ -50,7 +50,7 @@ def train_supervised(job: TrainingJob) -> int:
     """Train until the job is done, whatever happens to its ranks; the exit code. Raises AutoparError if it cannot."""
     if is_to_wait(os.environ):
         wait_for_supervisor()
-    place = _Place.of(os.environ)
+    place = SupervisorPlace.of(os.environ)
     with awaited(place.workers) as tell_workers:
         code = _supervise(job, place)
         if code == 0:
@@ -58,7 +58,7 @@ def train_supervised(job: TrainingJob) -> int:
     return code
 
 
-def _supervise(job: TrainingJob, place: _Place) -> int:
+def _supervise(job: TrainingJob, place: SupervisorPlace) -> int:
     opened = job.opened()
     if torch.cuda.is_initialized():
         raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")

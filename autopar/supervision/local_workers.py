@@ -45,7 +45,7 @@ def wait_for_supervisor() -> NoReturn:
     heard = False
     while not (heard or asked):
         with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
-            line.connect(str(_meeting_point(os.environ)))
+            line.connect(_meeting_point(os.environ))
             heard = True
             if line.recv(1) == _DONE:  # a signal does not end the wait: ranks may be saving
                 sys.exit(0)
@@ -63,8 +63,8 @@ def awaited(workers: int) -> Iterator[Callable[[], None]]:
         return
     point = _meeting_point(os.environ)
     with socket.socket(socket.AF_UNIX) as door:
-        point.unlink(missing_ok=True)  # of a process that was killed
-        door.bind(str(point))
+        _remove(point)  # of a process that was killed
+        door.bind(point)
         door.listen(workers)
         door.settimeout(_LATE_S)
 
@@ -78,10 +78,17 @@ def awaited(workers: int) -> Iterator[Callable[[], None]]:
         try:
             yield tell
         finally:
-            point.unlink(missing_ok=True)
+            _remove(point)
 
 
-def _meeting_point(environment: Mapping[str, str]) -> Path:
-    """The same for the workers that one agent of torchrun has started at once, and for no others."""
+def _meeting_point(environment: Mapping[str, str]) -> str:
+    """Address of a socket: one for the workers that an agent of torchrun has started at once, and for no others."""
     job = "\0".join(environment.get(name, "") for name in _JOB)
-    return Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    name = f"autopar-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    # Linux has names of sockets that are no files: a path, of which it takes 107 bytes, may be too long.
+    return f"\0{name}" if sys.platform == "linux" else str(Path(tempfile.gettempdir()) / name)
+
+
+def _remove(point: str) -> None:
+    if not point.startswith("\0"):
+        Path(point).unlink(missing_ok=True)

@@ -71,23 +71,9 @@ def batches(batch_size, seq_len=16, seed=0):
         yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
 """
 
-KILLED_ONCE = """
+ONCE = """
 import os
 import signal
-from pathlib import Path
-
-def batches(batch_size, seq_len=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    killed = Path(__file__).with_name("killed-once")
-    for number in range(100):
-        if os.environ["RANK"] == "1" and number == 5 and not killed.exists():
-            killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
-"""
-
-HUNG_ONCE = """
-import os
 import time
 from pathlib import Path
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,13 +86,15 @@ class Hangs(TorchDispatchMode):
 
 def batches(batch_size, seq_len=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    hung = Path(__file__).with_name("hung-once")
+    once = Path(__file__).with_suffix(".once")
     for number in range(100):
-        if os.environ["RANK"] == "1" and number == 5 and not hung.exists():
-            hung.touch()
-            Hangs().__enter__()
+        if os.environ["RANK"] == "1" and number == 5 and not once.exists():
+            once.touch()
+            TROUBLE
         yield tuple(torch.randint(256, (batch_size, seq_len), generator=generator) for _ in range(2))
 """
+KILLED_ONCE = ONCE.replace("TROUBLE", "os.kill(os.getpid(), signal.SIGKILL)")
+HUNG_ONCE = ONCE.replace("TROUBLE", "Hangs().__enter__()")
 
 
 @pytest.fixture(scope="module")

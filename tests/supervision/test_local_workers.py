@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.launching.supervised import _Place
+from autopar.launching.supervised import SupervisorPlace
 from autopar.supervision.local_workers import awaited, is_to_wait
 
 TORCHRUN = {
@@ -33,8 +33,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[subpr
     """The two other workers of a host, started."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
     workers = [start() for _ in range(2)]
     yield workers
     for worker in workers:
@@ -59,13 +58,13 @@ def test_of_torchrun_one_worker_a_host_supervises() -> None:
 def test_a_supervisor_has_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    assert _Place.of(os.environ) == _Place(index=0, count=1, slots=None, workers=0)
+    assert SupervisorPlace.of(os.environ) == SupervisorPlace(index=0, count=1, slots=None, workers=0)
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert _Place.of(os.environ) == _Place(index=5, count=8, slots=1, workers=0)
+    assert SupervisorPlace.of(os.environ) == SupervisorPlace(index=5, count=8, slots=1, workers=0)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert _Place.of(os.environ) == _Place(index=1, count=2, slots=4, workers=3)
+    assert SupervisorPlace.of(os.environ) == SupervisorPlace(index=1, count=2, slots=4, workers=3)
 
 
 def test_workers_end_well_when_the_supervisor_has(host: list[subprocess.Popen[str]]) -> None:
