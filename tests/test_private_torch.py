@@ -18,8 +18,8 @@ WRAPPERS = {
 }
 # Private names that are not torch's: of Python, of named tuples, of transformers.
 OTHERS = {
-    "_getframe", "_exit", "_exit_function", "_run_exitfuncs", "_lru_cache_wrapper", "_replace", "_fields", "_asdict",
-    "_lru_list_elem",
+    "_getframe", "_current_frames", "_exit", "_exit_function", "_run_exitfuncs", "_lru_cache_wrapper", "_replace",
+    "_fields", "_asdict", "_lru_list_elem",
     "_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
     "_prepare_inputs", "_init_weights", "_can_set_experts_implementation", "_experts_implementation",
     "_attn_implementation",
