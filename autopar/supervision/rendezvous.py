@@ -50,7 +50,7 @@ class Rendezvous:
             name = gather(store, index, size, join_s, "supervisor")
         self.job = name
         self.store = PrefixStore(f"autopar/{self.job}", store)
-        self._next_look = 0.0
+        self._looked_at, self._looked_s = 0.0, 0.0
         self._seen: dict[int, tuple[str, float]] = {}
         self._fresh = tuple(range(size))
         self._address = address
@@ -71,20 +71,21 @@ class Rendezvous:
                 self.store.set(f"lease/{self.index}", _LEFT)
 
     def look(self) -> None:
-        """See who else is there. Called often, it does so every now and then."""
-        now = time.monotonic()
-        if now < self._next_look or self.size == 1:
+        """See who else is there. Called often, it does so every now and then. Seconds without a look, as the store did
+        not answer or this one planned, do not make another lost: this one may be what was cut off."""
+        since = time.monotonic() - self._looked_at
+        if since < _BEAT_S or self.size == 1:
             return
-        self._next_look = now + _BEAT_S
+        self._looked_s += min(since, 2 * _BEAT_S)
         fresh = []
         for other in range(self.size):
             key = f"lease/{other}"
             value = self.store.get(key).decode() if self.store.check([key]) else ""
             if other not in self._seen or self._seen[other][0] != value:
-                self._seen[other] = value, now
-            if value != _LEFT and now - self._seen[other][1] <= self._lease_s:
+                self._seen[other] = value, self._looked_s
+            if value != _LEFT and self._looked_s - self._seen[other][1] <= self._lease_s:
                 fresh.append(other)
-        self._fresh = tuple(fresh)
+        self._looked_at, self._fresh = time.monotonic(), tuple(fresh)
 
     @property
     def there(self) -> tuple[int, ...]:

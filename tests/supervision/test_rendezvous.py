@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
@@ -50,6 +51,22 @@ def facts(index: int) -> Facts:
 def decided(known: object) -> Decision:
     assert isinstance(known, list)
     return decide(known, 1, (len(known), "plan"), {}, lambda room: None)
+
+
+class LateStore:
+    """A store whose first answer takes two seconds."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.asked = store, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        if self.asked == 1:
+            time.sleep(2.0)
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def meet(meetings: list[Rendezvous], number: int) -> list[Decision | None]:
@@ -103,6 +120,22 @@ def test_one_that_does_not_answer_is_left_out(address: Address) -> None:
     (found,) = meet(meetings[:1], 1)
     assert found is not None
     assert found.ranks == {0: (0,)}
+    close(meetings)
+
+
+def test_one_that_was_cut_off_does_not_take_the_others_for_lost(address: Address) -> None:
+    meetings = together(address, 2, lease_s=1.5)
+    for rendezvous in meetings:
+        rendezvous.look()
+    time.sleep(0.6)
+    late = LateStore(meetings[1].store)
+    meetings[1].store = cast(Any, late)
+    for _ in range(20):
+        meetings[1].look()
+        assert meetings[1].there == (0, 1)
+        assert not meetings[1].leads
+        time.sleep(0.05)
+    assert late.asked > 1
     close(meetings)
 
 
