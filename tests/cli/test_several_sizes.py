@@ -62,6 +62,7 @@ def test_lengths_are_divided_by_what_their_searches_take() -> None:
     assert _even_bounds([None], 1) == [0, 1]
 
 
+@pytest.mark.slow
 def test_plans_are_as_good_as_those_of_single_searches() -> None:
     source, cluster = load_model_file(GPT), make_cluster("h100-sxm", 8, 8)
     limits = Constraints(precision="bf16")

@@ -152,6 +152,7 @@ def test_a_missing_collective_among_1024_ranks_is_found(source: ModelFile) -> No
     assert sorted(len(own.ranks) for own in checked.proved) == [1, 1023]
 
 
+@pytest.mark.slow
 def test_1024_ranks_agree(source: ModelFile) -> None:
     checked, _ = check_large(source)
     assert not checked.problems and [own.trace.rank for own in checked.ranks] == [0, 512, 515]
