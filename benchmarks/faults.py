@@ -105,9 +105,11 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
     host = draw.randrange(job.setting.hosts)
     orphans = job.processes(host)
     job.launcher(host).kill()
-    time.sleep(_ORPHANS_S)
-    if left := orphans.keys() & job.processes(host).keys():
-        raise SystemExit(f"{len(left)} processes run on without their launcher")
+    until = time.monotonic() + _ORPHANS_S
+    while left := orphans.keys() & job.processes(host).keys():
+        if time.monotonic() > until:
+            raise SystemExit(f"{len(left)} processes run on without their launcher")
+        time.sleep(0.02)
     job.kill()
     if not job.done:
         job.start()

@@ -161,6 +161,8 @@ TRIALS = {
     "pp 1f1b": _trial(llama, 2, pp=2, schedule="1f1b", num_microbatches=4),
     "pp dp zero1": _trial(bert, 4, pp=2, dp=2, zero=1, schedule="1f1b", num_microbatches=2),
     "ep": _trial(mixtral, 2, ep=2, dp=1, tp=1, zero=0),
+    "ep, remat selective": _trial(mixtral, 2, ep=2, dp=1, tp=1, zero=0, remat="selective"),
+    "ep, remat alternate": _trial(mixtral, 2, ep=2, dp=1, tp=1, zero=0, remat="alternate"),
     "long": _trial(long_llama, 1),
     "long, loss in chunks": _trial(long_llama, 1, chunk=1 << 20),
     "long, loss in chunks, remat full": _trial(long_llama, 1, chunk=1 << 20, remat="full"),

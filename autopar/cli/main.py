@@ -15,8 +15,11 @@ def main() -> None:
     # What imports and capture make is there to stay. Looking through it for garbage takes a sixth of a search, and a
     # search leaves less than a tenth of its memory behind; commands that train collect as usual.
     gc.disable()
-    if "--keep-alive" in sys.argv and is_to_wait(os.environ):  # before torch is imported
-        wait_for_supervisor()
+    if "--keep-alive" in sys.argv:  # before torch is imported
+        # Of a store that is lost torch warns with a stack of C++ for each call; supervisors say it in a line.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if is_to_wait(os.environ):
+            wait_for_supervisor()
     from autopar.cli.app import run
 
     run()

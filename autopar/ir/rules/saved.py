@@ -29,13 +29,17 @@ _STATISTIC_BYTES = 4
 class Saved(NamedTuple):
     """Positions of the operands and results kept, and bytes of whatever else is, all of global size.
 
-    extra_factors: factors of the rule that divide the extra bytes, beside those of the result.
+    extra_factors: factors of the rule that divide the extra bytes, beside those of the result. product_bytes: of the
+    extra bytes, those of results of products inside the op. dispatched_bytes: of what comes over all-to-alls inside an
+    op that dispatches, which its backward does not need; divided alike.
     """
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     extra_bytes: float = 0.0
     extra_factors: tuple[str, ...] = ()
+    product_bytes: float = 0.0
+    dispatched_bytes: float = 0.0
 
 
 def saved_for_backward(node: fx.Node, differentiable: Callable[[fx.Node], bool] | None = None) -> Saved:
@@ -177,8 +181,9 @@ def _moe(call: Call, needs: set[int]) -> Saved:
     h, u, inner = x.shape[-1], bound["w_up"].shape[1], bound["w_down"].shape[2]
     rows = numel(bound["expert_index"].shape)
     widths = h + u + (2 if bound["gated"] else 1) * inner + h
+    row = rows * x.dtype.itemsize
     kept = tuple(bound[name].position for name in ("expert_index", "expert_weight", "w_up", "w_down"))
-    return Saved(kept, (), rows * widths * x.dtype.itemsize, ("experts",))
+    return Saved(kept, (), row * widths, ("experts",), product_bytes=row * (u + h), dispatched_bytes=row * 2 * h)
 
 
 def _bag(call: Call, needs: set[int]) -> Saved:
