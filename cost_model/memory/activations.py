@@ -239,7 +239,7 @@ class BlockActivations:
                 _total(tensors, assignments, mesh, num_microbatches)
                 for tensors in ((*self.inputs, *contracted), communicated)
             )
-            return min(held + least, self.saved_bytes(assignments, mesh, num_microbatches))
+            return held + least
         saved, extra = ([t for t in tensors if t.node not in unsaved] for tensors in (self.saved, self.extra))
         saved = self.backward.as_kept(saved, assignments, mesh)
         return held + sum(_total(tensors, assignments, mesh, num_microbatches) for tensors in (saved, extra))

@@ -339,7 +339,7 @@ class _Ops:
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
                 twice += branch_s(pricing.ops.cluster.device)
         batches = pricing.mesh, pricing.parts
-        none, selective, alternate, full = (activations.saved_bytes(assignments, *batches, name) for name in LEVELS)
+        saved = tuple(activations.saved_bytes(assignments, *batches, level) for level in LEVELS)
         recomputed = {tensor.node for tensor in activations.recomputed(assignments)}
         tiles, unmade, tiled_peak = activations.tiled(assignments, *batches)
         tiled = sum(pricing.ops.cluster.device.memory_seconds(tile.summed_bytes) for tile in tiles.values())
@@ -356,8 +356,10 @@ class _Ops:
             weights_s=weights,
             twice_s=twice,
             later_bytes=later,
-            released_bytes=none - activations.read_by(delayed, assignments, *batches) if memory.releases_early else 0.0,
-            saved=(none, min(none, selective), min(none, alternate), min(none, full)),
+            released_bytes=(
+                saved[0] - activations.read_by(delayed, assignments, *batches) if memory.releases_early else 0.0
+            ),
+            saved=saved,
             unmade_bytes=unmade,
             tiled_s=tiled,
             peak=activations.backward.peak(assignments, *batches) if tiles else tiled_peak,

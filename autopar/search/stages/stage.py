@@ -30,8 +30,8 @@ class BlockCost:
 
     def recomputed_bytes(self, level: int) -> float:
         """What its backward needs beside the workspace: activations that are made again, at one of LEVELS."""
-        unsaved = self.saved_bytes[0] - self.saved_bytes[level]
-        return max(0.0, unsaved - self.tiled_bytes) if LEVELS[level] == "full" else unsaved
+        unmade = self.tiled_bytes if LEVELS[level] == "full" else 0.0
+        return max(0.0, self.saved_bytes[0] - self.saved_bytes[level] - unmade)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
