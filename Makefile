@@ -31,10 +31,10 @@ demo: $(VENV)/.runtime  ## search plans for 4 ranks, train examples/gpt.py on th
 	$(BIN)/python scripts/demo.py
 
 test: lint types  ## lint, types and the fast tests
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder -q
 
 test-all: lint types  ## also the tests marked slow
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -9,6 +9,17 @@ from autopar.ir.rules import repeat_warnings
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
+# Files that take minutes. One of them that is begun last leaves all but one process without work.
+LONGEST = (
+    "test_faults.py", "test_cases.py", "test_eight_bits.py", "test_torchrun.py", "test_other_sizes.py",
+    "test_pretrained.py", "test_placements.py", "test_collectives_issued.py", "test_check.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest files first, the others as they are."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(autouse=True)
 def warned_anew() -> None:
