@@ -11,8 +11,8 @@ settings.load_profile("unhurried")
 
 # Files that take minutes. One of them that is begun last leaves all but one process without work.
 LONGEST = (
-    "test_faults.py", "test_cases.py", "test_eight_bits.py", "test_torchrun.py", "test_other_sizes.py",
-    "test_pretrained.py", "test_placements.py", "test_collectives_issued.py", "test_check.py",
+    "test_parity.py", "test_faults.py", "test_cases.py", "test_eight_bits.py", "test_torchrun.py",
+    "test_other_sizes.py", "test_pretrained.py", "test_placements.py", "test_collectives_issued.py", "test_check.py",
 )  # fmt: skip
 
 
