@@ -107,7 +107,6 @@ def _main(
 ) -> NoReturn:
     """Body of a copy: its rank's trace is sent, or what went wrong, and the copy ends."""
     try:
-        torch.set_num_threads(1)
         sending.send(run_rank(build, captured, plan, programs, rank))
     except Exception as error:
         lines = traceback.format_exc().splitlines() if not isinstance(error, AutoparError) else [str(error)]

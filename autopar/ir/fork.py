@@ -14,8 +14,16 @@ def fork() -> int:
     library has ``_Fork`` (POSIX 2024).
 
     Such builds set a handler as soon as a backward has run: every backward in a copy would be refused, since the
-    engine's threads of the GPUs are not copied. A copy computes on the CPU, in its own thread alone.
+    engine's threads of the GPUs are not copied. A copy computes on the CPU, in its own thread alone: it has none of the
+    pool that this process may have computed with, and would wait for it for ever.
     """
+    child = _fork()
+    if child == 0:
+        torch.set_num_threads(1)
+    return child
+
+
+def _fork() -> int:
     try:
         built_for_gpus = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
         copy = ctypes.PyDLL(None)["_Fork"] if built_for_gpus else None

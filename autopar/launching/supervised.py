@@ -59,11 +59,15 @@ def train_supervised(job: TrainingJob) -> int:
 
 
 def _supervise(job: TrainingJob, place: SupervisorPlace) -> int:
+    # A fork copies no pool of threads, and would wait for one for ever: this process has none, and each rank its own.
+    given_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
+    torch.set_num_threads(1)
     opened = job.opened()
     if torch.cuda.is_initialized():
         raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")
     slots = opened.plan.num_ranks if place.slots is None else place.slots
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // slots)))
+    threads = given_threads or max(1, (os.cpu_count() or 1) // slots)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if torch.cuda.device_count() < max(slots, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # more ranks than GPUs: all of them on CPUs
     for name in _PRELOADED:
@@ -84,7 +88,10 @@ def _supervise(job: TrainingJob, place: SupervisorPlace) -> int:
             come_back=serves_itself(),
         )
         given = Supervision(
-            slots=slots, failures=job.failures, say=lambda line: print(line, file=sys.stderr, flush=True)
+            slots=slots,
+            threads=threads,
+            failures=job.failures,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         return Supervisor(opened, address, rendezvous, given).run()
     finally:

@@ -52,10 +52,11 @@ _CONSEQUENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """slots: ranks that this supervisor can run. failures: in a row without a step in between, after which the job
-    ends. say: takes a line for the user."""
+    """slots: ranks that this supervisor can run. threads: that each computes with. failures: in a row without a step in
+    between, after which the job ends. say: takes a line for the user."""
 
     slots: int
+    threads: int
     failures: int
     say: Callable[[str], object]
 
@@ -151,6 +152,7 @@ class Supervisor:
         size = len(own)
 
         def body(rank: int, place: int, progress: Progress) -> int:
+            torch.set_num_threads(self._given.threads)
             # Under torchrun there are other supervisors on this host, whose ranks have devices of their own.
             first, all_here = (int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("RANK", "WORLD_SIZE"))
             os.environ.update(

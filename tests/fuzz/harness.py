@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from autopar.ir.errors import AutoparError
 
 SECONDS, MEMORY = 5.0, 1 << 30
@@ -70,6 +72,7 @@ def failures(kind: str, read: Read, count: int, folder: Path) -> list[Failure]:
 
 def _run(pipe: Connection, kind: str, read: Read, count: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # a pool of threads that the test's process has computed with is not copied
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_virtual_bytes() + _ADDRESS_SPACE,) * 2)
     _mute()
