@@ -9,7 +9,7 @@ from autopar.ir.rules import repeat_warnings
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
-# Files that take minutes. One of them that is begun last leaves all but one process without work.
+# Files that take minutes. If one of them starts last, one process runs it and the others idle.
 LONGEST = (
     "test_parity.py", "test_faults.py", "test_cases.py", "test_eight_bits.py", "test_torchrun.py",
     "test_other_sizes.py", "test_pretrained.py", "test_placements.py", "test_collectives_issued.py", "test_check.py",

@@ -59,7 +59,8 @@ def train_supervised(job: TrainingJob) -> int:
 
 
 def _supervise(job: TrainingJob, place: SupervisorPlace) -> int:
-    # A fork copies no pool of threads, and would wait for one for ever: this process has none, and each rank its own.
+    # A fork does not copy the threads of a pool, and a rank that computed with the pool would wait for them for ever.
+    # So this process computes in one thread, and each rank makes a pool of its own.
     given_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     torch.set_num_threads(1)
     opened = job.opened()

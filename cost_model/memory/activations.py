@@ -66,12 +66,12 @@ class BlockActivations:
     """Activations that one block may save. Built once per distinct block; evaluated per assignment.
 
     saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
-    kept: results of contractions, also of those inside an op. every_second: products that level alternate leaves out,
-    with the factors that they sum over. moved: what goes from op to op, where a collective may be between them.
-    inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose
-    operands are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are
+    kept: results of contractions, also of those inside an op. every_second: products that level alternate
+    recomputes, with the factors that they sum over. moved: what goes from op to op, where a collective may be between
+    them. inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them
+    whose operands are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are
     saved at each level. regions: that full rematerialisation computes in tiles where a rank has much of them.
-    dispatched: what comes over all-to-alls inside ops, under which choices of them.
+    dispatched: results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch.
     """
 
     saved: tuple[Saved, ...]
@@ -148,8 +148,8 @@ class BlockActivations:
             uses = [entry(node, tensor, position) for position, tensor in enumerate(operands)]
             counted = {use for use in uses if use.storage[0] not in shared and use.storage[0].op == "call_function"}
             results = [entry(node, None, p) for p in range(len(rule.results))] if not is_view(node) else []
-            kept_by_op = saved_for_backward(node, differentiable)
-            operand_positions, result_positions, extra_bytes = kept_by_op[:3]
+            own = saved_for_backward(node, differentiable)
+            operand_positions, result_positions, extra_bytes = own.operands, own.results, own.extra_bytes
             if result_positions or extra_bytes:
                 unreached, ends_at = [], None
             elif operand_positions:
@@ -162,16 +162,16 @@ class BlockActivations:
                 extra_bytes = tensor_operands(node)[0].meta["val"].numel() * memory.loss.kept
             # A loss has no dimensions left; what it keeps is cut as its first operand is.
             shaped = rule.results[:1] if rule.results and rule.results[0] else rule.operands[:1]
-            cut_like = *shaped, (kept_by_op.extra_factors,)
+            cut_like = *shaped, (own.extra_factors,)
             if extra_bytes:
                 extra.append(Saved.of(node, (node, -1), extra_bytes, cut_like, batches.get(node)))
-            if kept_by_op.product_bytes:
-                kept.append(Saved.of(node, (node, -2), kept_by_op.product_bytes, cut_like, batches.get(node)))
+            if own.product_bytes:
+                kept.append(Saved.of(node, (node, -2), own.product_bytes, cut_like, batches.get(node)))
             elif is_contraction(node, rule):
                 kept += results
-            if kept_by_op.dispatched_bytes:
-                come = Saved.of(node, (node, -3), kept_by_op.dispatched_bytes, cut_like, batches.get(node))
-                dispatched.append((come, frozenset(rule.joint)))
+            if own.dispatched_bytes:
+                received = Saved.of(node, (node, -3), own.dispatched_bytes, cut_like, batches.get(node))
+                dispatched.append((received, frozenset(rule.joint)))
             pair = pair_of(node) if memory.divides else None
             if pair is not None and pair.linear in inside:
                 loss = ChunkableLoss.of(node, entry, rules, tensor_operands(pair.linear), flows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,3 +44,14 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, value: Tensor) -> Tensor:
         self.kept.append(value.detach())
         return value
+
+
+def kept_by_a_step(parallel: Any, inputs: Mapping[str, Tensor]) -> int:
+    """Bytes that the forward of a step keeps for its backward on this rank. inputs: of the rank."""
+    saved, kept = Saved(), list[int]()
+    hook = parallel.engine.stage.register_forward_hook(lambda *_: kept.append(held_bytes() - before))
+    before = held_bytes()
+    with saved:
+        parallel.step(**inputs)
+    hook.remove()
+    return kept[0]

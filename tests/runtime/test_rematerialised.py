@@ -24,7 +24,7 @@ from autopar.runtime.rematerialised import rematerialised
 from autopar.search.api import predict_plan
 from tests.end_to_end.stacks import WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
-from tests.runtime.held import Saved, held_bytes
+from tests.runtime.held import Saved, held_bytes, kept_by_a_step
 
 DEPTH = 6
 LEVELS: dict[str, dict[str, int]] = {
@@ -49,13 +49,10 @@ def _kept(block: Any, ranks: int, sequence: bool, remat: dict[str, int]) -> tupl
     parallel = autopar.parallelize(model, ranks, example_inputs=inputs, plan=plan)
     predicted = predict_plan(parallel.engine.captured, make_cluster("cpu", ranks, ranks), plan)
     parallel.step(**inputs)
-    saved, measured = Saved(), list[float]()
-    parallel.engine.stage.register_forward_hook(lambda *_: measured.append(held_bytes() - before))
-    before = held_bytes()
-    with saved, CollectiveCounter() as counter:
-        parallel.step(**inputs)
+    with CollectiveCounter() as counter:
+        measured = kept_by_a_step(parallel, inputs)
     gathered = sum(one.sent_bytes for one in counter.select("all_gather", phase="backward"))
-    return predicted.kept_bytes[0], measured[0], gathered, parallel.full_gradients()
+    return predicted.kept_bytes[0], measured, gathered, parallel.full_gradients()
 
 
 def _all_kept(block: Any, ranks: int, sequence: bool) -> dict[str, tuple[float, float, float, Any]]:

@@ -30,8 +30,8 @@ class Saved(NamedTuple):
     """Positions of the operands and results kept, and bytes of whatever else is, all of global size.
 
     extra_factors: factors of the rule that divide the extra bytes, beside those of the result. product_bytes: of the
-    extra bytes, those of results of products inside the op. dispatched_bytes: of what comes over all-to-alls inside an
-    op that dispatches, which its backward does not need; divided alike.
+    extra bytes, those of results of products inside the op. dispatched_bytes: of the results of its all-to-alls
+    where it dispatches tokens, beside the extra bytes, as backward does not need them; the same factors divide them.
     """
 
     operands: tuple[int, ...] = ()
