@@ -65,13 +65,13 @@ class Moved:
 class BlockActivations:
     """Activations that one block may save. Built once per distinct block; evaluated per assignment.
 
-    saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics).
-    kept: results of contractions, also of those inside an op. every_second: products that level alternate
-    recomputes, with the factors that they sum over. moved: what goes from op to op, where a collective may be between
-    them. inputs: operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them
-    whose operands are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are
-    saved at each level. regions: that full rematerialisation computes in tiles where a rank has much of them.
-    dispatched: results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch.
+    saved: what autograd keeps. extra: bytes an op keeps that are no tensor of the graph (masks, statistics). kept:
+    results of contractions, also of those inside an op. every_second: products that level alternate recomputes, with
+    the factors that they sum over. moved: what goes from op to op, where a collective may be between them. inputs:
+    operands from outside the block. unreached: ops that are not recomputed. ends_at: the one of them whose operands
+    are there again all the same. losses: that a rank with many logits computes in chunks, whose gradients are saved
+    at each level. regions: that full rematerialisation computes in tiles where a rank has much of them. dispatched:
+    results of the all-to-alls of token dispatch and combine inside ops, and the choices that dispatch.
     """
 
     saved: tuple[Saved, ...]
