@@ -5,10 +5,10 @@
 The first part prints, for models x plans, the largest relative error of any loss and of any gradient over three steps
 of SGD, with all but the 8-bit products in float64 and in float32. Where a number is half-way between two of an 8-bit
 float, rounding decides which of them it becomes, and then all that is computed of it differs as much as 8 bits do. In
-float64 that hardly ever happens (models compute losses in float32): there the limits are those of parity, 1e-5 for
-losses and 1e-4 for gradients. Above them it exits with 1, as where ranks send in the second step what the placed model
-does not record. In float32 it happens now and then: beside the errors stand those of one process with the rows of each
-batch in reverse order, and with parameters that differ in their last bit.
+float64 that hardly ever happens, norms and losses included, which models compute in float32: there the limits are
+those of parity, 1e-5 for losses and 1e-4 for gradients. Above them it exits with 1, as where ranks send in the second
+step what the placed model does not record. In float32 it happens now and then: beside the errors stand those of one
+process with the rows of each batch in reverse order, and with parameters that differ in their last bit.
 
 The second part, on a GPU alone: milliseconds of linear layers, forward and backward, in bfloat16 and by each recipe, op
 by op and compiled, and the speed-up beside the predicted one.

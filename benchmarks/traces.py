@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from models import Case, build
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar.ir.plan import Plan
@@ -100,18 +102,44 @@ def train_alone(case: Case, steps: Steps = TEN) -> Trace:
     return trace
 
 
+class Widened(TorchFunctionMode):
+    """Computes in float64 what a model says to compute in float32, as the statistics of a norm, scores and losses."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
 def in_float64(case: Case) -> Case:
+    """The case with all that its model computes in float64."""
+
     def made() -> nn.Module:
         model = case.build().double()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products have no float64 kernel
+        own = type(model)
+        model.__class__ = type(own.__name__, (own,), {"forward": widened(own.forward)})
         return model
+
+    def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with Widened():
+                return function(*args, **kwargs)
+
+        return run
 
     def batch(step: int) -> dict[str, Any]:
         given = case.batch(step)
         return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
 
-    return replace(case, build=made, batch=batch)
+    loss_fn = None if case.loss_fn is None else widened(case.loss_fn)
+    return replace(case, build=made, batch=batch, loss_fn=loss_fn)
 
 
 def zero_gradients(case: Case, model: nn.Module, step: int) -> set[str]:
