@@ -75,6 +75,22 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2 zb-v": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 zb-v": (2, {"pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
     "pp2 dualpipe-v": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4}),
+    "pp2 zb-h1 remat": (
+        2,
+        {"pp": 2, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4, "remat": "full"},
+    ),
+    "dp2 pp2 zb-h1 remat": (
+        4,
+        {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4, "remat": "selective"},
+    ),
+    "zero3 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 3, "num_microbatches": 4}),
+    "zero3 pp2 zb-v remat": (
+        4,
+        {"dp": 2, "pp": 2, "schedule": "zb-v", "zero": 3, "num_microbatches": 4, "remat": "full"},
+    ),
+    "pp4 zb-2p remat": (4, {"pp": 4, "schedule": "zb-2p", "num_microbatches": 4, "remat": "alternate"}),
+    "tp2 pp2 zb-v remat": (4, {"tp": 2, "pp": 2, "schedule": "zb-v", "num_microbatches": 4, "remat": "selective"}),
+    "pp2 dualpipe-v remat": (2, {"pp": 2, "schedule": "dualpipe-v", "num_microbatches": 4, "remat": "full"}),
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),

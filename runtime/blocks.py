@@ -79,11 +79,20 @@ class CodeLibrary:
     Graphs are captured for the CPU; tensors that they create are created on ``device``.
     """
 
-    def __init__(self, group_names: Mapping[str, str], device: torch.device, *, compile_blocks: bool = False) -> None:
-        """compile_blocks: with ``torch.compile``, each distinct function once."""
+    def __init__(
+        self,
+        group_names: Mapping[str, str],
+        device: torch.device,
+        *,
+        compile_blocks: bool = False,
+        splits_backward: bool = False,
+    ) -> None:
+        """compile_blocks: with ``torch.compile``, each distinct function once. splits_backward: whether the schedule
+        does, so that a block that is rematerialised is recomputed once for both parts."""
         self._group_names = group_names
         self._device = device
         self._compile = compile_blocks
+        self._splits = splits_backward
         self._tiled = TiledCalls()
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}
@@ -157,7 +166,12 @@ class CodeLibrary:
             compiled = self._compile and not is_drawing and not whole
             keeps = any(n.target is linear_cross_entropy for n in nodes)
             wrap = partial(
-                rematerialised, remat=remat, preserve_rng_state=is_drawing, compiled=compiled, keeps_work=keeps
+                rematerialised,
+                remat=remat,
+                preserve_rng_state=is_drawing,
+                compiled=compiled,
+                keeps_work=keeps,
+                splits_backward=self._splits,
             )
             if compiled:
                 self._callables[key] = compile_block(function, wrap)

@@ -102,7 +102,12 @@ class Engine:
         state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
         self.histories = MaximaHistories(own, self.mesh, self.device)
         state |= self.histories.tensors
-        self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks)
+        self._library = CodeLibrary(
+            self.mesh.group_names(),
+            self.device,
+            compile_blocks=compile_blocks,
+            splits_backward=plan.num_stages > 1 and plan.pipelining.splits_backward,
+        )
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
         for stage, meshes in zip(self.local, sharded, strict=True):

@@ -44,7 +44,9 @@ class LocalStage:
             self.zero.before_inputs()
 
     def before_weights(self, last: bool) -> None:
-        """The W pass of a split backward follows."""
+        """The W pass of a split backward follows. Of a stage that sends no gradient back it is the whole backward."""
+        if self.zero is not None and any(spec.has_gradient for spec in self.program.received):
+            self.zero.before_weights()
         if last:
             self.reducer.arm(self.program.stage)
 

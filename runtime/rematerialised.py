@@ -34,6 +34,7 @@ from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all
 from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.program import Remat
 from autopar.ir.torch_private import TorchDispatchMode
+from autopar.runtime.split_activations import Contexts, held, recomputed
 
 # What selective rematerialisation keeps: results that are dear to compute or to communicate.
 _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
@@ -52,18 +53,25 @@ def rematerialised(
     preserve_rng_state: bool,
     compiled: bool = False,
     keeps_work: bool = False,
+    splits_backward: bool = False,
 ) -> Callable[..., Any]:
     """``call`` at a level of rematerialisation. preserve_rng_state: it draws random numbers. compiled: it will be.
 
-    keeps_work: what is ``computed_once`` is saved though nothing else is.
+    keeps_work: what is ``computed_once`` is saved though nothing else is. splits_backward: whether its backward may run
+    in two parts; it is not compiled then.
     """
     if remat == "none":
-        return call
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        return held(call) if splits_backward else call
+    contexts: Contexts | None = None
     if remat != "full" or (keeps_work and not compiled):
         # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
         kept = partial(create_selective_checkpoint_contexts, _keep if remat != "full" else _keep_nothing)
-        options["context_fn"] = kept if compiled else partial(_contexts, kept)
+        contexts = kept if compiled else partial(_contexts, kept)
+    if splits_backward:
+        return recomputed(call, preserve_rng_state=preserve_rng_state, contexts=contexts)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if contexts is not None:
+        options["context_fn"] = contexts
 
     def run(*args: Tensor) -> Any:
         return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)

@@ -8,7 +8,9 @@ Zero-bubble schedules send the gradient of a stage's inputs on before they compu
 
 The line is every node of the autograd graph from which an input can be reached. Where a branch leaves it, the
 gradient that arrives there in I is kept; in W the branch starts from it. A parameter that several branches reach
-gets its gradient in I already: computing it from each of them alone would count what they share twice.
+gets its gradient in I already: computing it from each of them alone would count what they share twice. So does one of
+one dimension at the end of a branch of its own, as of a norm or a bias: its gradient costs no more than a sum, and what
+that reads would have to be held until W (``split_activations``).
 
 Unlike the split in ``torch.distributed.pipelining``, the second part runs the hooks that sum gradients over ranks,
 and outputs that depend on no input (an embedding that a later stage computes) lose nothing.
@@ -17,12 +19,14 @@ and outputs that depend on no input (an embedding that a later stage computes) l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from autopar.runtime.split_activations import releasing
 
 Grads = dict[int, torch.Tensor]
 
@@ -41,9 +45,11 @@ class _Branches:
 
 @dataclass(slots=True)
 class WeightPass:
-    """The second part of one backward; holds what it needs of the graph until it has run."""
+    """The second part of one backward; holds what it needs of the graph until it has run. early: parameters that have
+    their gradient from the first."""
 
     _branches: list[_Branches]
+    _early: Sequence[torch.Tensor] = ()
 
     def run(self) -> None:
         """Accumulate the gradients of the parameters, as a backward would."""
@@ -52,6 +58,11 @@ class WeightPass:
                 edges = [GradientEdge(branches.node, number) for number in branches.grads]
                 torch.autograd.backward(edges, list(branches.grads.values()), inputs=branches.parameters)
         self._branches = []
+        # Where each second part ends in a sum over ranks, that of the microbatch before has taken these along. As many
+        # numbers are summed each time.
+        for parameter in self._early:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def backward_to_inputs(
@@ -78,16 +89,23 @@ def backward_to_inputs(
                 if edge.node is node:
                     assert grad is not None, "a loss depends on what the stage received"
                     branches.grads[edge.output_nr] = grad
-    targets = [*(_variable(leaf) for leaf in leaves), *(_variable(end) for end in early)]
+    at_once = [_variable(end) for end in early]
+    targets = [*(_variable(leaf) for leaf in leaves), *at_once]
+    later = {branches.node for branches in kept}
+
+    def still_read(node: Node) -> bool:
+        return node in later or not graph.on_line.get(node, False)
+
     try:
         if targets:
-            torch.autograd.backward(
-                [output for output, _ in pairs], [grad for _, grad in pairs], retain_graph=True, inputs=targets
-            )
+            with releasing(still_read):
+                torch.autograd.backward(
+                    [output for output, _ in pairs], [grad for _, grad in pairs], retain_graph=True, inputs=targets
+                )
     finally:
         for handle in handles:
             handle.remove()
-    return WeightPass(kept)
+    return WeightPass(kept, at_once)
 
 
 def _keep(branches: _Branches, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -145,6 +163,7 @@ class _Graph:
         """The parameters that get their gradient in I."""
         uses = Counter(end for ends in self.branches.values() for end in ends)
         early = {end: None for end, count in uses.items() if count > 1}
+        early.update(self._vectors())
         senders = [node for node in self.ends if getattr(node, "communicates", False)]
         for node in senders:
             if self.on_line[node]:
@@ -157,3 +176,12 @@ class _Graph:
                 if not early.keys().isdisjoint(self.ends[node]):
                     early.update(self.ends[node])
         return early
+
+    def _vectors(self) -> Iterator[tuple[Node, None]]:
+        """The parameters of one dimension that are alone at the end of a branch of the line."""
+        for node in self.ends:
+            for child, _ in node.next_functions if self.on_line[node] else ():
+                if child is not None and not self.on_line[child] and len(self.ends[child]) == 1:
+                    (end,) = self.ends[child]
+                    if _variable(end).ndim == 1:
+                        yield end, None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -63,6 +64,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def number_of_backward() -> int:
     """Of the backward that is running, another one each time. Public: hooks do not say which backward calls them."""
     return int(torch._C._current_graph_task_id())
+
+
+def node_of_backward() -> Node | None:
+    """The node of the backward that is running. Public: hooks on a node, which run before it or after it."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:

@@ -135,18 +135,25 @@ class ZeroEngine:
             module.set_reshard_after_backward(last or zero_stage >= 3, recurse=False)
 
     def before_inputs(self) -> None:
-        """Backward to the inputs alone: there is nothing to sum, and the weights' part still needs the parameters."""
+        """Backward to the inputs alone: there is nothing to sum. The weights' part reads no parameter."""
         self._last = None
         self.root.set_is_last_backward(False)
-        for module, _ in self.modules:
+        for module, zero_stage in self.modules:
             module.set_requires_gradient_sync(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
+            module.set_reshard_after_backward(zero_stage >= 3, recurse=False)
+            module.set_unshard_in_backward(True)
+
+    def before_weights(self) -> None:
+        """The rest of such a backward, which begins in the midst of blocks: no parameter is gathered for it."""
+        for module, _ in self.modules:
+            module.set_unshard_in_backward(False)
 
     def after_weights(self, last: bool) -> None:
         """End of a split backward, which FSDP cannot see: its hooks are on the way to the inputs."""
         self._last = None
         self.before_backward(last)
         for module, _ in self.modules:
+            module.set_unshard_in_backward(True)
             reduce_gradients(module)
         if last:
             end_backward(self.root)

@@ -18,7 +18,7 @@ from autopar.ir.errors import InvalidPlan
 from autopar.ir.goodput import GoodputPrediction
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
-from autopar.ir.schedule import Pipelining, Schedule, splits_backward
+from autopar.ir.schedule import Pipelining, Schedule
 from autopar.ir.sequence import SequenceLayout
 
 # Of compute.
@@ -161,19 +161,6 @@ class Prediction(_Model):
     breakdown_s: dict[str, float] = {}
     lengths: LengthsPrediction | None = None
     goodput: GoodputPrediction | None = None
-
-
-def split_obstacle(schedule: Schedule, zero: int, *, remat: bool) -> str | None:
-    """Why a schedule cannot leave weight gradients for later under this ZeRO and rematerialisation, if so."""
-    if not splits_backward(schedule) or (zero < 3 and not remat):
-        return None
-    what = "ZeRO 3 frees parameters" if zero == 3 else "rematerialisation frees activations"
-    return (
-        f"{schedule} computes the gradients of weights later than those of activations; {what} in between, and would "
-        "have to bring them back twice.\n  try: "
-        + ("zero=2" if zero == 3 else "no rematerialisation")
-        + ", or 1f1b or interleaved"
-    )
 
 
 class Plan(_Model):
@@ -373,11 +360,7 @@ class Plan(_Model):
                 f"virtual_stages: {self.num_stages} stages do not divide into {self.virtual_stages} a rank; "
                 f"try {self.num_stages // self.virtual_stages * self.virtual_stages} stages"
             )
-        obstacle = self.pipelining.obstacle() or split_obstacle(
-            self.schedule,
-            max(self.zero, *map(self.zero_of, range(len(self.blocks)))),
-            remat=any(count for stage in self.stages for count in stage.remat.values()),
-        )
+        obstacle = self.pipelining.obstacle()
         if obstacle is not None:
             raise ValueError(f"schedule: {obstacle}")
 

@@ -23,6 +23,7 @@ the rest back from P - 1 to 0. Stages next to each other on one rank pass tensor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -131,6 +132,11 @@ class Pipelining:
         """Per stage, the most microbatches between their forward and the end of their backward."""
         return _live(self)
 
+    def waiting(self) -> tuple[int, ...]:
+        """Per stage, how many of those have only the gradients of weights left. None in the first stage, which sends
+        no gradient, and leaves all of its backward for later where it is split."""
+        return _waiting(self)
+
 
 def splits_backward(schedule: str) -> bool:
     """Whether ``schedule`` has backward passes that leave the weights for later."""
@@ -193,6 +199,23 @@ def _plain(shape: Pipelining, rank: int) -> Iterator[Action]:
         yield Action(rank, "B", microbatch)
         if ahead + microbatch < count:
             yield Action(rank, "F", ahead + microbatch)
+
+
+@lru_cache(maxsize=1024)
+def _waiting(shape: Pipelining) -> tuple[int, ...]:
+    if not shape.splits_backward:
+        return (0,) * shape.num_stages
+    steady = STEADY_ROUNDS * shape.num_ranks
+    if shape.num_microbatches > steady:
+        return _waiting(replace(shape, num_microbatches=steady))
+    most = [(0, 0)] * shape.num_stages
+    for order in shape.orders():
+        live, waiting = Counter[int](), Counter[int]()
+        for stage, kind, _ in order:
+            live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+            waiting[stage] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
+            most[stage] = max(most[stage], (live[stage], waiting[stage]))
+    return 0, *(waiting for _, waiting in most[1:])
 
 
 def _filling(shape: Pipelining, rank: int) -> int:

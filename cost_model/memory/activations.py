@@ -251,9 +251,14 @@ class BlockActivations:
         mesh: Mesh,
         num_microbatches: int = 1,
     ) -> float:
-        """Bytes of the saved tensors that ``nodes`` read."""
-        read = [tensor for tensor in self.saved if tensor.node in nodes and tensor.storage[0] is not tensor.node]
-        return _total(self.backward.as_kept(read, assignments, mesh), assignments, mesh, num_microbatches)
+        """Bytes that the backward of ``nodes`` reads of what is saved, their results aside."""
+        chunks = self.chunks(assignments, mesh, num_microbatches)
+        held = sum(chunked.held_bytes for pair, chunked in chunks.items() if not nodes.isdisjoint(pair))
+        own = frozenset(nodes).difference(*chunks)
+        read = [tensor for tensor in self.saved if tensor.node in own and tensor.storage[0] is not tensor.node]
+        read = self.backward.as_kept(read, assignments, mesh)
+        extra = [tensor for tensor in self.extra if tensor.node in own]
+        return held + sum(_total(tensors, assignments, mesh, num_microbatches) for tensors in (read, extra))
 
     def chunks(
         self, assignments: Mapping[fx.Node, Assignment], mesh: Mesh, num_microbatches: int = 1

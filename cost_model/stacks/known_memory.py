@@ -18,6 +18,7 @@ _STREAMS = 0.25
 
 AUTOPAR = StackMemory(
     divides=True,
+    releases_early=True,
     fragmentation=_EAGER,
     why="measured: benchmarks/memory.py, tests/runtime/test_memory_held.py, benchmarks/single_gpu.py",
 )
@@ -51,6 +52,7 @@ MEGATRON_CORE_2025 = replace(
 ZERO_BUBBLE = replace(
     MEGATRON_LM,
     releases_early=True,
+    first_waits=False,
     why=MEGATRON_LM.why
     + "; a backward stores, for each product, what it read and the gradient that came (WeightGradStore "
     "of github.com/sail-sg/zero-bubble-pipeline-parallelism), and autograd releases the rest",

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from autopar.ir.ops.composite import moe
 from autopar.ir.primitives.collectives import apply, communicates_backward
+from autopar.ir.program import Remat
+from autopar.runtime.rematerialised import rematerialised
 from autopar.runtime.split_backward import backward_to_inputs
+from tests.runtime.held import held_bytes
 
 
 class Stage(nn.Module):
@@ -53,8 +56,8 @@ def test_two_parts_make_a_whole() -> None:
     outputs = split(y, again, IDS)
     weights = backward_to_inputs(outputs, [torch.cos(o.detach()) for o in outputs], (y, again))
     torch.testing.assert_close((y.grad, again.grad), (x.grad, skip.grad))
-    # What several places of the graph read is not left for later.
-    assert sorted(fired) == ["table.weight", "tied"]
+    # What several places of the graph read is not left for later, nor are vectors.
+    assert sorted(fired) == ["down.bias", "norm.bias", "norm.weight", "table.weight", "tied", "up.bias"]
     weights.run()
     assert sorted(fired) == sorted(name for name, _ in split.named_parameters()), "each once"
     for mine, wanted in zip(split.parameters(), whole.parameters(), strict=True):
@@ -157,3 +160,92 @@ def test_frozen_weights_and_inputs() -> None:
     output = net(x.detach())
     backward_to_inputs([output], [torch.ones_like(output)], [x]).run()
     torch.testing.assert_close(net.bias.grad, torch.full((8,), 3.0))
+
+
+class Layer(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.calls = 0
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        self.calls += 1
+        h = F.dropout(F.gelu(self.up(self.norm(x))), 0.5)
+        return x + self.down(h * skip)
+
+
+LEVELS: tuple[Remat, ...] = ("none", "selective", "alternate", "full")
+
+
+@pytest.mark.parametrize("remat", LEVELS)
+def test_two_parts_recompute_once(remat: Remat) -> None:
+    layer = Layer()
+    x, skip = received()
+    torch.manual_seed(7)
+    layer(x, skip).square().sum().backward()
+    wanted = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    layer.calls = 0
+    y, again = received()
+    torch.manual_seed(7)
+    output = rematerialised(layer, remat=remat, preserve_rng_state=True, splits_backward=True)(y, again)
+    random = torch.get_rng_state()
+    weights = backward_to_inputs([output], [2 * output.detach()], [y, again])
+    assert layer.up.weight.grad is layer.down.weight.grad is None
+    torch.testing.assert_close((y.grad, again.grad), (x.grad, skip.grad))
+    weights.run()
+    torch.testing.assert_close([p.grad for p in layer.parameters()], wanted)
+    assert layer.calls == (1 if remat == "none" else 2)
+    assert torch.equal(torch.get_rng_state(), random), "what is drawn next does not change"
+
+
+@pytest.mark.parametrize("remat", LEVELS)
+def test_between_its_parts_is_what_products_read(remat: Remat) -> None:
+    """Of a layer: the inputs of two products, and the gradients of their results."""
+    layer, rows = Layer(256), 1024
+    tensor = rows * 256 * 4
+    x, skip = (torch.randn(rows, 256, requires_grad=True) for _ in range(2))
+    before = held_bytes()
+    output = rematerialised(layer, remat=remat, preserve_rng_state=True, splits_backward=True)(x, skip)
+    weights = backward_to_inputs([output], [torch.ones_like(output)], [x, skip])
+    output.detach_()
+    x.grad = skip.grad = None
+    assert held_bytes() - before == pytest.approx((4 + 1) * tensor, rel=0.02), "and the output"
+    weights.run()
+    del weights
+    assert held_bytes() - before == pytest.approx(tensor, rel=0.6)
+
+
+def test_a_stage_without_an_input_recomputes_in_its_second_part() -> None:
+    layer = Layer()
+    x, skip = (value.detach() for value in received())
+    layer(x, skip)
+    torch.manual_seed(7)
+    layer(x, skip).square().sum().backward()
+    wanted = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    layer.calls = 0
+    torch.manual_seed(7)
+    output = rematerialised(layer, remat="full", preserve_rng_state=True, splits_backward=True)(x, skip)
+    weights = backward_to_inputs([output], [2 * output.detach()], [])
+    assert layer.calls == 1 and all(p.grad is None for p in layer.parameters())
+    weights.run()
+    assert layer.calls == 2
+    torch.testing.assert_close([p.grad for p in layer.parameters()], wanted)
+
+
+def test_a_forward_that_saves_otherwise_is_an_error() -> None:
+    calls = 0
+
+    def changing(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.sin() if calls > 1 else x.sin().cos()
+
+    x = torch.ones(3, requires_grad=True)
+    output = rematerialised(changing, remat="full", preserve_rng_state=False, splits_backward=True)(x)
+    with pytest.raises(RuntimeError, match="saved 1 tensors for backward, the first one 2: it does not run the same"):
+        backward_to_inputs([output], [torch.ones_like(output)], [x])

@@ -9,6 +9,9 @@ and its gradients are scattered follows from its ZeRO stage and from the order o
     3                       before a pass                       every backward         every backward
     3, resharded forward    before a pass                       every pass             every backward
 
+Of a split backward (I, W) the first part is the one that reads parameters, and the second one has the gradients; the
+first stage has nothing to do in the first part, and its second one is a whole backward.
+
 Parameters that are gathered in 8 bits (``ZeroUnit.narrow``) have one all-reduce of their maxima ahead of a step.
 """
 
@@ -42,16 +45,19 @@ def times_of(order: tuple[Action, ...], zero_stage: int, *, reshards: bool) -> T
 
     order: the passes of its pipeline stage. reshards: the unit is resharded after each forward.
     """
+    kinds = [action.kind for action in order]
+    if order and order[0].stage == 0:
+        kinds = ["B" if kind == "W" else kind for kind in kinds if kind != "I"]
     there, forward, backward, scattered = False, 0, 0, 0
-    ends = [number for number, action in enumerate(order) if action.kind in "BW"]
-    for number, action in enumerate(order):
-        if not there and action.kind != "W":
-            forward, backward = forward + (action.kind == "F"), backward + (action.kind != "F")
-        there = not (action.kind == "F" and reshards)
-        if number in ends:
-            last = number == ends[-1]
-            there = not (last or zero_stage == 3)
-            scattered += last or zero_stage >= 2
+    left = len(kinds) - kinds.count("F") - kinds.count("I")
+    for kind in kinds:
+        if not there and kind != "W":
+            forward, backward = forward + (kind == "F"), backward + (kind != "F")
+        there = not (reshards if kind == "F" else zero_stage == 3)
+        if kind in "BW":
+            left -= 1
+            there = there and left > 0
+            scattered += left == 0 or zero_stage >= 2
     return Times(forward, backward, scattered)
 
 

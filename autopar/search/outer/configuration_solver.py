@@ -328,8 +328,6 @@ class Solver:
             configuration.num_stages,
             configuration.num_microbatches,
             self.workload.block_counts,
-            configuration.zero,
-            remat="none" not in self.levels,
         )
 
     def _complete(
@@ -381,8 +379,7 @@ class Solver:
     def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
         """The best stage cuts under a memory budget; None if nothing fits."""
         shape, costs = configuration.pipelining, inner.costs(configuration.num_stages)
-        levels = ("none",) if shape.splits_backward else self.levels
-        return cut_pipeline(costs, shape, budget_bytes, levels, self._links(shape, configuration.mesh))
+        return cut_pipeline(costs, shape, budget_bytes, self.levels, self._links(shape, configuration.mesh))
 
     def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
         """Number of microbatches at which the activations saved by one stage fit, for every rematerialisation level."""
@@ -418,8 +415,7 @@ class Solver:
         count = num_microbatches if constraints.schedule == "gpipe" else steady
         key = (num_stages, count, constraints)
         if key not in self._room:
-            remat = "none" not in self.levels
-            shapes = constraints.shapes(num_stages, count, self.workload.block_counts, remat=remat)
+            shapes = constraints.shapes(num_stages, count, self.workload.block_counts)
             most = max(shapes[0].live()) if shapes else 1
             found = 0.0
             for shape in shapes:

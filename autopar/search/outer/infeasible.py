@@ -35,9 +35,10 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     assert found is not None
     stages = found.stages
     costs = inner.costs(configuration.num_stages)
-    live = configuration.pipelining.live()
-    number = max(range(len(stages)), key=lambda n: stage_memory(costs, stages[n], live[n]))
-    parts = _parts(inner, stages[number], live[number])
+    waiting = configuration.pipelining.waiting()
+    saving = [live - others for live, others in zip(configuration.pipelining.live(), waiting, strict=True)]
+    number = max(range(len(stages)), key=lambda n: stage_memory(costs, stages[n], saving[n], waiting[n]))
+    parts = _parts(inner, stages[number], saving[number], waiting[number])
     lines = [
         f"nothing fits {cluster.num_gpus} x {cluster.device.name}: stage {number} on mesh {configuration.mesh} needs "
         f"{need / GIB:.1f} GiB per rank; budget is {solver.budget_bytes / GIB:.1f} GiB.",
@@ -56,10 +57,11 @@ def _blocks(workload: Workload) -> str:
     return f"{workload.num_blocks} block{'s' if workload.num_blocks != 1 else ''} ({which})"
 
 
-def _parts(inner: Inner, stage: Stage, live: int) -> MemoryParts:
-    """What ``stage_memory`` of a stage with ``live`` microbatches in flight is made of."""
+def _parts(inner: Inner, stage: Stage, live: int, waiting: int) -> MemoryParts:
+    """What ``stage_memory`` of a stage is made of."""
     blocks = inner.priced.blocks[stage.first : stage.last + 1]
     kept = live * sum(block.saved_bytes[stage.level(number)] for number, block in enumerate(blocks, stage.first))
+    kept += waiting * sum(block.delayed_bytes for block in blocks)
     every = [(block, level) for block in blocks for level in stage.levels]
     recomputed = max(block.recomputed_bytes(level) for block, level in every)
     working = max(block.working_bytes(inner.pricing.prefetch, level) for block, level in every)

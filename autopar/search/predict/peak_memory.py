@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model.memory.model_state import MemoryParts
-from autopar.ir.schedule import Action, Order
+from autopar.cost_model.stacks.memory import StackMemory
+from autopar.ir.schedule import Action, Kind, Order
 from autopar.search.pricing.block_prices import BlockPrice, Priced
 from autopar.search.stages.stage import Stage
 
@@ -34,15 +35,15 @@ def peak_memory(
     whole_copies: MemoryParts,
     *,
     prefetch: int,
-    fragmentation: float,
+    memory: StackMemory,
 ) -> MemoryParts:
     """Bytes of one rank at the peak of a step. stages: of the whole pipeline. order: of the rank's passes.
 
     whole_copies: bytes added to its states because parameters that two of its stages share are held once, but
-    unsharded. fragmentation: share of the activations that the allocator reserves beyond them.
+    unsharded. memory: of the software stack.
     """
-    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, fragmentation)
-    peak, most = rank.states, 0.0
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, memory)
+    peak, most, fragmentation = rank.states, 0.0, memory.fragmentation
     for action, own, others, waiting in rank.passes(order):
         if action.kind == "F":
             continue
@@ -59,13 +60,13 @@ def memory_profile(
     whole_copies: MemoryParts,
     *,
     prefetch: int,
-    fragmentation: float,
+    memory: StackMemory,
 ) -> Iterator[tuple[Action, MemoryParts]]:
     """Bytes that one rank holds in each of its passes: at the end of a forward, at the peak of a backward.
 
     The arguments are those of ``peak_memory``, which is the largest of these, or the optimiser's.
     """
-    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, fragmentation)
+    rank = _Rank.of(priced, stages, order, whole_copies, prefetch, memory)
     for action, own, others, waiting in rank.passes(order):
         yield action, rank.held(own, others, waiting)
 
@@ -86,8 +87,8 @@ _NOTHING = MemoryParts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
     """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, and
-    of those held until its weight gradients are computed; released: of those saved, what is not held until then;
-    peaks: (stage, whether it is the first backward of the step) -> peak of the backward.
+    of what is held from the first part of a split backward to the second, unless all of it waits; peaks: (stage, kind
+    of pass, whether it is the first backward of the step) -> peak of the backward.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
@@ -96,10 +97,9 @@ class _Rank:
     resting: MemoryParts
     arriving: dict[int, float]
     kept: dict[int, float]
-    later: dict[int, float]
-    released: dict[int, float]
+    delayed: dict[int, float]
     fragmentation: float
-    peaks: dict[tuple[int, bool], MemoryParts]
+    peaks: dict[tuple[int, Kind, bool], MemoryParts]
 
     @staticmethod
     def of(
@@ -108,26 +108,31 @@ class _Rank:
         order: Order,
         whole_copies: MemoryParts,
         prefetch: int,
-        fragmentation: float,
+        memory: StackMemory,
     ) -> _Rank:
         own = sorted({action.stage for action in order})
         inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
         every = [block for blocks in inside.values() for block in blocks]
         lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
+        delayed = {n: sum(b.delayed_bytes for b in inside[n]) for n in own if n or not memory.first_waits}
+        backwards = {(stage, kind if stage in delayed else "B") for stage, kind, _ in order if kind != "F"}
         return _Rank(
             states=replace(sum((block.states for block in every), whole_copies), gradients=lasting),
             resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
             kept={number: kept_of(priced, stages, number) for number in own},
-            # The first stage has no gradient to send, and computes all of its own later, unless it releases early.
-            later={n: sum(b.later_bytes for b in inside[n] if n or b.released_bytes) for n in own},
-            released={n: sum(b.released_bytes for b in inside[n]) for n in own},
-            fragmentation=fragmentation,
+            delayed=delayed,
+            fragmentation=memory.fragmentation,
             peaks={
-                (number, first): _backward_peak(
-                    inside[number], stages[number], first=first, prefetch=prefetch, fragmentation=fragmentation
+                (number, kind, first): _backward_peak(
+                    inside[number],
+                    stages[number],
+                    kind,
+                    first=first,
+                    prefetch=prefetch,
+                    fragmentation=memory.fragmentation,
                 )
-                for number in own
+                for number, kind in backwards
                 for first in (False, True)
             },
         )
@@ -140,15 +145,18 @@ class _Rank:
                 now += self.kept[stage]
                 yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
                 continue
-            own = self.peaks[stage, stage not in begun]
             others = sum(self.arriving[other] for other in begun if other != stage)
-            yield _Pass(action, own, others, now - self.kept[stage])
-            if kind == "I":
-                now += self.later[stage] - self.released[stage]
-            else:
+            if stage not in self.delayed:
+                if kind == "I":
+                    yield _Pass(action, _NOTHING, others, now)
+                    continue
+                kind = "B"
+            own = self.peaks[stage, kind, stage not in begun]
+            before = self.delayed[stage] if kind == "W" else self.kept[stage]
+            yield _Pass(action, own, others, now - before)
+            now += (self.delayed[stage] if kind == "I" else 0.0) - before
+            if kind != "I":
                 begun.add(stage)
-                delayed = self.later[stage] - self.released[stage] if kind == "W" else 0.0
-                now -= self.kept[stage] + delayed
 
     def held(self, own: MemoryParts, others: float, waiting: float) -> MemoryParts:
         workspace = self.fragmentation * (own.activations + waiting)
@@ -180,19 +188,22 @@ def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
 
 
 def _backward_peak(
-    blocks: Sequence[BlockPrice], stage: Stage, *, first: bool, prefetch: int, fragmentation: float
+    blocks: Sequence[BlockPrice], stage: Stage, kind: Kind, *, first: bool, prefetch: int, fragmentation: float
 ) -> MemoryParts:
-    """Peak of the backward of one microbatch, without bytes held throughout.
+    """Peak of the backward of one microbatch, or of one part of it, without bytes held throughout.
 
     first: of the step, so that gradients are allocated. workspace: of recomputed activations.
     """
     saved = [block.saved_bytes[stage.level(stage.first + number)] for number, block in enumerate(blocks)]
+    delayed = [0.0 if kind == "B" else block.delayed_bytes for block in blocks]
+    if kind == "W":
+        saved = delayed
     kept, gradients, leaving = sum(saved), 0.0 if first else sum(map(_arriving, blocks)), 0.0
     most, best = -1.0, MemoryParts()
     for number in range(len(blocks) - 1, -1, -1):
         block = blocks[number]
         level = stage.level(stage.first + number)
-        recomputed, peak = block.recomputed_bytes(level), block.peak_of(level)
+        recomputed, peak = 0.0 if kind == "W" else block.recomputed_bytes(level), block.peak_of(level)
         ahead = sum(other.gathered_bytes for other in blocks[max(0, number - prefetch) : number])
         if block.scattered_bytes:
             inside = peak.unsharded + block.gathered_bytes + leaving
@@ -207,6 +218,6 @@ def _backward_peak(
             most = total
             best = MemoryParts(gradients=gradients, activations=kept, transient=transient, workspace=workspace)
         leaving = block.scattered_bytes
-        kept -= saved[number]
-        gradients += _arriving(block) if first else 0.0
+        kept += (delayed[number] if kind == "I" else 0.0) - saved[number]
+        gradients += _arriving(block) if first and kind != "I" else 0.0
     return best

@@ -165,7 +165,7 @@ def predict(
                 order,
                 _whole_copies(pricing, priced, own),
                 prefetch=pricing.prefetch,
-                fragmentation=pricing.memory.fragmentation,
+                memory=pricing.memory,
             )
             for own, order in zip(held, shape.orders(), strict=True)
         ),
@@ -229,8 +229,8 @@ def _memory_profile(
     pricing: Pricing, priced: Priced, stages: Sequence[Stage], shape: Pipelining, rank: int
 ) -> list[tuple[Action, MemoryParts]]:
     copies = _whole_copies(pricing, priced, [stages[number] for number in shape.stages_of(rank)])
-    order, fragmentation = shape.orders()[rank], pricing.memory.fragmentation
-    return list(memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, fragmentation=fragmentation))
+    order = shape.orders()[rank]
+    return list(memory_profile(priced, stages, order, copies, prefetch=pricing.prefetch, memory=pricing.memory))
 
 
 def _whole_copies(pricing: Pricing, priced: Priced, stages: Sequence[Stage]) -> MemoryParts:

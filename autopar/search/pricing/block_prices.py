@@ -33,18 +33,17 @@ T = TypeVar("T")
 class BlockPrice:
     """One block instance on one rank.
 
-    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each
-    of LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
+    compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
+    LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
     cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
-    twice_s, later_bytes: seconds that it then spends twice, and bytes that it holds until then; released_bytes: of
-    saved activations, those that it has released by then. states: bytes held
-    inside a step, lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes
-    held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each
-    level. unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles.
-    peak, tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that ZeRO has
-    gathered while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed;
-    scattered_bytes: the buffer that those are scattered from. send_bytes: of a microbatch, for a cut before this
-    block; None where it cannot be cut. returned_bytes: of the gradients that come back over the cut.
+    twice_s, delayed_bytes: seconds that it then spends twice, and bytes of a microbatch that it holds until then.
+    states: bytes held inside a step, lasting_bytes of them gradients allocated from the step before. resting,
+    optimiser_bytes: bytes held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of
+    a microbatch at each level. unmade_bytes: of activations that level full does not make again, since it computes wide
+    layers in tiles. peak, tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that
+    ZeRO has gathered while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed;
+    scattered_bytes: the buffer that those are scattered from. send_bytes: of a microbatch, for a cut before this block;
+    None where it cannot be cut. returned_bytes: of the gradients that come back over the cut.
     """
 
     compute: OpTime
@@ -52,8 +51,7 @@ class BlockPrice:
     recomputed_s: tuple[float, ...]
     weights_s: float
     twice_s: float
-    later_bytes: float
-    released_bytes: float
+    delayed_bytes: float
     sync: SyncTime
     waited: SyncTime
     optimiser_s: float
@@ -177,6 +175,7 @@ class Priced:
             made = BlockCost(
                 time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
                 saved_bytes=tuple(num_bytes * reserved for num_bytes in block.saved_bytes),
+                delayed_bytes=block.delayed_bytes * reserved,
                 static_bytes=block.states.total,
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
                 tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
@@ -295,8 +294,7 @@ class _Ops:
     unreached_dear_s: float
     weights_s: float
     twice_s: float
-    later_bytes: float
-    released_bytes: float
+    delayed_bytes: float
     saved: tuple[float, ...]
     unmade_bytes: float
     tiled_s: float
@@ -329,11 +327,11 @@ class _Ops:
             if node in unrepeated:
                 unreached += total.forward_s
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
-            share = workload.weights_share(node)
+            share = workload.delayed_share(node, memory)
             weights += share * (total + -1.0 * lowered).backward_s
-            if share and contracts:
+            if share:
                 delayed.add(node)
-            if 0.0 < share < 1.0 and (contracts or not memory.releases_early):
+            if 0.0 < share < 1.0:
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.parts)
                 # A matrix product has one product for each part; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
@@ -355,10 +353,8 @@ class _Ops:
             unreached_dear_s=unreached_dear,
             weights_s=weights,
             twice_s=twice,
-            later_bytes=later,
-            released_bytes=(
-                saved[0] - activations.read_by(delayed, assignments, *batches) if memory.releases_early else 0.0
-            ),
+            delayed_bytes=later
+            + (activations.read_by(delayed, assignments, *batches) if memory.releases_early else saved[0]),
             saved=saved,
             unmade_bytes=unmade,
             tiled_s=tiled,
@@ -395,8 +391,7 @@ class _Ops:
             ),
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
-            later_bytes=self.later_bytes,
-            released_bytes=self.released_bytes,
+            delayed_bytes=self.delayed_bytes,
             sync=sync,
             waited=waited,
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),

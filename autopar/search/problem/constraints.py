@@ -27,7 +27,7 @@ from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, share_to_f
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
-from autopar.ir.plan import Precision, Recipe, split_obstacle
+from autopar.ir.plan import Precision, Recipe
 from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
@@ -191,8 +191,6 @@ class Constraints:
             ranks, virtual = self.pp or 2, self.virtual_stages or least
             count = self.num_microbatches or 2 * ranks
             obstacle = Pipelining(self.schedule, ranks, count, virtual).obstacle()
-            remat = self.remat not in (None, "none")
-            obstacle = obstacle or split_obstacle(self.schedule, self.zero or 0, remat=remat)
             if obstacle is not None:
                 raise InfeasiblePlan(f"schedule: {obstacle}")
         elif self.virtual_stages is not None and self.virtual_stages > 1 and self.pp == 1:
@@ -206,15 +204,12 @@ class Constraints:
         num_ranks: int,
         num_microbatches: int,
         block_counts: tuple[int, ...],
-        zero: int = 0,
-        *,
-        remat: bool = False,
     ) -> tuple[Pipelining, ...]:
         """Schedules to consider for a pipeline of ``num_ranks``, the plainest first.
 
-        block_counts: instances of each distinct block, of which a stage has one at least. remat: whether every block is
-        rematerialised. GPipe is not among them unless it is pinned, as 1F1B takes the same time in less memory. Of a
-        single microbatch, schedules with the same passes as one before them are left out.
+        block_counts: instances of each distinct block, of which a stage has one at least. GPipe is not among them
+        unless it is pinned, as 1F1B takes the same time in less memory. Of a single microbatch, schedules with the same
+        passes as one before them are left out.
         """
         names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
         sizes = even_virtual_stages(block_counts, num_ranks) if self.virtual_stages is None else (self.virtual_stages,)
@@ -225,7 +220,7 @@ class Constraints:
                 possible = shape.num_stages <= sum(block_counts) and shape.obstacle() is None
                 if self.whole_backward and shape.splits_backward and self.schedule is None:
                     continue
-                if not possible or split_obstacle(name, zero, remat=remat) is not None:
+                if not possible:
                     continue
                 if num_microbatches > 1 or all(shape.orders() != other.orders() for other in found):
                     found.append(shape)

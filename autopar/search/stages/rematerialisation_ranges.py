@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,19 @@ from autopar.search.stages.stage import LEVELS, BlockCost, Stage
 # its work and memory stays small. It changes no result.
 _CHUNK = 1 << 20
 
-# Microbatches alive in a stage, and bytes that it may take.
-Limit = tuple[int, float]
+
+class Limit(NamedTuple):
+    """What a stage may take. live: microbatches whose activations it saves; waiting: others, of which it has only the
+    gradients of weights left to compute. budget: bytes."""
+
+    live: int
+    waiting: int
+    budget: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Ranges (columns) that may fit with a number of microbatches alive into a number of bytes (rows), at any time.
-
-    limits: those two numbers, of each stage. rows: of each pair of them.
-    """
+    """Ranges (columns) that may fit into a limit (rows), at any time. limits: of each stage. rows: of each of them."""
 
     ranges: Ranges
     limits: Sequence[Limit]
@@ -94,6 +98,7 @@ class Ranges:
             _prefix([min(b.saved_bytes[other] for other in own) for b in blocks]) if own else None for own in usable
         ]
         self.static = _prefix([b.static_bytes for b in blocks])
+        self.delayed = _prefix([b.delayed_bytes for b in blocks])
         self.begins, self.ends, self.known = _distinct(_runs(blocks))
         self.workspace = self._largest([b.workspace_bytes for b in blocks])
         self.recomputed = [self._largest([b.recomputed_bytes(level) for b in blocks]) for level in every]
@@ -113,8 +118,8 @@ class Ranges:
     def fitting(self, limits: Sequence[Limit]) -> Fitting:
         """The ranges that may fit into the limits of some stage."""
         rows, begins, ends = {limit: row for row, limit in enumerate(dict.fromkeys(limits))}, self.begins, self.ends
-        live, budget = (np.array(column)[:, None] for column in zip(*rows, strict=True))
-        fixed = self.static[ends] - self.static[begins] + self.workspace
+        live, waiting, budget = (np.array(column)[:, None] for column in zip(*rows, strict=True))
+        fixed = self._fixed(begins, ends, waiting) + self.workspace
         fits = np.zeros((len(rows), len(begins) + 1), dtype=bool)
         for level, least in enumerate(self.least):
             if least is not None and self.allowed[level]:
@@ -127,12 +132,12 @@ class Ranges:
         begins, ends, shape = self.begins, self.ends, fitting.fits.shape
         best = np.full(shape, np.inf)
         full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        live, budget = (np.array(column) for column in zip(*fitting.rows, strict=True))
+        live, waiting, budget = (np.array(column) for column in zip(*fitting.rows, strict=True))
         wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
         tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
-            self._solve_some(row * shape[1] + number, number, live[row], budget[row], *tables)
+            self._solve_some(row * shape[1] + number, number, live[row], waiting[row], budget[row], *tables)
         return Solved(self, fitting.rows, best, full, partly, middle)
 
     def _solve_some(
@@ -140,14 +145,15 @@ class Ranges:
         some: Ints,
         number: Ints,
         lives: Ints,
+        waiting: Ints,
         budgets: Floats,
         best: Floats,
         full: Ints,
         partly: Ints,
         middle: Ints,
     ) -> None:
-        """Fill in the places ``some`` of the tables: of the ranges ``number`` with ``lives`` microbatches alive in
-        ``budgets`` bytes."""
+        """Fill in the places ``some`` of the tables: of the ranges ``number`` in limits of ``lives``, ``waiting`` and
+        ``budgets``."""
         length = int((self.ends - self.begins)[number].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
@@ -158,14 +164,14 @@ class Ranges:
                 # What fits without rematerialisation is best without it.
                 undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
                 some, number = some[undecided], number[undecided]
-                lives, budgets = lives[undecided], budgets[undecided]
+                lives, waiting, budgets = lives[undecided], waiting[undecided], budgets[undecided]
             if not len(some):
                 return
             # What changes when the blocks before k go from level none to the one tried.
             extra_time, extra_saved = self.time[level] - self.time[0], self.saved[level] - self.saved[0]
             monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
             begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
-            fixed = self.static[end] - self.static[begin] + self.workspace[number, None]
+            fixed = self._fixed(begin, end, waiting[:, None]) + self.workspace[number, None]
             used = [own for own, uses in ((level, True), (3, use_full)) if uses]
             room = budgets[:, None] - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
             slack = 1e-9 * np.abs(room) + 1e-6
@@ -200,6 +206,11 @@ class Ranges:
                 full[at] = m[rows, column][better] - begin[better, 0]
                 partly[at] = (k - m)[rows, column][better]
                 middle[at] = level
+
+    def _fixed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
+        """Bytes at any level."""
+        delayed = self.delayed[end] - self.delayed[begin]
+        return np.asarray(self.static[end] - self.static[begin] + waiting * delayed)
 
     def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
         none, some, everything = self.time[0], self.time[level], self.time[3]

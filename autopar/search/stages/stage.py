@@ -13,7 +13,8 @@ LEVELS = ("none", "selective", "alternate", "full")
 class BlockCost:
     """One block in one plan.
 
-    time_s, saved_bytes: per microbatch, at each of LEVELS. static_bytes: parameters, gradients, optimiser.
+    time_s, saved_bytes: per microbatch, at each of LEVELS. delayed_bytes: of one whose weights' gradients wait.
+    static_bytes: parameters, gradients, optimiser.
     workspace_bytes: held only while the block runs. tiled_bytes: that level full needs less, as it computes wide
     layers in tiles. send_s: of a cut before this block. once_s: of ``time_s``, the share of what comes once a step;
     first_s: of that, what the first forward waits for.
@@ -22,6 +23,7 @@ class BlockCost:
     time_s: tuple[float, ...]
     saved_bytes: tuple[float, ...]
     static_bytes: float
+    delayed_bytes: float = 0.0
     workspace_bytes: float = 0.0
     tiled_bytes: float = 0.0
     send_s: float = 0.0
@@ -78,11 +80,12 @@ def stage_time(blocks: Sequence[BlockCost], stage: Stage) -> float:
     return sum(blocks[b].time_s[stage.level(b)] for b in range(stage.first, stage.last + 1))
 
 
-def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int) -> float:
-    """Bytes a rank of the stage needs with ``live`` microbatches in flight."""
+def stage_memory(blocks: Sequence[BlockCost], stage: Stage, live: int, waiting: int = 0) -> float:
+    """Bytes a rank of the stage needs that saves the activations of ``live`` microbatches. waiting: others, of which
+    it has only the gradients of weights left to compute."""
     inside = range(stage.first, stage.last + 1)
     return (
-        sum(blocks[b].static_bytes for b in inside)
+        sum(blocks[b].static_bytes + waiting * blocks[b].delayed_bytes for b in inside)
         + live * sum(blocks[b].saved_bytes[stage.level(b)] for b in inside)
         + max(blocks[b].workspace_bytes for b in inside)
         + max(blocks[b].recomputed_bytes(level) for b in inside for level in stage.levels)

@@ -94,7 +94,7 @@ def cut_pipeline(
     found = [
         Cuts(stages=own.stages, time_s=step_estimate(blocks, own.stages, shape, links))
         for budgets in dict.fromkeys(stage_budgets(blocks, shape, budget_bytes))
-        if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels)) is not None
+        if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels, shape.waiting())) is not None
     ]
     return min(found, key=lambda own: own.time_s, default=None)
 
@@ -112,11 +112,12 @@ def stage_budgets(
         return ((budget_bytes,) * shape.num_stages,) * 2
     seconds = np.cumsum([0.0, *(min(block.time_s) for block in blocks)])
     places = np.linspace(0.0, seconds[-1], shape.num_stages + 1)
-    static, saved = (
+    static, saved, delayed = (
         np.diff(np.interp(places, seconds, np.cumsum([0.0, *values])))
-        for values in ([block.static_bytes for block in blocks], [block.saved_bytes[0] for block in blocks])
+        for values in zip(*((b.static_bytes, b.saved_bytes[0], b.delayed_bytes) for b in blocks), strict=True)
     )
-    saved *= shape.live()
+    waiting = np.array(shape.waiting())
+    saved = saved * (shape.live() - waiting) + delayed * waiting
     workspace = max(block.workspace_bytes for block in blocks)
     needed = workspace + static
     for rank in range(shape.num_ranks):
@@ -133,13 +134,17 @@ def cut(
     weights: tuple[float, float],
     budgets: Sequence[float],
     levels: Sequence[str] = LEVELS,
+    waiting: Sequence[int] | None = None,
 ) -> Cuts | None:
     """The best cuts into ``len(live)`` stages; None if nothing fits.
 
     live, budgets: microbatches in flight in each stage, and bytes that it may take. weights: alpha and beta of the
-    objective. levels: rematerialisation levels that may be used.
+    objective. levels: rematerialisation levels that may be used. waiting: those of ``live`` of which only the gradients
+    of weights are left; none if not given.
     """
-    return _cut(tuple(blocks), tuple(zip(live, budgets, strict=True)), weights, tuple(levels))
+    waiting = [0] * len(live) if waiting is None else waiting
+    limits = (Limit(n - w, w, budget) for n, w, budget in zip(live, waiting, budgets, strict=True))
+    return _cut(tuple(blocks), tuple(limits), weights, tuple(levels))
 
 
 @lru_cache(maxsize=256)
