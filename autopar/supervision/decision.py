@@ -63,6 +63,14 @@ class Decision:
         return cls(**{**fields, "ranks": ranks, "hosts": hosts, "source": Source(**fields["source"])})
 
 
+def next_generation(facts: Sequence[Facts], number: int, before: int) -> int:
+    """A number that no generation has had: ranks meet in the store under its name, and copies lie under it.
+
+    number: of the round. before: the generation of the round before, of which there may be no copy.
+    """
+    return max([number, before + 1, *(copy[1] + 1 for fact in facts for copy in fact.copies)])
+
+
 Planner = Callable[[int], "tuple[int, str] | None"]
 """The largest number of ranks, up to a limit, that there is a plan for, and its text; None if there is none."""
 

@@ -160,6 +160,12 @@ class Rendezvous:
         decision = Decision.of_json(found)
         return decision if self.index in decision.ranks else None
 
+    def generation_before(self, number: int) -> int:
+        """The generation of the latest round before this one that there was a decision on; 0 without one."""
+        keys = (f"go/{earlier}" for earlier in range(number - 1, 0, -1))
+        decided = (json.loads(self.store.get(key)) for key in keys if self.store.check([key]))
+        return next((int(found["generation"]) for found in decided if "generation" in found), 0)
+
     def done(self, number: int) -> int:
         """This one's ranks have finished; returns how many supervisors' have."""
         return int(self.store.add(f"done/{number}", 1))

@@ -27,7 +27,7 @@ from autopar.runtime.checkpoint.folder import complete
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
 from autopar.runtime.stores import DistError
-from autopar.supervision.decision import Decision, Facts, decide
+from autopar.supervision.decision import Decision, Facts, decide, next_generation
 from autopar.supervision.fewer import FewerRanks
 from autopar.supervision.goodput_meter import GoodputMeter
 from autopar.supervision.hosts import claim, copies_folder, host_name, identity_of
@@ -144,7 +144,7 @@ class Supervisor:
 
     def _decide(self, number: int, facts: Sequence[Facts]) -> Decision:
         wanted = self._opened.plan.num_ranks, self._opened.plan.to_yaml()
-        generation = max([number, *(copy[1] + 1 for fact in facts for copy in fact.copies)])
+        generation = next_generation(facts, number, self._rendezvous.generation_before(number))
         return decide(facts, generation, wanted, self._before, self._fewer.plan)
 
     def _start(self, decision: Decision) -> None:

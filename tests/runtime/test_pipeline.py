@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from autopar.ir.errors import InvalidPlan, PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import Schedule
+from autopar.runtime import split_activations
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.split_activations import _Saved
 from tests.harness import run_ranks
 from tests.runtime.handmade import batch, captured_tied, data_parallel_programs, model, plan_for
 
@@ -61,17 +64,28 @@ def _measured(schedule: Schedule) -> tuple[list[str], dict[int, int]]:
         )  # fmt: skip
 
         def run_forward(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            def pack(value: torch.Tensor) -> _Box:
-                # An output with its history would hold the node that holds it.
-                box, key = _Box(value.detach()), (number, microbatch)
-                kept[key] += 1
-                weakref.finalize(box, forget, key)
+            def note(box: object) -> None:
+                kept[number, microbatch] += 1
+                weakref.finalize(box, forget, (number, microbatch))
                 alive = sum(count > 0 for (other, _), count in kept.items() if other == number)
                 peak[number] = max(peak.get(number, 0), alive)
+
+            def pack(value: torch.Tensor) -> _Box:
+                # An output with its history would hold the node that holds it.
+                box = _Box(value.detach())
+                note(box)
                 return box
 
+            class Noted(_Saved):
+                """Of a schedule that splits the backward."""
+
+                def __init__(self, *args: Any) -> None:
+                    super().__init__(*args)
+                    note(self)
+
             ran.append(f"{number}F{microbatch}")
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.value):
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.value)
+            with hooks, mock.patch.object(split_activations, "_Saved", Noted):
                 return forward(microbatch, *args, **kwargs)
 
         def run_backward(microbatch: int, loss: Any = None, full_backward: bool = True, **rest: Any) -> None:

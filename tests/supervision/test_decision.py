@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from autopar.ir.errors import LaunchError
-from autopar.supervision.decision import Decision, Facts, Source, decide, newest, places_of
+from autopar.supervision.decision import Decision, Facts, Source, decide, newest, next_generation, places_of
 
 
 def facts(
@@ -43,6 +43,12 @@ def test_copies_count_before_a_checkpoint_of_the_same_step() -> None:
 def test_copies_of_one_state_may_be_on_several_hosts() -> None:
     found = newest([facts(0, copies=((5, 1, 0, 2),)), facts(1, copies=((5, 1, 1, 2),))])
     assert found == Source(kind="copies", step=5, generation=1)
+
+
+def test_a_generation_has_a_number_of_its_own() -> None:
+    assert next_generation([facts(0), facts(1)], 1, 0) == 1
+    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2),))], 1, 0) == 6, "copies of an earlier start"
+    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2),))], 2, 6) == 7, "it ended without a copy"
 
 
 def test_too_few_ranks_get_a_plan_of_their_own() -> None:

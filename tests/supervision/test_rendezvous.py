@@ -92,6 +92,16 @@ def test_all_come_to_one_decision(address: Address) -> None:
     close(meetings)
 
 
+def test_what_was_decided_before_is_known(address: Address) -> None:
+    meetings = together(address, 2)
+    assert [rendezvous.generation_before(1) for rendezvous in meetings] == [0, 0]
+    (decision, _) = meet(meetings, 1)
+    assert decision is not None
+    meetings[0].stop(2, "before it began")
+    assert [rendezvous.generation_before(3) for rendezvous in meetings] == [decision.generation] * 2
+    close(meetings)
+
+
 def test_a_start_after_another_is_not_confused_by_it(address: Address) -> None:
     first = together(address, 2)
     first[0].stop(1, "a cause")
