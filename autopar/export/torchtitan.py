@@ -151,6 +151,11 @@ def _pipeline(strategy: Strategy, notes: list[str]) -> Fields:
             f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank. Bubbles and memory "
             "are other ones."
         )
+    if plan.pipelining.splits_backward and any(count for stage in plan.stages for count in stage.remat.values()):
+        notes.append(
+            f"Under {plan.schedule} torch recomputes a checkpointed block in each part of the split backward, the plan "
+            "once for both. The step takes longer."
+        )
     found: Fields = {
         "pipeline_parallel_degree": strategy.pipeline,
         "pipeline_parallel_schedule": schedule,

@@ -158,6 +158,14 @@ def test_activation_checkpointing(remat: dict[str, int], expected: str | None, e
     assert any("checkpointed alike" in note for note in export(plan, "torchtitan").notes) != exact
 
 
+def test_recomputation_in_each_part_of_a_split_backward_is_said(titan: str) -> None:
+    for schedule, said in (("interleaved", False), ("zb-v", True)):
+        plan = decoder_plan(pp=2, virtual_stages=2, num_microbatches=4, schedule=schedule)
+        stages = [stage.model_copy(update={"remat": {"full": 1}}) for stage in plan.stages]
+        notes = export(plan.model_copy(update={"stages": stages}), "torchtitan").notes
+        assert any("recomputes a checkpointed block in each part" in note for note in notes) == said
+
+
 def test_experts_share_a_shard(titan: str) -> None:
     plan = decoder_plan(dp=2, ep=4, experts=True, zero=3)
     assert configured(plan).parallelism.expert_parallel_degree == 4
