@@ -83,6 +83,12 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 2, "num_microbatches": 4, "remat": "selective"},
     ),
+    "pp2 found": (2, {"pp": 2, "schedule": "found", "num_microbatches": 4}),
+    "pp2 found v remat": (
+        2,
+        {"pp": 2, "schedule": "found", "virtual_stages": 2, "num_microbatches": 4, "remat": "full"},
+    ),
+    "zero3 pp2 found": (4, {"dp": 2, "pp": 2, "schedule": "found", "zero": 3, "num_microbatches": 4}),
     "zero3 pp2 zb-h1": (4, {"dp": 2, "pp": 2, "schedule": "zb-h1", "zero": 3, "num_microbatches": 4}),
     "zero3 pp2 zb-v remat": (
         4,

@@ -41,6 +41,7 @@ class ScheduleName(str, Enum):
     zb_2p = "zb-2p"
     zb_v = "zb-v"
     dualpipe_v = "dualpipe-v"
+    found = "found"
 
 
 class RematName(str, Enum):

@@ -5,6 +5,7 @@ A person can read, edit and commit it. Loading validates it and names the path o
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from autopar.ir import plan_page
 from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.goodput import GoodputPrediction
+from autopar.ir.list_scheduling import PassTimes
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.schedule import Pipelining, Schedule
@@ -32,6 +34,7 @@ _MOST_BLOCKS = 1 << 14
 _Blocks = Annotated[int, Field(gt=0, le=_MOST_BLOCKS)]
 _Samples = Annotated[int, Field(gt=0, le=1 << 40)]
 _Microbatches = Annotated[int, Field(gt=0, le=1 << 20)]
+_Ticks = Annotated[int, Field(gt=0, le=1000)]
 
 
 class _Model(BaseModel):
@@ -113,6 +116,37 @@ class StagePlan(_Model):
         return "none"
 
 
+class PassesPlan(_Model):
+    """What the order of passes of schedule ``found`` is found for (``autopar.ir.list_scheduling``).
+
+    placement: of the stages on the ranks of the pipeline. forward, inputs, weights: ticks of a pass of each stage, of
+    forward and of the two parts of its backward. alive: of each rank of the pipeline, the most microbatches from their
+    first forward there to their last weight gradients; waiting: the most passes of weight gradients that are put off.
+    send: ticks until another rank has what a pass made.
+    """
+
+    placement: Literal["loop", "v"] = "loop"
+    forward: list[_Ticks]
+    inputs: list[_Ticks]
+    weights: list[_Ticks]
+    alive: list[_Microbatches]
+    waiting: list[_Microbatches]
+    send: Annotated[int, Field(ge=0, le=1000)] = 0
+
+    @classmethod
+    def of(cls, times: PassTimes, *, turns: bool) -> PassesPlan:
+        """From what a search has found. turns: stages are placed in a v."""
+        given = {name: list(own) if isinstance(own, tuple) else own for name, own in asdict(times).items()}
+        return cls.model_validate({"placement": "v" if turns else "loop", **given})
+
+    @property
+    def times(self) -> PassTimes:
+        """As list scheduling takes them."""
+        lists = self.forward, self.inputs, self.weights, self.alive, self.waiting
+        forward, inputs, weights, alive, waiting = map(tuple, lists)
+        return PassTimes(forward=forward, inputs=inputs, weights=weights, alive=alive, waiting=waiting, send=self.send)
+
+
 class LengthsPrediction(_Model):
     """Steps on documents as long as those of a dataset.
 
@@ -167,7 +201,8 @@ class Plan(_Model):
     """How one model is trained on one cluster.
 
     mesh: axis name -> size, outermost first; the axes of every stage. The pipeline is ``stages``.
-    schedule, virtual_stages: of the pipeline; ``virtual_stages`` of the stages are on each of its ranks.
+    schedule, virtual_stages: of the pipeline; ``virtual_stages`` of the stages are on each of its ranks. passes: of
+        schedule ``found``.
     inputs: mesh axes over which the rows of each step input are divided (the data-parallel ranks).
     zero: ZeRO stage over the data axes (axes on which every parameter is replicated). shard_axes: the data axes that
         it shards over; the others replicate the shards (hybrid sharding). None: all of them.
@@ -190,6 +225,7 @@ class Plan(_Model):
     inputs: list[str] = []
     schedule: Schedule = "1f1b"
     virtual_stages: PositiveInt = 1
+    passes: PassesPlan | None = None
     sequence_layout: SequenceLayout = "contiguous"
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     shard_axes: list[str] | None = None
@@ -256,7 +292,12 @@ class Plan(_Model):
     def pipelining(self) -> Pipelining:
         """The schedule, by ranks of the pipeline."""
         return Pipelining(
-            self.schedule, self.num_pipeline_ranks, self.batch.num_microbatches, virtual_stages=self.virtual_stages
+            self.schedule,
+            self.num_pipeline_ranks,
+            self.batch.num_microbatches,
+            virtual_stages=self.virtual_stages,
+            passes=None if self.passes is None else self.passes.times,
+            turns=self.passes is not None and self.passes.placement == "v",
         )
 
     @property

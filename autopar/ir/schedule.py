@@ -15,6 +15,7 @@ An action is one pass of one microbatch through one stage, spelt as in ``torch.d
     zb-2p         1               loop       I, W       any
     zb-v          2               v          I, W       any
     dualpipe-v    2               v          B, I, W    at least 2 P
+    found         1 or more       loop or v  I, W       any; the order is found for how long passes take (``PassTimes``)
 
 Of P ranks, a loop places stage s on rank s mod P. A v turns at the last rank: stages 0 to P - 1 on ranks 0 to P - 1,
 the rest back from P - 1 to 0. Stages next to each other on one rank pass tensors without sending.
@@ -32,9 +33,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from autopar.ir.errors import InvalidPlan
-from autopar.ir.list_scheduling import list_schedule
+from autopar.ir.list_scheduling import PassTimes, list_schedule
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "found"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Kind = Literal["F", "B", "I", "W"]
 
@@ -66,12 +67,17 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """A schedule for ``num_ranks`` ranks (of one place in each stage), with ``virtual_stages`` stages on each."""
+    """A schedule for ``num_ranks`` ranks (of one place in each stage), with ``virtual_stages`` stages on each.
+
+    passes, turns: of schedule ``found``: what its order is found for, and whether its stages are placed in a v.
+    """
 
     schedule: Schedule
     num_ranks: int
     num_microbatches: int
     virtual_stages: int = 1
+    passes: PassTimes | None = None
+    turns: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -83,6 +89,11 @@ class Pipelining:
         """Whether some backward passes leave the weights for later."""
         return splits_backward(self.schedule)
 
+    @property
+    def in_a_v(self) -> bool:
+        """Whether stages are placed in a v, and not in a loop."""
+        return self.schedule in _IN_A_V or self.turns
+
     def obstacle(self) -> str | None:
         """Why there is no such schedule, with what to try; None if there is."""
         ranks, count, virtual = self.num_ranks, self.num_microbatches, self.virtual_stages
@@ -92,6 +103,8 @@ class Pipelining:
         if virtual < least or (most is not None and virtual > most):
             wanted = f"{least}" if most == least else f"at least {least}"
             return f"{self.schedule} has {wanted} virtual stages a rank, not {virtual}.\n  try: virtual_stages={least}"
+        if self.schedule == "found" or self.passes is not None or self.turns:
+            return self._obstacle_of_passes()
         if virtual == 1:
             return None
         if ranks == 1:
@@ -102,11 +115,29 @@ class Pipelining:
                 f"  try: num_microbatches={2 * ranks}, or zb-v"
             )
         rounds = max(1, count // ranks)
-        if self.schedule not in _IN_A_V and count % rounds:
+        if not self.in_a_v and count % rounds:
             return (
                 f"{self.schedule} with {virtual} virtual stages runs {count} microbatches on {ranks} ranks in {rounds} "
                 f"rounds, which do not divide them.\n  try: num_microbatches={count // ranks * ranks}"
             )
+        return None
+
+    def _obstacle_of_passes(self) -> str | None:
+        if self.schedule != "found":
+            return f"{self.schedule} has an order of its own; an order of passes is found for schedule found alone."
+        if self.passes is None:
+            return (
+                "the order of found is found for how long passes take, and none is given.\n  try: a search finds them"
+            )
+        if self.turns and self.virtual_stages != 2:
+            return f"stages in a v are 2 a rank, not {self.virtual_stages}.\n  try: placement: loop"
+        for name, expected in (
+            *dict.fromkeys(("forward", "inputs", "weights"), self.num_stages).items(),
+            *dict.fromkeys(("alive", "waiting"), self.num_ranks).items(),
+        ):
+            given = getattr(self.passes, name)
+            if len(given) != expected or min(given) < 1:
+                return f"passes.{name} has {len(given)} values from {min(given)} on, expected {expected} of 1 or more."
         return None
 
     def check(self) -> None:
@@ -118,7 +149,7 @@ class Pipelining:
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``."""
         lap, place = divmod(stage, self.num_ranks)
-        return self.num_ranks - 1 - place if self.schedule in _IN_A_V and lap % 2 else place
+        return self.num_ranks - 1 - place if self.in_a_v and lap % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of ``rank``, in order."""
@@ -140,14 +171,14 @@ class Pipelining:
 
 def splits_backward(schedule: str) -> bool:
     """Whether ``schedule`` has backward passes that leave the weights for later."""
-    return schedule in ("zb-h1", "zb-2p", *_IN_A_V)
+    return schedule in ("zb-h1", "zb-2p", "found", *_IN_A_V)
 
 
 def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
     """Least and most stages a rank (None: no limit) of ``schedule``."""
     if schedule in _IN_A_V:
         return 2, 2
-    return {"interleaved": (2, None), "zb-h1": (1, None)}.get(schedule, (1, 1))
+    return {"interleaved": (2, None), "zb-h1": (1, None), "found": (1, None)}.get(schedule, (1, 1))
 
 
 # Rounds of as many microbatches as ranks, after which more of them change nothing but the length of a step.
@@ -159,7 +190,8 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
     shape.check()
     made_by: dict[str, Callable[[Pipelining, int], Iterator[Action]]] = {
         "zb-v": _zb_v,
-        "zb-2p": _zb_2p,
+        "zb-2p": _listed,
+        "found": _listed,
         "dualpipe-v": _dualpipe_v,
         "interleaved": _looped,
         "zb-h1": _looped,
@@ -171,6 +203,8 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
 @lru_cache(maxsize=1024)
 def _live(shape: Pipelining) -> tuple[int, ...]:
     ranks, count = shape.num_ranks, shape.num_microbatches
+    if shape.schedule == "found":
+        return tuple(most for most, _ in _counted(shape))
     # Rounds through virtual stages in a loop are longer where ranks do not divide the microbatches.
     alike = count % ranks == 0 or shape.virtual_stages == 1 or shape.schedule in _IN_A_V
     if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and alike:
@@ -208,6 +242,11 @@ def _waiting(shape: Pipelining) -> tuple[int, ...]:
     steady = STEADY_ROUNDS * shape.num_ranks
     if shape.num_microbatches > steady:
         return _waiting(replace(shape, num_microbatches=steady))
+    return 0, *(waiting for _, waiting in _counted(shape)[1:])
+
+
+def _counted(shape: Pipelining) -> list[tuple[int, int]]:
+    """Of each stage ``live`` and ``waiting``, by its actions."""
     most = [(0, 0)] * shape.num_stages
     for order in shape.orders():
         live, waiting = Counter[int](), Counter[int]()
@@ -215,7 +254,7 @@ def _waiting(shape: Pipelining) -> tuple[int, ...]:
             live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
             waiting[stage] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
             most[stage] = max(most[stage], (live[stage], waiting[stage]))
-    return 0, *(waiting for _, waiting in most[1:])
+    return most
 
 
 def _filling(shape: Pipelining, rank: int) -> int:
@@ -292,10 +331,12 @@ def _alive_of_zb_2p(shape: Pipelining) -> int:
     return 2 * shape.num_ranks
 
 
-def _zb_2p(shape: Pipelining, rank: int) -> Iterator[Action]:
-    """ZB-2p of Qi et al., arXiv:2401.10241, by list scheduling."""
-    for kind, microbatch in list_schedule(shape.num_ranks, shape.num_microbatches, _alive_of_zb_2p(shape))[rank]:
-        yield Action(rank, kind, microbatch)
+def _listed(shape: Pipelining, rank: int) -> Iterator[Action]:
+    """By list scheduling: ZB-2p of Qi et al., arXiv:2401.10241, or for the passes that are given."""
+    count = shape.num_microbatches
+    passes = shape.passes or PassTimes.equal(shape.num_ranks, count, _alive_of_zb_2p(shape))
+    ranks = tuple(map(shape.rank_of, range(shape.num_stages)))
+    return map(Action._make, list_schedule(ranks, count, passes)[rank])
 
 
 class _Counter:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir.errors import InvalidPlan
-from autopar.ir.schedule import Action, Kind, Order, Pipelining
+from autopar.ir.schedule import Action, Kind, Order, Pipelining, splits_backward
 
 # Of a microbatch, or of each.
 Seconds = float | Sequence[float]
@@ -191,7 +191,7 @@ def bubble_passes(schedule: str) -> float:
     Exact for naive (M passes), gpipe, 1f1b and interleaved in whole rounds; for the zero-bubble schedules of what
     they are at equal times of F, I and W.
     """
-    return {"zb-h1": 1 / 3, "zb-2p": 1 / 3, "zb-v": 1 / 3, "dualpipe-v": 1 / 3}.get(schedule, 1.0)
+    return 1 / 3 if splits_backward(schedule) else 1.0
 
 
 def pipeline_time(shape: Pipelining, stage_s: Sequence[float], send_s: Sequence[float] = ()) -> float:

@@ -25,7 +25,7 @@ from tests.search.test_search import Model, captured
 
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h1", 2), ("zb-2p", 1), ("interleaved", 2), ("zb-v", 2),
-    ("dualpipe-v", 2),
+    ("dualpipe-v", 2), ("found", 1), ("found", 2),
 ]  # fmt: skip
 PIPELINE = Constraints(pp=2, num_microbatches=4)
 
@@ -80,8 +80,12 @@ def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> No
     pinned = [found(replace(limits, schedule=name), 1e12)[1] for name in names]
     peaks = [predicted.peak_bytes for predicted in pinned]
     assert peaks == sorted(peaks) and pinned[2].step_time_s < 0.9 * pinned[1].step_time_s
-    assert found(limits, 1e12)[0] == "zb-2p"
-    assert found(limits, 0.95 * peaks[2])[0] == "zb-h1"
+    # An order that is found for the plan is better than either, and fills what memory there is.
+    for room, named in ((1e12, pinned[2]), (0.95 * peaks[2], pinned[1])):
+        schedule, predicted = found(limits, room)
+        assert schedule == "found"
+        assert predicted.step_time_s < named.step_time_s
+        assert predicted.peak_bytes <= room
 
 
 def test_steps_of_zb_2p_would_follow_each_other_without_a_bubble(tied: CapturedModel, workload: Workload) -> None:

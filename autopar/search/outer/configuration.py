@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.ir.list_scheduling import PassTimes
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining, Schedule
@@ -20,7 +21,8 @@ from autopar.search.stages.stage import BlockCost, Stage
 class Configuration:
     """A point of the outer search. num_stages: ranks of the pipeline, of ``virtual_stages`` stages each.
 
-    schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others.
+    schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others. passes, turns: see
+    ``Pipelining``.
     data_axes: the axes that ZeRO shards over; on others, gradients of sharded parameters are all-reduced.
     offload: whether tensors that ZeRO shards are in host memory.
     constraints: limits on the choices of ops on the axes of ``mesh``.
@@ -34,13 +36,17 @@ class Configuration:
     constraints: Constraints
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
+    passes: PassTimes | None = None
+    turns: bool = False
     batch_axes: tuple[int, ...] | None = None
     offload: bool = False
 
     @property
     def pipelining(self) -> Pipelining:
         """Schedule, ranks, microbatches and virtual stages of the pipeline."""
-        return Pipelining(self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages)
+        return Pipelining(
+            self.schedule, self.num_stages, self.num_microbatches, self.virtual_stages, self.passes, self.turns
+        )
 
     @property
     def kind(self) -> str:

@@ -330,6 +330,14 @@ class Solver:
             self.workload.block_counts,
         )
 
+    def filled(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+        """The plan of a configuration under its own schedule, whose stages fill the memory that there is; None if
+        nothing fits."""
+        found = self._complete(
+            configuration, inner, inf, _CUTS, self._cut(configuration, inner, self.budget_bytes, inf)
+        )
+        return None if found is None or found.predicted.peak_bytes > self.budget_bytes * (1 + 1e-9) + 1 else found
+
     def _complete(
         self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int, first: Candidate | None
     ) -> Candidate | None:

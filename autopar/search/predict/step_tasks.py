@@ -236,7 +236,11 @@ class StepTasks:
 
 def communication_of(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
     """Seconds of the communication of a block's parameters before a pass of the block, and after the pass."""
-    kind = one.action.kind
+    stage, kind, _ = one.action
+    if stage == 0 and kind == "I":  # of a split backward the first stage has all in the second part
+        return 0.0, 0.0
+    if stage == 0 and kind == "W":
+        kind = "B"
     if kind == "F":
         return sync.forward_s + (sync.first_s if one.first else 0.0), 0.0
     after = sync.backward_s - sync.regather_s + (sync.step_s - sync.first_s if one.last else 0.0)

@@ -16,7 +16,7 @@ from autopar.ir.lowered.attention import is_attention
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.op_recipes import recipe_of
 from autopar.ir.placed.assign import spread
-from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, Plan, Prediction, Recipe, StagePlan
+from autopar.ir.plan import Batch, BlockPlan, ClusterRef, ModelRef, PassesPlan, Plan, Prediction, Recipe, StagePlan
 from autopar.ir.rule import Assignment
 from autopar.ir.rules import rule_for
 from autopar.ir.schedule import Pipelining
@@ -74,6 +74,7 @@ def plan_of(
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=shape.schedule,
         virtual_stages=shape.virtual_stages,
+        passes=None if shape.passes is None else PassesPlan.of(shape.passes, turns=shape.turns),
         sequence_layout=_sequence_layout(pricing, assignment),
         zero=pricing.zero,
         shard_axes=[mesh.names[axis] for axis in pricing.data_axes] or None if pricing.zero else None,

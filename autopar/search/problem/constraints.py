@@ -29,7 +29,7 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision, Recipe
 from autopar.ir.recipe_pins import RecipePin
-from autopar.ir.schedule import Pipelining, Schedule, virtual_stages_of
+from autopar.ir.schedule import Pipelining, Schedule, splits_backward, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.forbidden_placements import Forbidden
 
@@ -37,6 +37,8 @@ Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
+# Its order is found for a plan that has one of the others (``search/outer/found_order.py``).
+FOUND: Schedule = "found"
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "zb-2p", "naive")
 
 
@@ -186,7 +188,7 @@ class Constraints:
 
     def _check_schedule(self) -> None:
         """Contradictions that hold for every plan; with what is open taken as it suits the schedule best."""
-        if self.schedule is not None:
+        if self.schedule is not None and self.schedule != FOUND:
             least, _ = virtual_stages_of(self.schedule)
             ranks, virtual = self.pp or 2, self.virtual_stages or least
             count = self.num_microbatches or 2 * ranks
@@ -212,9 +214,13 @@ class Constraints:
         passes as one before them are left out.
         """
         names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
+        if self.schedule == FOUND:
+            names = tuple(name for name in names if splits_backward(name)) or names
+        elif self.schedule is not None:
+            names = (self.schedule,)
         sizes = even_virtual_stages(block_counts, num_ranks) if self.virtual_stages is None else (self.virtual_stages,)
         found: list[Pipelining] = []
-        for name in names if self.schedule is None else (self.schedule,):
+        for name in names:
             for size in sizes:
                 shape = Pipelining(name, num_ranks, num_microbatches, size)
                 possible = shape.num_stages <= sum(block_counts) and shape.obstacle() is None
