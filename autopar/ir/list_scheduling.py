@@ -3,7 +3,8 @@
 In the order of urgency: an input gradient (I), which the stage before waits for; a forward (F), which the stage after
 waits for; gradients of weights (W), which nobody waits for and which fill what would be gaps. The first stage has no
 input gradient to send: its backward is one pass, as urgent as weight gradients. Of several stages on a rank a forward
-of the one furthest along goes first, and an input gradient of the oldest microbatch.
+of the one furthest along goes first, and an input gradient of the oldest microbatch. Where few weight gradients can
+be put off, gaps are shorter with forwards first, or rather the pass first that most is left to do after.
 
     rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 ...        of 2 ranks, passes of equal length and 4 microbatches alive on each
     rank 1      F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 ...
@@ -20,6 +21,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 PassKind = Literal["F", "I", "W"]
@@ -33,7 +35,7 @@ class PassTimes:
 
     forward, inputs, weights: ticks of a pass of each stage, at least 1. alive: of each rank, the most microbatches from
     their first forward there to their last weight gradients, at least 1. waiting: of each rank, the most passes of
-    weight gradients that are put off. send: ticks until another rank has what a pass made.
+    weight gradients that are put off. send: ticks until another rank has what a pass made. urgent: what goes first.
     """
 
     forward: tuple[int, ...]
@@ -42,6 +44,7 @@ class PassTimes:
     alive: tuple[int, ...]
     waiting: tuple[int, ...]
     send: int = 0
+    urgent: Literal["inputs", "forwards"] = "inputs"
 
     @classmethod
     def equal(cls, num_ranks: int, num_microbatches: int, most_alive: int) -> PassTimes:
@@ -75,6 +78,9 @@ class _Run:
         self.returned = [0] * len(ranks)
         # Of each rank: stages whose weight gradients wait, oldest first.
         self.waiting: list[deque[int]] = [deque() for _ in places]
+        # Ticks of the way back from each stage, and from each stage to the last and all the way back.
+        self.back = list(accumulate(times.inputs))
+        self.ahead = [self.back[-1] + sum(times.forward[stage:]) for stage in stages]
         self.found: list[list[Pass]] = [[] for _ in places]
 
     def orders(self) -> tuple[tuple[Pass, ...], ...]:
@@ -108,21 +114,29 @@ class _Run:
 
     def _choose(self, rank: int) -> tuple[int, PassKind] | None:
         """The most urgent pass that a rank can run."""
-        own = self.own[rank]
+        own, waiting = self.own[rank], self.waiting[rank]
         back = [s for s in own if self.inputs[s] < min(self.forwards[s], self.returned[s])]
-        if later := [s for s in back if s]:
-            if len(self.waiting[rank]) < self.times.waiting[rank]:
-                return min(later, key=lambda s: (self.inputs[s], -s)), "I"
-            if self.waiting[rank]:
-                return self.waiting[rank][0], "W"
-            return min(later, key=lambda s: (self.inputs[s], -s)), "I"
-        alive = self.forwards[own[0]] - min(self.weights[s] for s in own)
-        for stage in reversed(own):
-            if self.forwards[stage] < self.arrived[stage] and (stage != own[0] or alive < self.times.alive[rank]):
-                return stage, "F"
+        later = min((s for s in back if s), key=lambda s: (self.inputs[s], -s), default=0)
+        forward = self._forward(rank)
+        if later and forward is not None and self.times.urgent == "forwards" and self.ahead[forward] > self.back[later]:
+            return forward, "F"
+        if later:
+            full = waiting and len(waiting) >= self.times.waiting[rank]
+            return (waiting[0], "W") if full else (later, "I")
+        if forward is not None:
+            return forward, "F"
         if back:
             return 0, "W"
-        return (self.waiting[rank][0], "W") if self.waiting[rank] else None
+        return (waiting[0], "W") if waiting else None
+
+    def _forward(self, rank: int) -> int | None:
+        """The stage of a rank whose next forward can run, the one furthest along."""
+        own = self.own[rank]
+        alive = self.forwards[own[0]] - min(self.weights[stage] for stage in own)
+        for stage in reversed(own):
+            if self.forwards[stage] < self.arrived[stage] and (stage != own[0] or alive < self.times.alive[rank]):
+                return stage
+        return None
 
     def _begin(self, rank: int, stage: int, kind: PassKind) -> int:
         """Note a pass; its ticks."""

@@ -122,7 +122,7 @@ class PassesPlan(_Model):
     placement: of the stages on the ranks of the pipeline. forward, inputs, weights: ticks of a pass of each stage, of
     forward and of the two parts of its backward. alive: of each rank of the pipeline, the most microbatches from their
     first forward there to their last weight gradients; waiting: the most passes of weight gradients that are put off.
-    send: ticks until another rank has what a pass made.
+    send: ticks until another rank has what a pass made. urgent: what goes first where a rank can do either.
     """
 
     placement: Literal["loop", "v"] = "loop"
@@ -132,6 +132,7 @@ class PassesPlan(_Model):
     alive: list[_Microbatches]
     waiting: list[_Microbatches]
     send: Annotated[int, Field(ge=0, le=1000)] = 0
+    urgent: Literal["inputs", "forwards"] = "inputs"
 
     @classmethod
     def of(cls, times: PassTimes, *, turns: bool) -> PassesPlan:
@@ -144,7 +145,15 @@ class PassesPlan(_Model):
         """As list scheduling takes them."""
         lists = self.forward, self.inputs, self.weights, self.alive, self.waiting
         forward, inputs, weights, alive, waiting = map(tuple, lists)
-        return PassTimes(forward=forward, inputs=inputs, weights=weights, alive=alive, waiting=waiting, send=self.send)
+        return PassTimes(
+            forward=forward,
+            inputs=inputs,
+            weights=weights,
+            alive=alive,
+            waiting=waiting,
+            send=self.send,
+            urgent=self.urgent,
+        )
 
 
 class LengthsPrediction(_Model):

@@ -164,8 +164,9 @@ class Pipelining:
         return _live(self)
 
     def waiting(self) -> tuple[int, ...]:
-        """Per stage, how many of those have only the gradients of weights left. None in the first stage, which sends
-        no gradient, and leaves all of its backward for later where it is split."""
+        """Per stage, how many of those have only the gradients of weights left when its rank has most microbatches in
+        all its stages. None in the first stage, which sends no gradient, and leaves all of its backward for later where
+        it is split."""
         return _waiting(self)
 
 
@@ -204,7 +205,7 @@ def _orders(shape: Pipelining) -> tuple[Order, ...]:
 def _live(shape: Pipelining) -> tuple[int, ...]:
     ranks, count = shape.num_ranks, shape.num_microbatches
     if shape.schedule == "found":
-        return tuple(most for most, _ in _counted(shape))
+        return _counted(shape)[0]
     # Rounds through virtual stages in a loop are longer where ranks do not divide the microbatches.
     alike = count % ranks == 0 or shape.virtual_stages == 1 or shape.schedule in _IN_A_V
     if shape.schedule != "gpipe" and count > STEADY_ROUNDS * ranks and alike:
@@ -242,19 +243,24 @@ def _waiting(shape: Pipelining) -> tuple[int, ...]:
     steady = STEADY_ROUNDS * shape.num_ranks
     if shape.num_microbatches > steady:
         return _waiting(replace(shape, num_microbatches=steady))
-    return 0, *(waiting for _, waiting in _counted(shape)[1:])
+    _, (_, *waiting) = _counted(shape)
+    return 0, *waiting
 
 
-def _counted(shape: Pipelining) -> list[tuple[int, int]]:
-    """Of each stage ``live`` and ``waiting``, by its actions."""
-    most = [(0, 0)] * shape.num_stages
+def _counted(shape: Pipelining) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``live`` and ``waiting`` of the stages, by their actions."""
+    live, found = [0] * shape.num_stages, [0] * shape.num_stages
     for order in shape.orders():
-        live, waiting = Counter[int](), Counter[int]()
+        now, waiting, most = Counter[int](), Counter[int](), (0, 0)
         for stage, kind, _ in order:
-            live[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-            waiting[stage] += {"F": 0, "B": 0, "I": 1, "W": -1}[kind]
-            most[stage] = max(most[stage], (live[stage], waiting[stage]))
-    return most
+            now[stage] += {"F": 1, "I": 0}.get(kind, -1)
+            waiting[stage] += {"I": 1, "W": -1}.get(kind, 0)
+            live[stage] = max(live[stage], now[stage])
+            if (total := (now.total(), waiting.total())) > most:
+                most = total
+                for own, count in waiting.items():
+                    found[own] = count
+    return tuple(live), tuple(found)
 
 
 def _filling(shape: Pipelining, rank: int) -> int:

@@ -20,6 +20,7 @@ from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
 from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.found_order import best_order
 from autopar.search.outer.infeasible import explain
 from autopar.search.outer.known_configurations import Known
 from autopar.search.outer.prices import Prices
@@ -100,6 +101,7 @@ def search_captured(
         solver.work = 0
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
+    best = best_order(solver, best, outer.rivals())
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     plan = plan_of(best.pricing, best.assignment, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s

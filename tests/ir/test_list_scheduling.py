@@ -30,6 +30,7 @@ def shapes(draw: st.DrawFn) -> Pipelining:
         alive=numbers(ranks, 8),
         waiting=numbers(ranks, 8),
         send=draw(st.integers(0, 10)),
+        urgent=draw(st.sampled_from(["inputs", "forwards"])),
     )
     turns = virtual == 2 and draw(st.booleans())
     shape = Pipelining("found", ranks, count, virtual, times, turns)

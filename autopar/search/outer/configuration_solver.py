@@ -323,12 +323,13 @@ class Solver:
         return self._relative[key]
 
     def shapes(self, configuration: Configuration) -> tuple[Pipelining, ...]:
-        """The schedules that a configuration leaves open."""
-        return configuration.constraints.shapes(
-            configuration.num_stages,
-            configuration.num_microbatches,
-            self.workload.block_counts,
+        """The schedules that a configuration leaves open. Where any will do, those that split the backward are not
+        tried with ZeRO-3, which gathers parameters for each pass."""
+        every = configuration.constraints.shapes(
+            configuration.num_stages, configuration.num_microbatches, self.workload.block_counts
         )
+        plain = configuration.constraints.schedule is None and configuration.zero == 3
+        return tuple(shape for shape in every if not (plain and shape.splits_backward))
 
     def filled(self, configuration: Configuration, inner: Inner) -> Candidate | None:
         """The plan of a configuration under its own schedule, whose stages fill the memory that there is; None if
@@ -385,9 +386,15 @@ class Solver:
         )
 
     def cuts(self, configuration: Configuration, inner: Inner, budget_bytes: float) -> Cuts | None:
-        """The best stage cuts under a memory budget; None if nothing fits."""
+        """The best stage cuts under a memory budget; None if nothing fits.
+
+        Where any schedule will do, those that split the backward are tried without rematerialisation: an order with
+        it is found for the plan at last (``found_order``).
+        """
         shape, costs = configuration.pipelining, inner.costs(configuration.num_stages)
-        return cut_pipeline(costs, shape, budget_bytes, self.levels, self._links(shape, configuration.mesh))
+        later = shape.splits_backward and shape.passes is None and configuration.constraints.schedule is None
+        levels = ("none",) if later and "none" in self.levels else self.levels
+        return cut_pipeline(costs, shape, budget_bytes, levels, self._links(shape, configuration.mesh))
 
     def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
         """Number of microbatches at which the activations saved by one stage fit, for every rematerialisation level."""

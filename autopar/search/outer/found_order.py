@@ -8,11 +8,13 @@ as the plan has; the best that fits is taken if it is faster. Neither the ops of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
+from autopar.cost_model.schedule.pipeline_simulator import simulate
 from autopar.ir.list_scheduling import PassTimes
-from autopar.search.outer.configuration import Candidate, Inner
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.constraints import FOUND
 
@@ -20,6 +22,25 @@ from autopar.search.problem.constraints import FOUND
 _TICKS = 100
 # Share of a step's time that an order of its own has to save, as a plan with one is longer to read. Chosen.
 _GAIN = 5e-3
+# Orders that stages are cut for. Chosen.
+_TRIED = 6
+# Other pipelines that an order is found for, and how much slower without it one of them may be: about as much as an
+# order gains. Chosen.
+_RIVALS, _MOST_TO_GAIN = 3, 0.2
+
+
+def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
+    """``best``, or a faster plan with an order of its own of that or of ``others``, the best first."""
+    found = [with_found_order(solver, best)]
+    tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
+    for other in others:
+        key = other.configuration.num_stages, other.configuration.mesh.sizes
+        if len(tried) > _RIVALS or other.step_time_s > best.step_time_s * (1 + _MOST_TO_GAIN):
+            break
+        if key not in tried and other.configuration.num_stages > 1:
+            tried.add(key)
+            found.append(with_found_order(solver, other))
+    return min(found, key=lambda own: own.predicted.step_time_s)
 
 
 def with_found_order(solver: Solver, found: Candidate) -> Candidate:
@@ -33,38 +54,58 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
     if constraints.whole_backward or constraints.schedule not in (None, FOUND):
         return found
     best = None if pinned else found
-    for other in _candidates(solver, found):
-        if best is None or other.predicted.step_time_s < best.predicted.step_time_s * (1 - _GAIN * (best is found)):
+
+    def most_s() -> float:
+        """Seconds of a step that another plan has to stay below."""
+        if best is None:
+            return inf
+        return best.predicted.step_time_s * (1 - _GAIN * (best is found))
+
+    for other in _candidates(solver, found, most_s):
+        if other.predicted.step_time_s < most_s():
             best = other
     return best or found
 
 
-def _candidates(solver: Solver, found: Candidate) -> Iterator[Candidate]:
-    """Plans that fit, each after another with equal passes, whose seconds its order is found for."""
+def _candidates(solver: Solver, found: Candidate, most_s: Callable[[], float]) -> Iterator[Candidate]:
+    """Plans that fit, first those whose order is best with equal stages and memory for all of it. most_s: of the best
+    so far; what is slower even so is not tried."""
     inner = Inner(
         pricing=found.pricing, assignment=found.assignment, objective=0.0, shared_once=False, given=found.priced
     )
-    ranks, count = found.configuration.num_stages, found.configuration.num_microbatches
-    for virtual, turns in _placements(found):
-        for alive, waiting in ((ranks, ranks), (2 * ranks, ranks), (2 * ranks, 2 * ranks)):
-            one = (1,) * (ranks * virtual)
-            passes = PassTimes(
-                forward=one,
-                inputs=one,
-                weights=one,
-                alive=(min(alive, count),) * ranks,
-                waiting=(min(waiting, count) * virtual,) * ranks,
-            )
-            configuration = replace(
-                found.configuration, schedule=FOUND, virtual_stages=virtual, passes=passes, turns=turns
-            )
-            first = solver.filled(configuration, inner)
-            if first is None:
-                continue
-            own = replace(configuration, passes=_timed(first, passes))
+    options = sorted(_options(found), key=lambda option: option[0])
+    for ideal_s, configuration in options[:_TRIED]:
+        if ideal_s >= most_s():
+            break
+        first = solver.filled(configuration, inner)
+        if first is not None:
+            assert configuration.passes is not None
+            own = replace(configuration, passes=_timed(first, configuration.passes))
             candidate = solver.filled(own, inner)
             if candidate is not None:
                 yield candidate
+
+
+def _options(found: Candidate) -> Iterator[tuple[float, Configuration]]:
+    """Orders of equal passes that take as long as those of ``found`` on average; seconds of a step by each."""
+    configuration = found.configuration
+    ranks, count = configuration.num_stages, configuration.num_microbatches
+    blocks = [found.priced.blocks[b] for stage in found.stages for b in range(stage.first, stage.last + 1)]
+    forward, backward = sum(found.predicted.forward_s), sum(found.predicted.backward_s)
+    weights = sum(block.weights_s for block in blocks)
+    send = max(found.predicted.costs.sends, default=0.0)
+    for virtual, turns in _placements(found):
+        stages = ranks * virtual
+        each = [seconds / stages for seconds in (forward, backward - weights, weights)]
+        for alive in dict.fromkeys(min(share * ranks * virtual, count) for share in (1, 2)):
+            tried = ((alive * virtual, "inputs"), (alive * virtual // 4, "inputs"), (2, "forwards"), (1, "forwards"))
+            for waiting, urgent in tried:
+                passes = _passes(each, send, stages, (alive,) * ranks, (max(1, waiting),) * ranks, urgent)
+                own = replace(configuration, schedule=FOUND, virtual_stages=virtual, passes=passes, turns=turns)
+                parts = [0.0, *[each[1]] * (stages - 1)], [each[1] + each[2], *[each[2]] * (stages - 1)]
+                whole = [each[1] + each[2]] * stages
+                step = simulate(own.pipelining, [each[0]] * stages, whole, parts, p2p_forward_s=send)
+                yield step.step_time_s, own
 
 
 def _placements(found: Candidate) -> list[tuple[int, bool]]:
@@ -83,19 +124,31 @@ def _placements(found: Candidate) -> list[tuple[int, bool]]:
 def _timed(found: Candidate, passes: PassTimes) -> PassTimes:
     """``passes`` with the seconds that a plan is predicted to take for each, in ticks."""
     predicted = found.predicted
-    sends = predicted.costs.sends
-    unit = max(*predicted.forward_s, *predicted.inputs_s, *predicted.weights_s) / _TICKS
-
-    def ticks(seconds: tuple[float, ...]) -> tuple[int, ...]:
-        return tuple(max(1, round(own / unit)) for own in seconds)
-
+    seconds = predicted.forward_s, predicted.inputs_s, predicted.weights_s
+    unit = max(map(max, seconds)) / _TICKS
     # The first stage has all of its backward in the second part.
-    _, *inputs = ticks(predicted.inputs_s)
-    first, *weights = ticks(predicted.weights_s)
+    forward, (_, *inputs), (first, *weights) = ([max(1, round(own / unit)) for own in each] for each in seconds)
     return replace(
         passes,
-        forward=ticks(predicted.forward_s),
+        forward=tuple(forward),
         inputs=(1, *inputs),
         weights=(max(1, first - 1), *weights),
-        send=round(max(sends, default=0.0) / unit),
+        send=round(max(predicted.costs.sends, default=0.0) / unit),
+    )
+
+
+def _passes(
+    each: Sequence[float], send: float, stages: int, alive: tuple[int, ...], waiting: tuple[int, ...], urgent: str
+) -> PassTimes:
+    """Of equal stages. each: seconds of a forward and of both parts of a backward."""
+    unit = max(each) / 10
+    forward, inputs, weights = (max(1, round(own / unit)) for own in each)
+    return PassTimes(
+        send=round(send / unit),
+        forward=(forward,) * stages,
+        inputs=(1, *[inputs] * (stages - 1)),
+        weights=(inputs + weights - 1, *[weights] * (stages - 1)),
+        alive=alive,
+        waiting=waiting,
+        urgent=urgent,  # type: ignore[arg-type]  # one of its two
     )

@@ -1,11 +1,10 @@
-"""Refinement of a plan whose ops are fixed: order of passes, offload of each stage, ZeRO stage of each block, prefetch.
+"""Refinement of a plan whose ops and stages are fixed: offload of each stage, ZeRO stage of each block, prefetch.
 
 None of it changes the assignment of ops, except the first, and all but the first trade memory for time on one rank:
 
     inputs      divided on every data axis, if the step is then no more than TOLERANCE longer and no slower than a
                 baseline: a rank loads its own rows alone. The inner problem may leave the inputs whole, as then no
                 count of tokens is summed over ranks
-    order       of the passes of a pipeline, and stages for it (``found_order``); all else is for its stages
     offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
                 independent, and offload only costs time, so this is exact
     ZeRO stages every combination over the kinds of block that hold most parameters, the other kinds as the plan has
@@ -30,7 +29,6 @@ from autopar.ir.analysis.op_clusters import BATCH
 from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.outer.configuration import Candidate
 from autopar.search.outer.configuration_solver import Solver
-from autopar.search.outer.found_order import with_found_order
 from autopar.search.predict.to_plan import name_axes
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.pricing import Pricing
@@ -48,11 +46,11 @@ _GAIN = 1e-3
 
 
 def refine(solver: Solver, found: Candidate, most_s: float = inf) -> Candidate:
-    """``found``, or another plan with the same ops and mesh that fits as well.
+    """``found``, or another plan with the same ops, stages and mesh that fits as well.
 
     That is a faster one, or a simpler one of at most ``most_s`` seconds.
     """
-    found = with_found_order(solver, _with_own_rows(solver, found, most_s))
+    found = _with_own_rows(solver, found, most_s)
     if not found.configuration.zero or found.pricing.zero_degree == 1:
         return found
     constraints = found.configuration.constraints
