@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import inf
 
 from autopar.cost_model.schedule.pipeline_simulator import simulate
+from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.list_scheduling import PassTimes
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
@@ -32,6 +33,8 @@ _RIVALS, _MOST_TO_GAIN = 3, 0.2
 def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
     """``best``, or a faster plan with an order of its own of that or of ``others``, the best first."""
     found = [with_found_order(solver, best)]
+    if best.configuration.constraints.schedule == FOUND:
+        return found[0]
     tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
     for other in others:
         key = other.configuration.num_stages, other.configuration.mesh.sizes
@@ -45,11 +48,11 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
 
 def with_found_order(solver: Solver, found: Candidate) -> Candidate:
     """``found``, or a faster plan of the same ops on the same mesh with an order of its own; one in any case if the
-    constraints ask for it and it fits."""
+    constraints ask for it. Raises InfeasiblePlan if it then does not fit."""
     configuration = found.configuration
     constraints = configuration.constraints
     pinned = constraints.schedule == FOUND
-    if configuration.num_stages == 1 or configuration.num_microbatches == 1:
+    if configuration.num_stages == 1 or (configuration.num_microbatches == 1 and not pinned):
         return found
     if constraints.whole_backward or constraints.schedule not in (None, FOUND):
         return found
@@ -64,7 +67,12 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
     for other in _candidates(solver, found, most_s):
         if other.predicted.step_time_s < most_s():
             best = other
-    return best or found
+    if best is None:
+        raise InfeasiblePlan(
+            f"no order of passes that was tried for {configuration} fits; {configuration.schedule} does.\n"
+            f"  try: --schedule {configuration.schedule}, or --remat full"
+        )
+    return best
 
 
 def _candidates(solver: Solver, found: Candidate, most_s: Callable[[], float]) -> Iterator[Candidate]:
