@@ -85,14 +85,14 @@ class CodeLibrary:
         device: torch.device,
         *,
         compile_blocks: bool = False,
-        splits_backward: bool = False,
+        splits: bool = False,
     ) -> None:
-        """compile_blocks: with ``torch.compile``, each distinct function once. splits_backward: whether the schedule
-        does, so that a block that is rematerialised is recomputed once for both parts."""
+        """compile_blocks: with ``torch.compile``, each distinct function once. splits: whether the schedule splits the
+        backward; a block that is rematerialised is then recomputed once for both parts."""
         self._group_names = group_names
         self._device = device
         self._compile = compile_blocks
-        self._splits = splits_backward
+        self._splits = splits
         self._tiled = TiledCalls()
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}

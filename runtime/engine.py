@@ -70,10 +70,11 @@ class Engine:
         """
         self.captured, self.plan, self.device = captured, plan, this_device()
         register_fused_steps()
-        if compile_blocks and plan.num_stages > 1 and plan.pipelining.splits_backward:
+        splits = plan.num_stages > 1 and plan.pipelining.splits_backward
+        if compile_blocks and splits:
             raise PlanMismatch(
-                f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n"
-                "  try: compile=False, or a plan with schedule 1f1b or interleaved"
+                f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n  try: "
+                "compile=False, or a plan with schedule 1f1b or interleaved"
             )
         if compile_blocks and any(stage.remat.get("alternate") for stage in plan.stages):
             raise PlanMismatch(
@@ -102,12 +103,7 @@ class Engine:
         state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
         self.histories = MaximaHistories(own, self.mesh, self.device)
         state |= self.histories.tensors
-        self._library = CodeLibrary(
-            self.mesh.group_names(),
-            self.device,
-            compile_blocks=compile_blocks,
-            splits_backward=plan.num_stages > 1 and plan.pipelining.splits_backward,
-        )
+        self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks, splits=splits)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)
         for stage, meshes in zip(self.local, sharded, strict=True):
@@ -130,8 +126,7 @@ class Engine:
         self._settings = OptimizerSettings(self._parameters_here)
         self.variants = Variants(captured, plan, self.mesh, self.local, self.device, self.randomness, more)
         self.variants.add("loss" if captured.has_loss else "model", True, captured, programs)
-        self.background = Background()
-        self._first_of_backward = FirstOfBackward()
+        self.background, self._first_of_backward = Background(), FirstOfBackward()
         self.scaler: LossScaler | None = None
         self.losses: list[torch.Tensor] = []
         """This rank's partial sums of the last step's loss, one for each microbatch; none before the last stage."""

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import starmap
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -342,7 +343,7 @@ def _listed(shape: Pipelining, rank: int) -> Iterator[Action]:
     count = shape.num_microbatches
     passes = shape.passes or PassTimes.equal(shape.num_ranks, count, _alive_of_zb_2p(shape))
     ranks = tuple(map(shape.rank_of, range(shape.num_stages)))
-    return map(Action._make, list_schedule(ranks, count, passes)[rank])
+    return starmap(Action, list_schedule(ranks, count, passes)[rank])
 
 
 class _Counter:

@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 
 from autopar.ir.errors import InvalidInput
+from autopar.launching.torchrun_rounds import announce
 from autopar.runtime.launch import in_job, serves_itself
 from autopar.supervision.local_workers import awaited, hosts_are_numbered, is_to_wait, wait_for_supervisor
 from autopar.supervision.rendezvous import Rendezvous
@@ -63,6 +64,7 @@ def _supervise(job: TrainingJob, place: SupervisorPlace) -> int:
     # So this process computes in one thread, and each rank makes a pool of its own.
     given_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     torch.set_num_threads(1)
+    announce(os.environ)
     opened = job.opened()
     if torch.cuda.is_initialized():
         raise InvalidInput("--keep-alive forks its ranks, which the model file prevents: it has used CUDA.")

@@ -101,7 +101,7 @@ def search_captured(
         solver.work = 0
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
-    best = best_order(solver, best, outer.rivals())
+    best = best_order(solver, best, outer.candidates)
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     plan = plan_of(best.pricing, best.assignment, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s

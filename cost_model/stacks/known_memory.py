@@ -52,7 +52,7 @@ MEGATRON_CORE_2025 = replace(
 ZERO_BUBBLE = replace(
     MEGATRON_LM,
     releases_early=True,
-    first_waits=False,
+    first_delays=False,
     why=MEGATRON_LM.why
     + "; a backward stores, for each product, what it read and the gradient that came (WeightGradStore "
     "of github.com/sail-sg/zero-bubble-pipeline-parallelism), and autograd releases the rest",

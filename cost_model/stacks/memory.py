@@ -25,7 +25,7 @@ class StackMemory:
     backward. recomputes: names of ops whose results a fused kernel makes again in backward instead of keeping them.
     loss: of cross entropies; None as our own runtime's. divides: whether losses with many logits are computed in
     chunks, and wide layers in tiles. releases_early: whether a backward that leaves gradients of weights for later
-    keeps for them what their products read, and nothing else. first_waits: whether the first stage, which sends no
+    keeps for them what their products read, and nothing else. first_delays: whether the first stage, which sends no
     gradient, leaves all of its backward for later. fragmentation: share of the activations that the
     caching allocator reserves beyond them. why: where all this is from.
     """
@@ -38,7 +38,7 @@ class StackMemory:
     loss: LossMemory | None = None
     divides: bool = False
     releases_early: bool = False
-    first_waits: bool = True
+    first_delays: bool = True
     fragmentation: float
     why: str
 

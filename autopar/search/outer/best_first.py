@@ -438,10 +438,6 @@ class Outer:
         times = (outcome.step_time_s for _, outcome in self.baselines.values())
         return min((seconds for seconds in times if seconds is not None), default=inf)
 
-    def rivals(self) -> list[Candidate]:
-        """The plans that were found, the best first."""
-        return sorted((c for c in self.candidates if not c.pruned), key=lambda c: c.step_time_s)
-
     def final(self) -> Candidate | None:
         """Of the plans that are as good as the best, the one whose step is shortest when simulated with streams."""
         if self.best is None:

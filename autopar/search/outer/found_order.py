@@ -31,12 +31,12 @@ _RIVALS, _MOST_TO_GAIN = 3, 0.2
 
 
 def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
-    """``best``, or a faster plan with an order of its own of that or of ``others``, the best first."""
+    """``best``, or a faster plan with an order of its own of that or of the best of ``others``."""
     found = [with_found_order(solver, best)]
     if best.configuration.constraints.schedule == FOUND:
         return found[0]
     tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
-    for other in others:
+    for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):
         key = other.configuration.num_stages, other.configuration.mesh.sizes
         if len(tried) > _RIVALS or other.step_time_s > best.step_time_s * (1 + _MOST_TO_GAIN):
             break
@@ -133,15 +133,15 @@ def _timed(found: Candidate, passes: PassTimes) -> PassTimes:
     """``passes`` with the seconds that a plan is predicted to take for each, in ticks."""
     predicted = found.predicted
     seconds = predicted.forward_s, predicted.inputs_s, predicted.weights_s
-    unit = max(map(max, seconds)) / _TICKS
+    tick_s = max(map(max, seconds)) / _TICKS
     # The first stage has all of its backward in the second part.
-    forward, (_, *inputs), (first, *weights) = ([max(1, round(own / unit)) for own in each] for each in seconds)
+    forward, (_, *inputs), (first, *weights) = ([max(1, round(own / tick_s)) for own in each] for each in seconds)
     return replace(
         passes,
         forward=tuple(forward),
         inputs=(1, *inputs),
         weights=(max(1, first - 1), *weights),
-        send=round(max(predicted.costs.sends, default=0.0) / unit),
+        send=round(max(predicted.costs.sends, default=0.0) / tick_s),
     )
 
 
@@ -149,10 +149,10 @@ def _passes(
     each: Sequence[float], send: float, stages: int, alive: tuple[int, ...], waiting: tuple[int, ...], urgent: str
 ) -> PassTimes:
     """Of equal stages. each: seconds of a forward and of both parts of a backward."""
-    unit = max(each) / 10
-    forward, inputs, weights = (max(1, round(own / unit)) for own in each)
+    tick_s = max(each) / 10
+    forward, inputs, weights = (max(1, round(own / tick_s)) for own in each)
     return PassTimes(
-        send=round(send / unit),
+        send=round(send / tick_s),
         forward=(forward,) * stages,
         inputs=(1, *[inputs] * (stages - 1)),
         weights=(inputs + weights - 1, *[weights] * (stages - 1)),

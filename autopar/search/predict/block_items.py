@@ -68,7 +68,7 @@ class BlockItems:
                 continue
             choices = self.layouts.assignments[node]
             own = pricing.op(node, choices) + -1.0 * pricing.lowering(node, choices)
-            share = workload.delayed_share(node, pricing.memory)
+            share = pricing.delayed_share(node)
             seconds = Seconds(own.forward_s, (1.0 - share) * own.backward_s, share * own.backward_s)
             yield Item("op", op_name(node), name_of(workload, node)), seconds
             yield from _collectives(inside_op(pricing, node, choices))

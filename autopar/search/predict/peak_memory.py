@@ -114,7 +114,7 @@ class _Rank:
         inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
         every = [block for blocks in inside.values() for block in blocks]
         lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
-        delayed = {n: sum(b.delayed_bytes for b in inside[n]) for n in own if n or not memory.first_waits}
+        delayed = {n: sum(b.delayed_bytes for b in inside[n]) for n in own if n or not memory.first_delays}
         backwards = {(stage, kind if stage in delayed else "B") for stage, kind, _ in order if kind != "F"}
         return _Rank(
             states=replace(sum((block.states for block in every), whole_copies), gradients=lasting),

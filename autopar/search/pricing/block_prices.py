@@ -327,7 +327,7 @@ class _Ops:
             if node in unrepeated:
                 unreached += total.forward_s
                 unreached_dear += total.forward_s if contracts else lowered.forward_s
-            share = workload.delayed_share(node, memory)
+            share = pricing.delayed_share(node)
             weights += share * (total + -1.0 * lowered).backward_s
             if share:
                 delayed.add(node)

@@ -24,6 +24,7 @@ from autopar.cost_model.communication.gradient_sync import (
 )
 from autopar.cost_model.communication.redistribution_table import WHOLE, Shares
 from autopar.cost_model.compute.casts import spared_by_gather
+from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import NOTHING, ZERO, OpTime
 from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
@@ -161,6 +162,12 @@ class Pricing:
         if not any(choice in rule.lowered for choice in assignment):
             return ZERO
         return self.moves.lowering(node, assignment, self.ops, self.parts)
+
+    def delayed_share(self, node: fx.Node) -> float:
+        """Share of the backward of an op that a split backward leaves for later."""
+        share = self.workload.weights_share(node)
+        at_once = self.memory.releases_early and share < 1.0 and not is_contraction(node, self.workload.rule(node))
+        return 0.0 if at_once else share
 
     def shares(self, transfer: Transfer) -> Shares:
         """Of the bytes that gathers of a transfer move, those that are left where products by tensor read them."""

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_contraction, training_flops
+from autopar.cost_model.compute.flops import training_flops
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.batch_and_sequence import Roles
@@ -338,12 +338,6 @@ class Workload:
             if any(o in self.analysis.differentiable and o.op != "placeholder" for o in tensor_operands(node))
             else 1.0
         )
-
-    def delayed_share(self, node: fx.Node, memory: StackMemory) -> float:
-        """Share of the backward of a representative op that a split backward leaves for later."""
-        share = self.weights_share(node)
-        at_once = memory.releases_early and share < 1.0 and not is_contraction(node, self.rule(node))
-        return 0.0 if at_once else share
 
     @cached_property
     def parameters(self) -> tuple[ParameterGroup, ...]:
