@@ -150,6 +150,23 @@ def _backward_number() -> None:
     assert together == same != apart and min(numbers) >= 0
 
 
+@case("node_of_backward")
+def _backward_node() -> None:
+    nodes: list[object] = []
+
+    def unpack(value: torch.Tensor) -> torch.Tensor:
+        nodes.append(private.node_of_backward())
+        return value
+
+    x = torch.ones(1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        first = x.sin()
+        second = first.cos()
+    second.backward()
+    assert nodes == [second.grad_fn, first.grad_fn], "nodes are known by their identity"
+    assert private.node_of_backward() is None
+
+
 @case("incompatible_keys")
 def _keys() -> None:
     own = private.incompatible_keys(["a"], ["b"])
