@@ -24,10 +24,10 @@ _TICKS = 100
 # Share of a step's time that an order of its own has to save, as a plan with one is longer to read. Chosen.
 _GAIN = 5e-3
 # Orders that stages are cut for. Chosen.
-_TRIED = 6
+_TRIED = 4
 # Other pipelines that an order is found for, and how much slower without it one of them may be: about as much as an
 # order gains. Chosen.
-_RIVALS, _MOST_TO_GAIN = 3, 0.2
+_RIVALS, _MOST_TO_GAIN = 1, 0.1
 
 
 def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
