@@ -88,7 +88,7 @@ class CodeLibrary:
         splits: bool = False,
     ) -> None:
         """compile_blocks: with ``torch.compile``, each distinct function once. splits: whether the schedule splits the
-        backward; a block that is rematerialised is then recomputed once for both parts."""
+        backward; a block that is rematerialised is then recomputed once for both passes."""
         self._group_names = group_names
         self._device = device
         self._compile = compile_blocks

@@ -1,11 +1,11 @@
-"""What autograd saves of a block whose backward runs in two parts (``split_backward``), and when it goes.
+"""What autograd saves of a block under a split backward (``split_backward``), and when it goes.
 
     I   every node of the line reads what was saved for it. What no branch reads as well goes with the node.
     W   the branches read the rest, and it goes with them.
 
 Autograd alone would hold all of it until W. Of a block that is rematerialised nothing is saved in forward but what its
 level says. The first node of I, or of W where a stage has no I, that reads something has the forward recomputed, once
-for both parts; ``torch.utils.checkpoint`` recomputes it anew in each backward, of which every branch is one.
+for both passes; ``torch.utils.checkpoint`` recomputes it anew in each backward, of which every branch is one.
 """
 
 from __future__ import annotations

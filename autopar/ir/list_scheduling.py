@@ -24,6 +24,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
+Urgent = Literal["inputs", "forwards"]
 PassKind = Literal["F", "I", "W"]
 Pass = tuple[int, PassKind, int]
 """Stage, kind, microbatch."""
@@ -44,7 +45,7 @@ class PassTimes:
     alive: tuple[int, ...]
     waiting: tuple[int, ...]
     send: int = 0
-    urgent: Literal["inputs", "forwards"] = "inputs"
+    urgent: Urgent = "inputs"
 
     @classmethod
     def equal(cls, num_ranks: int, num_microbatches: int, most_alive: int) -> PassTimes:

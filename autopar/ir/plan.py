@@ -17,7 +17,7 @@ from autopar.ir import plan_page
 from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
 from autopar.ir.goodput import GoodputPrediction
-from autopar.ir.list_scheduling import PassTimes
+from autopar.ir.list_scheduling import PassTimes, Urgent
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.schedule import Pipelining, Schedule
@@ -119,9 +119,10 @@ class StagePlan(_Model):
 class PassesPlan(_Model):
     """What the order of passes of schedule ``found`` is found for (``autopar.ir.list_scheduling``).
 
-    placement: of the stages on the ranks of the pipeline. forward, inputs, weights: ticks of a pass of each stage, of
-    forward and of the two parts of its backward. alive: of each rank of the pipeline, the most microbatches from their
-    first forward there to their last weight gradients; waiting: the most passes of weight gradients that are put off.
+    placement: of the stages on the ranks of the pipeline. forward, inputs, weights: ticks of the forward, the
+    input-gradient and the weight-gradient pass of each stage. alive: of each rank of the pipeline, the most
+    microbatches from their first forward there to their last weight gradients; waiting: the most passes of weight
+    gradients that are put off.
     send: ticks until another rank has what a pass made. urgent: what goes first where a rank can do either.
     """
 
@@ -132,7 +133,7 @@ class PassesPlan(_Model):
     alive: list[_Microbatches]
     waiting: list[_Microbatches]
     send: Annotated[int, Field(ge=0, le=1000)] = 0
-    urgent: Literal["inputs", "forwards"] = "inputs"
+    urgent: Urgent = "inputs"
 
     @classmethod
     def of(cls, times: PassTimes, *, turns: bool) -> PassesPlan:

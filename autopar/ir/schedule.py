@@ -66,6 +66,13 @@ class Action(NamedTuple):
 Order = tuple[Action, ...]
 
 
+def work_of(action: Action) -> Kind | None:
+    """What an action computes. The first stage sends no gradient back: of a split backward its input-gradient pass has
+    nothing to do, and its weight-gradient pass is a whole backward."""
+    of_first: dict[Kind, Kind | None] = {"F": "F", "B": "B", "I": None, "W": "B"}
+    return action.kind if action.stage else of_first[action.kind]
+
+
 @dataclass(frozen=True, slots=True)
 class Pipelining:
     """A schedule for ``num_ranks`` ranks (of one place in each stage), with ``virtual_stages`` stages on each.
@@ -166,8 +173,7 @@ class Pipelining:
 
     def waiting(self) -> tuple[int, ...]:
         """Per stage, how many of those have only the gradients of weights left when its rank has most microbatches in
-        all its stages. None in the first stage, which sends no gradient, and leaves all of its backward for later where
-        it is split."""
+        all its stages. None in the first stage, whose weight-gradient pass is its whole backward (``work_of``)."""
         return _waiting(self)
 
 
@@ -185,6 +191,8 @@ def virtual_stages_of(schedule: str) -> tuple[int, int | None]:
 
 # Rounds of as many microbatches as ranks, after which more of them change nothing but the length of a step.
 STEADY_ROUNDS = 2
+# ZB-2p has memory for twice as many microbatches as the first rank of 1F1B.
+_ZB_2P_ALIVE = 2
 
 
 @lru_cache(maxsize=256)
@@ -219,7 +227,7 @@ def _live(shape: Pipelining) -> tuple[int, ...]:
         down = [min(count, 2 * ranks - rank) for rank in range(ranks)]
         return *down, *(min(count, rank + 1) for rank in reversed(range(ranks)))
     if shape.schedule == "zb-2p":
-        return (min(count, _alive_of_zb_2p(shape)),) * ranks
+        return (min(count, _ZB_2P_ALIVE * shape.num_ranks),) * ranks
     return tuple(_filling(shape, rank) for rank in range(ranks))
 
 
@@ -333,15 +341,10 @@ def _live_in_a_loop(shape: Pipelining) -> tuple[int, ...]:
     return tuple(int(peak) for own_peaks in peaks for peak in own_peaks)
 
 
-def _alive_of_zb_2p(shape: Pipelining) -> int:
-    """The most microbatches that a rank has memory for: twice as many as the first rank of 1F1B."""
-    return 2 * shape.num_ranks
-
-
 def _listed(shape: Pipelining, rank: int) -> Iterator[Action]:
     """By list scheduling: ZB-2p of Qi et al., arXiv:2401.10241, or for the passes that are given."""
     count = shape.num_microbatches
-    passes = shape.passes or PassTimes.equal(shape.num_ranks, count, _alive_of_zb_2p(shape))
+    passes = shape.passes or PassTimes.equal(shape.num_ranks, count, _ZB_2P_ALIVE * shape.num_ranks)
     ranks = tuple(map(shape.rank_of, range(shape.num_stages)))
     return starmap(Action, list_schedule(ranks, count, passes)[rank])
 

@@ -69,6 +69,7 @@ AUTOPAR = Stack(
     extra_bytes={"cross_entropy": _EAGER_LOSS, "rms_norm": _EAGER_NORM, "layer_norm": _EAGER_NORM},
     grouped=_GROUPED,
     gathers_narrow=frozenset({"weights", "activations"}),
+    any_order=True,
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )

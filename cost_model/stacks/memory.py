@@ -26,7 +26,7 @@ class StackMemory:
     loss: of cross entropies; None as our own runtime's. divides: whether losses with many logits are computed in
     chunks, and wide layers in tiles. releases_early: whether a backward that leaves gradients of weights for later
     keeps for them what their products read, and nothing else. first_delays: whether the first stage, which sends no
-    gradient, leaves all of its backward for later. fragmentation: share of the activations that the
+    gradient, has all of its backward in the weight-gradient pass. fragmentation: share of the activations that the
     caching allocator reserves beyond them. why: where all this is from.
     """
 

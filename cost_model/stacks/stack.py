@@ -45,7 +45,8 @@ class Stack:
     backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
     microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
-    one microbatch travel to experts and back while another microbatch is computed. why: where all this is from.
+    one microbatch travel to experts and back while another microbatch is computed. any_order: whether a pipeline runs
+    its passes in any order that a plan has, and not in those of named schedules alone. why: where all this is from.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Stack:
     launches_of_bias: tuple[int, int] = (0, 0)
     adds_in_products: bool = False
     gathers_ahead: bool = False
+    any_order: bool = False
     hides_dispatch: bool = False
 
     @property

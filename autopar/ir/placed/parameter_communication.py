@@ -9,8 +9,7 @@ and its gradients are scattered follows from its ZeRO stage and from the order o
     3                       before a pass                       every backward         every backward
     3, resharded forward    before a pass                       every pass             every backward
 
-Of a split backward (I, W) the first part is the one that reads parameters, and the second one has the gradients; the
-first stage has nothing to do in the first part, and its second one is a whole backward.
+Of a split backward the input-gradient pass (I) reads parameters, and the weight-gradient pass (W) makes gradients.
 
 Parameters that are gathered in 8 bits (``ZeroUnit.narrow``) have one all-reduce of their maxima ahead of a step.
 """
@@ -28,7 +27,7 @@ from autopar.ir.placed.storage import zero_dim
 from autopar.ir.placed.zero_units import ZeroUnit, axes_of_maxima, parameter_readers, stages_that_read, zero_units
 from autopar.ir.placement import local_shape
 from autopar.ir.precision import itemsize_of, narrow_dtype
-from autopar.ir.schedule import Action, Pipelining
+from autopar.ir.schedule import Action, Pipelining, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,7 @@ def times_of(order: tuple[Action, ...], zero_stage: int, *, reshards: bool) -> T
 
     order: the passes of its pipeline stage. reshards: the unit is resharded after each forward.
     """
-    kinds = [action.kind for action in order]
-    if order and order[0].stage == 0:
-        kinds = ["B" if kind == "W" else kind for kind in kinds if kind != "I"]
+    kinds = [kind for kind in map(work_of, order) if kind is not None]
     there, forward, backward, scattered = False, 0, 0, 0
     left = len(kinds) - kinds.count("F") - kinds.count("I")
     for kind in kinds:

@@ -14,7 +14,7 @@ from math import inf
 
 from autopar.cost_model.schedule.pipeline_simulator import simulate
 from autopar.ir.errors import InfeasiblePlan
-from autopar.ir.list_scheduling import PassTimes
+from autopar.ir.list_scheduling import PassTimes, Urgent
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.constraints import FOUND
@@ -52,6 +52,8 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
     configuration = found.configuration
     constraints = configuration.constraints
     pinned = constraints.schedule == FOUND
+    if not (pinned or solver.cluster.device.stack.any_order):
+        return found
     if configuration.num_stages == 1 or (configuration.num_microbatches == 1 and not pinned):
         return found
     if constraints.whole_backward or constraints.schedule not in (None, FOUND):
@@ -106,7 +108,12 @@ def _options(found: Candidate) -> Iterator[tuple[float, Configuration]]:
         stages = ranks * virtual
         each = [seconds / stages for seconds in (forward, backward - weights, weights)]
         for alive in dict.fromkeys(min(share * ranks * virtual, count) for share in (1, 2)):
-            tried = ((alive * virtual, "inputs"), (alive * virtual // 4, "inputs"), (2, "forwards"), (1, "forwards"))
+            tried: tuple[tuple[int, Urgent], ...] = (
+                (alive * virtual, "inputs"),
+                (alive * virtual // 4, "inputs"),
+                (2, "forwards"),
+                (1, "forwards"),
+            )
             for waiting, urgent in tried:
                 passes = _passes(each, send, stages, (alive,) * ranks, (max(1, waiting),) * ranks, urgent)
                 own = replace(configuration, schedule=FOUND, virtual_stages=virtual, passes=passes, turns=turns)
@@ -134,7 +141,7 @@ def _timed(found: Candidate, passes: PassTimes) -> PassTimes:
     predicted = found.predicted
     seconds = predicted.forward_s, predicted.inputs_s, predicted.weights_s
     tick_s = max(map(max, seconds)) / _TICKS
-    # The first stage has all of its backward in the second part.
+    # The first stage has all of its backward in the weight-gradient pass (``work_of``).
     forward, (_, *inputs), (first, *weights) = ([max(1, round(own / tick_s)) for own in each] for each in seconds)
     return replace(
         passes,
@@ -146,9 +153,9 @@ def _timed(found: Candidate, passes: PassTimes) -> PassTimes:
 
 
 def _passes(
-    each: Sequence[float], send: float, stages: int, alive: tuple[int, ...], waiting: tuple[int, ...], urgent: str
+    each: Sequence[float], send: float, stages: int, alive: tuple[int, ...], waiting: tuple[int, ...], urgent: Urgent
 ) -> PassTimes:
-    """Of equal stages. each: seconds of a forward and of both parts of a backward."""
+    """Of equal stages. each: seconds of a forward, an input-gradient and a weight-gradient pass."""
     tick_s = max(each) / 10
     forward, inputs, weights = (max(1, round(own / tick_s)) for own in each)
     return PassTimes(
@@ -158,5 +165,5 @@ def _passes(
         weights=(inputs + weights - 1, *[weights] * (stages - 1)),
         alive=alive,
         waiting=waiting,
-        urgent=urgent,  # type: ignore[arg-type]  # one of its two
+        urgent=urgent,
     )

@@ -17,13 +17,13 @@ allocated from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.cost_model.stacks.memory import StackMemory
-from autopar.ir.schedule import Action, Kind, Order
+from autopar.ir.schedule import Action, Kind, Order, work_of
 from autopar.search.pricing.block_prices import BlockPrice, Priced
 from autopar.search.stages.stage import Stage
 
@@ -87,8 +87,8 @@ _NOTHING = MemoryParts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
     """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, and
-    of what is held from the first part of a split backward to the second, unless all of it waits; peaks: (stage, kind
-    of pass, whether it is the first backward of the step) -> peak of the backward.
+    of what is held from the input-gradient to the weight-gradient pass; peaks: (stage, kind of pass, whether it is the
+    first backward of the step) -> peak of the backward. work: what an action computes.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
@@ -98,6 +98,7 @@ class _Rank:
     arriving: dict[int, float]
     kept: dict[int, float]
     delayed: dict[int, float]
+    work: Callable[[Action], Kind | None]
     fragmentation: float
     peaks: dict[tuple[int, Kind, bool], MemoryParts]
 
@@ -114,14 +115,15 @@ class _Rank:
         inside = {number: priced.blocks[stages[number].first : stages[number].last + 1] for number in own}
         every = [block for blocks in inside.values() for block in blocks]
         lasting = sum(block.lasting_bytes for block in every) + whole_copies.gradients
-        delayed = {n: sum(b.delayed_bytes for b in inside[n]) for n in own if n or not memory.first_delays}
-        backwards = {(stage, kind if stage in delayed else "B") for stage, kind, _ in order if kind != "F"}
+        work = work_of if memory.first_delays else (lambda action: action.kind)
+        done = {(action.stage, work(action)) for action in order if action.kind != "F"}
         return _Rank(
             states=replace(sum((block.states for block in every), whole_copies), gradients=lasting),
             resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
             kept={number: kept_of(priced, stages, number) for number in own},
-            delayed=delayed,
+            delayed={number: sum(block.delayed_bytes for block in inside[number]) for number in own},
+            work=work,
             fragmentation=memory.fragmentation,
             peaks={
                 (number, kind, first): _backward_peak(
@@ -132,7 +134,8 @@ class _Rank:
                     prefetch=prefetch,
                     fragmentation=memory.fragmentation,
                 )
-                for number, kind in backwards
+                for number, kind in done
+                if kind is not None
                 for first in (False, True)
             },
         )
@@ -140,17 +143,15 @@ class _Rank:
     def passes(self, order: Order) -> Iterator[_Pass]:
         now, begun = 0.0, set[int]()
         for action in order:
-            stage, kind, _ = action
+            stage, kind = action.stage, self.work(action)
             if kind == "F":
                 now += self.kept[stage]
                 yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
                 continue
             others = sum(self.arriving[other] for other in begun if other != stage)
-            if stage not in self.delayed:
-                if kind == "I":
-                    yield _Pass(action, _NOTHING, others, now)
-                    continue
-                kind = "B"
+            if kind is None:
+                yield _Pass(action, _NOTHING, others, now)
+                continue
             own = self.peaks[stage, kind, stage not in begun]
             before = self.delayed[stage] if kind == "W" else self.kept[stage]
             yield _Pass(action, own, others, now - before)

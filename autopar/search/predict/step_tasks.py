@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from autopar.cost_model.communication.gradient_sync import SyncTime
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
-from autopar.ir.schedule import Action, Pipelining
+from autopar.ir.schedule import Action, Pipelining, work_of
 from autopar.search.pricing.block_prices import BlockPrice
 from autopar.search.stages.stage import Stage
 
@@ -212,21 +212,20 @@ class StepTasks:
         inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: work
         that a split backward does in both passes.
         """
-        block, costs, (stage, kind, _) = self.costs.blocks[one.block], self.costs, one.action
-        passing = costs.passing_s[stage] if one.opens and kind != "W" else 0.0
+        block, costs, stage, kind = self.costs.blocks[one.block], self.costs, one.action.stage, work_of(one.action)
+        passing = costs.passing_s[stage] if one.opens and one.action.kind != "W" else 0.0
         gather, reduce = communication_of(block.waited, one)
         found = {"passing": passing, "gather": gather, "reduce": reduce}
         if kind == "F":
             prelude = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
             return {**found, "prelude": prelude, "forward": block.forward_s}
-        # The first stage sends no gradient: its whole backward can wait.
-        if kind in ("B", "I" if stage else "W"):
+        if kind in ("B", "I"):
             level = costs.stages[stage].level(one.block)
             found["recomputation"] = block.recomputed_s[level]
             found["inputs"] = block.backward_s(level) - block.recomputed_s[level] - block.weights_s
-        if kind in "BW":
+        if kind in ("B", "W"):
             found["weights"] = block.weights_s
-            found["twice"] = block.twice_s if kind == "W" and stage else 0.0
+            found["twice"] = block.twice_s if kind == "W" else 0.0
         return found
 
     def _beside(self, one: BlockPass) -> tuple[float, float]:
@@ -236,11 +235,9 @@ class StepTasks:
 
 def communication_of(sync: SyncTime, one: BlockPass) -> tuple[float, float]:
     """Seconds of the communication of a block's parameters before a pass of the block, and after the pass."""
-    stage, kind, _ = one.action
-    if stage == 0 and kind == "I":  # of a split backward the first stage has all in the second part
+    kind = work_of(one.action)
+    if kind is None:
         return 0.0, 0.0
-    if stage == 0 and kind == "W":
-        kind = "B"
     if kind == "F":
         return sync.forward_s + (sync.first_s if one.first else 0.0), 0.0
     after = sync.backward_s - sync.regather_s + (sync.step_s - sync.first_s if one.last else 0.0)

@@ -164,7 +164,7 @@ class Pricing:
         return self.moves.lowering(node, assignment, self.ops, self.parts)
 
     def delayed_share(self, node: fx.Node) -> float:
-        """Share of the backward of an op that a split backward leaves for later."""
+        """Share of the backward of an op that a split backward has in its weight-gradient pass."""
         share = self.workload.weights_share(node)
         at_once = self.memory.releases_early and share < 1.0 and not is_contraction(node, self.workload.rule(node))
         return 0.0 if at_once else share
