@@ -116,10 +116,17 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
     return True
 
 
+def _steps_since_it_went_on(job: Job) -> int:
+    """Steps reported since ranks last started."""
+    since = max((at for at, line in job.lines if "going on from" in line), default=0.0)
+    return sum(one.reported and one.at > since for one in job.seen)
+
+
 def lose_host(job: Job, draw: random.Random) -> bool:
     """All of its processes and its memory end. Without the host of the store the whole job is started again."""
     host = draw.randrange(job.setting.hosts)
-    partner_left = len(job.hosts_with_ranks()) > 1
+    # A host that has just come back has no copy yet: that of a step is complete when the next one ends.
+    partner_left = len(job.hosts_with_ranks()) > 1 and _steps_since_it_went_on(job) >= 2
     job.kill(host)
     job.forget(host)
     if host == 0:
