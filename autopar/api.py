@@ -30,6 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.program import StageProgram
 from autopar.ir.recipe_pins import pins_of
+from autopar.ir.rematerialisation import parse_bytes, parse_remat
 from autopar.local_cluster import local_cluster
 from autopar.modes import Modes
 from autopar.passes.normalise import normalise
@@ -68,8 +69,8 @@ def parallelize(
         ``dummy_inputs`` serve, or else capture waits for the first call, which is then given a global batch.
     loss_fn: ``loss_fn(output, target)``, for a model that does not return its loss.
     plan: a plan or the path of one; else rank 0 searches one under ``constraints`` (``ConstraintOptions``: dp, tp,
-        pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat, fit_probability,
-        expert_capacity, expert_load, annotations).
+        pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat,
+        activation_memory, fit_probability, expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
         numbers (dropout) are left as they are, since the compiler would draw others.
 
@@ -182,6 +183,8 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             fields["precision"], recipes = parse_precision(value)
             fields |= {} if recipes == (None,) else {"recipes": recipes}
             continue
+        if isinstance(value, str) and field in ("remat", "activation_memory"):
+            value = parse_remat(value) if field == "remat" else parse_bytes(value)
         read = {"annotations": _annotations, "expert_load": _loads, "recipe_pins": pins_of}.get(field)
         fields[field] = value if read is None else read(value)
     return Constraints(**fields)

@@ -114,6 +114,22 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 cp2 pp2": (8, {"ep": 2, "cp": 2, "pp": 2, "num_microbatches": 2}),
     "free": (4, {}),
 }
+# Shares that the blocks of these keep at most of what autograd would save.
+_KEPT: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2 zero2": (2, {"dp": 2, "zero": 2}),
+    "dp2 zero3": (2, {"dp": 2, "zero": 3}),
+    "dp2 tp2": (4, {"dp": 2, "tp": 2, "sp": True}),
+    "pp2 1f1b": (2, {"pp": 2, "schedule": "1f1b", "num_microbatches": 4}),
+    "pp4 zb-h1": (4, {"pp": 4, "schedule": "zb-h1", "virtual_stages": 1, "num_microbatches": 4}),
+    "pp2 zb-v": (2, {"pp": 2, "schedule": "zb-v", "num_microbatches": 4}),
+    "pp2 found": (2, {"pp": 2, "schedule": "found", "num_microbatches": 4}),
+}
+KEPT_PLANS = {
+    f"{name} {share}%": (ranks, {**constraints, "remat": share / 100})
+    for name, (ranks, constraints) in _KEPT.items()
+    for share in (90, 50, 25)
+}
+PLANS |= KEPT_PLANS
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
 COUPLED = frozenset({"clip", "resnet"})
 
@@ -146,8 +162,10 @@ class Cell:
 # Plans of experts: for models that have some.
 EXPERT_PLANS = frozenset(plan for plan in PLANS if "ep2" in plan or "experts" in plan)
 MOE_MODELS = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepseek_v3"})
-# Every model under these, and these models under every plan: ``make parity``. --full: all under all.
+# Every model under these, and these models under every plan but some of what blocks keep: ``make parity``. --full: all
+# under all.
 CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")
+CORE_KEPT = ("dp2 tp2 50%", "pp2 zb-v 50%")
 CORE_MODELS = ("llama", "t5", "mixtral")
 
 
@@ -157,7 +175,8 @@ def cells_of(models: Sequence[str], plans: Sequence[str]) -> list[tuple[str, str
 
 
 def core_cells() -> list[tuple[str, str]]:
-    return list(dict.fromkeys([*cells_of(list(CASES), CORE_PLANS), *cells_of(CORE_MODELS, list(PLANS))]))
+    plans = [plan for plan in PLANS if plan not in KEPT_PLANS or plan in CORE_KEPT]
+    return list(dict.fromkeys([*cells_of(list(CASES), CORE_PLANS), *cells_of(CORE_MODELS, plans)]))
 
 
 def constraints_of(case: Case, plan: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from autopar.cost_model.catalogue import find_gpu
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.plan import Precision, Recipe
-from autopar.search.problem.constraints import Constraints, Remat
+from autopar.ir.rematerialisation import Level
+from autopar.search.problem.constraints import Constraints
 from benchmarks.published_sources import Source
 
 GIB = 2**30
@@ -341,10 +342,10 @@ class Row:
             raise Missing(f"how it divides the state of data-parallel ranks ({kind})")
         return {"zero": ZERO[kind]}
 
-    def remat(self) -> Remat:
+    def remat(self) -> Level:
         """Megatron's "selective" recomputes attention scores alone. Fused attention never keeps them; beside attention
         spelt out, ours mostly recomputes that. Torchtitan's keeps every second product."""
-        levels: dict[str, Remat] = {"full": "full", "selective (op)": "alternate"}
+        levels: dict[str, Level] = {"full": "full", "selective (op)": "alternate"}
         if self.origin.selects_products:
             levels["selective"] = "alternate"
         elif not self.origin.fused_attention:

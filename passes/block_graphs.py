@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
+from autopar.ir.graph import call_nodes, is_getitem
+from autopar.ir.placed.recomputed import Again, Recomputed
 from autopar.ir.primitives.collectives import identity, split
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.whole_batch import whole_batch
-from autopar.ir.program import BlockProgram, Remat
+from autopar.ir.program import BlockProgram
+from autopar.ir.rematerialisation import Remat
 from autopar.ir.torch_private import OpOverload, schema_of
 from autopar.passes.stage_cut import StageCut
 
@@ -23,11 +27,16 @@ from autopar.passes.stage_cut import StageCut
 _SHARING = (identity, split)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockGraphs:
     """The graphs of the blocks of a program that is cut into stages."""
 
     cut: StageCut
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        """What runs again in blocks that keep what the plan lists."""
+        return Recomputed(self.cut.program.operands)
 
     def blocks(self, stage: int) -> tuple[BlockProgram, ...]:
         """The blocks of ``stage``: the part of the prelude that it needs, then its own."""
@@ -38,13 +47,24 @@ class BlockGraphs:
         programs = []
         if prelude:
             programs.append(self._extract("prelude", -1, prelude, shared, "none", set(prelude)))
-        for number, index in enumerate(own):
+        for index in own:
             block = self.cut.repetition.blocks[index]
             nodes = self.cut.by_block.get(index, [])
             if nodes:
-                remat = plan.remat_of(number)
+                remat = self.cut.program.placed.remat_of(index)
                 programs.append(self._extract(block.name, block.kind, nodes, shared, remat, set(nodes)))
+                if remat == "listed":
+                    self._mark(index, nodes, programs[-1].graph)
         return tuple(programs)
+
+    def _mark(self, block: int, nodes: Sequence[fx.Node], graph: fx.Graph) -> None:
+        """Say of each op of the graph of a block, which has those of ``nodes`` in order, what becomes of it in
+        recomputation."""
+        program = self.cut.program
+        for node, own in zip(nodes, call_nodes(graph), strict=False):
+            what = program.origin.get(node) or program.moves.get(node)
+            runs = what is None or (isinstance(what, fx.Node) and is_getitem(what))
+            own.meta["again"] = Again.RUNS if runs else self.recomputed.of(block, what)  # type: ignore[arg-type]
 
     def totals(self, stage: int) -> tuple[BlockProgram, ...]:
         """The sums over the batch that ``stage`` has to run on every microbatch before the first, dependencies

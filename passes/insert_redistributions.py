@@ -94,6 +94,8 @@ def insert_redistributions(placed: PlacedModel, results: Results) -> PlacedProgr
         results=results,
         graph=sweep.graph,
         origin=sweep.origin,
+        moves=sweep.moves,
+        operands=sweep.operands,
         outputs=tuple(outputs),
         output_layouts=tuple(layout for layout, _ in layouts),
         output_microbatches=tuple(over_time for _, over_time in layouts),
@@ -113,6 +115,7 @@ class _Sweep:
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     known: dict[object, fx.Node] = field(default_factory=dict)
+    moves: dict[fx.Node, Move] = field(default_factory=dict)
 
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
@@ -193,6 +196,7 @@ class _Sweep:
             name = move.step.forward.value if move.step.forward is not Collective.NONE else "identity"
             kwargs = keywords_of(move.step, self.placed.mesh)
             new = self.graph.create_node("call_function", redistribution, (node,), kwargs, name=name)
+            self.moves[new] = move
             new.meta.update(_value(move.tensor), block=move.block)
             return self.place(new, move.after, node.meta["over_time"])
 

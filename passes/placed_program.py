@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.ir.placed.operands import Results
+from autopar.ir.placed.operands import Operands, Results
 from autopar.ir.placed.placed_model import PlacedModel
+from autopar.ir.placed.uses import Move
 from autopar.ir.placement import Layout, Placement
 from autopar.ir.program_sizes import ProgramSizes
 from autopar.passes.contract import Pass, check_order
@@ -19,7 +20,8 @@ class PlacedProgram:
     """A graph for one microbatch, before it is cut into blocks and stages.
 
     Every node has ``meta["val"]``, ``meta["layout"]`` on the stage mesh, ``meta["over_time"]``, its placement over the
-    microbatches, and ``meta["block"]``, PRELUDE for what depends on no parameter. origin: the captured op of an op.
+    microbatches, and ``meta["block"]``, PRELUDE for what depends on no parameter. origin: the captured op of an op;
+    moves: what a redistribution carries out; operands: of the captured ops.
     outputs: the flat outputs asked for, in order, with their layouts and placements over the microbatches. updates:
     buffer -> its new value. summed: those of which every microbatch has a summand; the others are the same in each.
     sizes: the symbols of local shapes, None if they are numbers. provides: what the passes that have run have made of
@@ -30,6 +32,8 @@ class PlacedProgram:
     results: Results
     graph: fx.Graph
     origin: Mapping[fx.Node, fx.Node]
+    moves: Mapping[fx.Node, Move]
+    operands: Operands
     outputs: tuple[fx.Node, ...]
     output_layouts: tuple[Layout, ...]
     output_microbatches: tuple[Placement, ...]

@@ -15,10 +15,12 @@ from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.chunked_loss import chunked_call, linear_cross_entropy
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.scan import AssociativeScan, Scan
+from autopar.ir.placed.recomputed import Again
 from autopar.ir.primitives.collectives import bind_groups
 from autopar.ir.primitives.read_parameter import read_parameter
-from autopar.ir.program import BlockProgram, Remat
+from autopar.ir.program import BlockProgram
 from autopar.ir.program_sizes import FIXED
+from autopar.ir.rematerialisation import Remat
 from autopar.ir.sizes import Ratio, Size
 from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
@@ -141,11 +143,11 @@ class CodeLibrary:
                 args, kwargs = pytree.tree_map(own, chunked.get(node, (node.args, node.kwargs)))
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
                 copied[node] = graph.create_node("call_function", target, args, kwargs)
+                copied[node].meta["again"] = node.meta.get("again", Again.RUNS)
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
-        if program.remat in ("selective", "alternate") and not self._compile:
-            mark(graph, program.remat)
+        mark(graph, program.remat, compiled=self._compiles(graph))
         code = graph.python_code("self")
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:
@@ -157,18 +159,12 @@ class CodeLibrary:
         key = (function, remat)
         if key not in self._callables:
             nodes = function.graph.nodes
-            is_drawing = any(map(is_random, nodes))
-            # The compiler draws other random numbers, and cannot trace who draws which; a function with a backward of
-            # its own may be anything, and a scan or tiles would be unrolled. Such blocks stay as they are.
-            whole = any(isinstance(n.target, (FunctionOp, Scan, AssociativeScan, Tiled)) for n in nodes)
-            # Nor does it let a backward write to what forward was given.
-            whole |= any("history" in n.kwargs for n in nodes)
-            compiled = self._compile and not is_drawing and not whole
+            compiled = self._compiles(function.graph)
             keeps = any(n.target is linear_cross_entropy for n in nodes)
             wrap = partial(
                 rematerialised,
                 remat=remat,
-                preserve_rng_state=is_drawing,
+                preserve_rng_state=any(map(is_random, nodes)),
                 compiled=compiled,
                 keeps_work=keeps,
                 splits_backward=self._splits,
@@ -178,6 +174,16 @@ class CodeLibrary:
             else:
                 self._callables[key] = wrap(function.forward)
         return self._callables[key]
+
+    def _compiles(self, graph: fx.Graph) -> bool:
+        """Whether the function of a graph is compiled."""
+        if not self._compile or any(map(is_random, graph.nodes)):
+            # The compiler draws other random numbers, and cannot trace who draws which.
+            return False
+        # A function with a backward of its own may be anything, and a scan or tiles would be unrolled.
+        whole = any(isinstance(node.target, (FunctionOp, Scan, AssociativeScan, Tiled)) for node in graph.nodes)
+        # Nor does it let a backward write to what forward was given.
+        return not whole and not any("history" in node.kwargs for node in graph.nodes)
 
 
 def _expressions(graph: fx.Graph) -> list[sympy.Expr]:

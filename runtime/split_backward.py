@@ -12,8 +12,8 @@ gets its gradient in I already: computing it from each of them alone would count
 one dimension at the end of a branch of its own, as of a norm or a bias: its gradient costs no more than a sum, and what
 that reads would have to be held until W (``split_activations``).
 
-Unlike the split in ``torch.distributed.pipelining``, the second part runs the hooks that sum gradients over ranks,
-and outputs that depend on no input (an embedding that a later stage computes) lose nothing.
+Unlike the split in ``torch.distributed.pipelining``, the weight-gradient pass runs the hooks that sum gradients over
+ranks, and outputs that depend on no input (an embedding that a later stage computes) lose nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Branches:
 
 @dataclass(slots=True)
 class WeightPass:
-    """The second part of one backward; holds what it needs of the graph until it has run. early: parameters that have
-    their gradient from the first."""
+    """The weight-gradient pass of one backward; holds what it needs of the graph until it has run. early: parameters
+    that have their gradient from the input-gradient pass."""
 
     _branches: list[_Branches]
     _early: Sequence[torch.Tensor] = ()
@@ -58,8 +58,8 @@ class WeightPass:
                 edges = [GradientEdge(branches.node, number) for number in branches.grads]
                 torch.autograd.backward(edges, list(branches.grads.values()), inputs=branches.parameters)
         self._branches = []
-        # Where each second part ends in a sum over ranks, that of the microbatch before has taken these along. As many
-        # numbers are summed each time.
+        # Where each weight-gradient pass ends in a sum over ranks, that of the microbatch before has taken these along.
+        # As many numbers are summed each time.
         for parameter in self._early:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -68,7 +68,7 @@ class WeightPass:
 def backward_to_inputs(
     outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> WeightPass:
-    """The first part: accumulates in ``grad`` of ``inputs`` (leaves) the gradients of ``outputs``."""
+    """The input-gradient pass: accumulates in ``grad`` of ``inputs`` (leaves) the gradients of ``outputs``."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     roots = [(get_gradient_edge(output), grad) for output, grad in pairs]
     leaves = {get_gradient_edge(value).node for value in inputs if value.requires_grad}

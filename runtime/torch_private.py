@@ -201,7 +201,7 @@ def extend_gather(piece: Tensor, before: Callable[..., Any], after: Callable[...
 def reduce_gradients(module: FSDPModule) -> None:
     """End of the backward of ``module``: reduce-scatter gradients and reshard, as it is set to.
 
-    Of a backward in two parts the first may have left some gradients in the dtype of sums; FSDP takes one dtype.
+    Of a split backward the input-gradient pass may have left some gradients in the dtype of sums; FSDP takes one dtype.
     """
     for group in reversed(_groups(module)):
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):

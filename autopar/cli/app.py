@@ -84,6 +84,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
         expert_load: opt.ExpertLoad = None,
         precision: opt.Precision = None,
         remat: opt.Remat = None,
+        activation_memory: opt.ActivationMemory = None,
         fit_probability: opt.FitProbability = None,
         constrain: opt.Constrain = None,
         recipe: opt.RecipePin = None,
@@ -102,7 +103,7 @@ def _planner(*, pin_degrees: bool) -> Callable[..., None]:
             shard=shard, reshard=reshard, prefetch=prefetch, offload=offload,
             sequence_layout=sequence_layout, schedule=schedule, virtual_stages=virtual_stages, microbatch=microbatch,
             num_microbatches=num_microbatches, expert_capacity=expert_capacity, expert_load=expert_load,
-            precision=precision, remat=remat, fit_probability=fit_probability,
+            precision=precision, remat=remat, activation_memory=activation_memory, fit_probability=fit_probability,
             constrain=tuple(constrain or ()), recipe=tuple(recipe or ()), like=like, forbid=tuple(forbid or ()),
             output=output, report=report, vary=vary, trace=trace, json=json, pin_degrees=pin_degrees,
         )  # fmt: skip

@@ -44,15 +44,6 @@ class ScheduleName(str, Enum):
     found = "found"
 
 
-class RematName(str, Enum):
-    """Values of ``--remat``."""
-
-    none = "none"
-    selective = "selective"
-    alternate = "alternate"
-    full = "full"
-
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -206,7 +197,24 @@ Precision = Annotated[
     ),
 ]
 Remat = Annotated[
-    RematName | None, typer.Option("--remat", help="rematerialisation of every block", rich_help_panel=_PIN)
+    str | None,
+    typer.Option(
+        "--remat",
+        help="rematerialisation of every block: none, selective, alternate, full, or the share that a block keeps at "
+        "most of what autograd would save, as in 40%",
+        metavar="LEVEL",
+        rich_help_panel=_PIN,
+    ),
+]
+
+ActivationMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--activation-memory",
+        help="most that a rank keeps for its backward, as in 20GiB",
+        metavar="SIZE",
+        rich_help_panel=_PIN,
+    ),
 ]
 
 FitProbability = Annotated[

@@ -10,7 +10,7 @@ import pydantic
 import typer
 
 from autopar.cli.json_output import print_json
-from autopar.cli.options import RematName, ScheduleName, SequenceLayoutName, Switch
+from autopar.cli.options import ScheduleName, SequenceLayoutName, Switch
 from autopar.cli.outputs import Outputs, check_files
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster_file import cluster_from_dict
@@ -23,6 +23,7 @@ from autopar.ir.lengths import LengthHistogram
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.recipe_pins import parse_pin
+from autopar.ir.rematerialisation import parse_bytes, parse_remat
 from autopar.load_model import load_model_file
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.constraints_of_plan import constraints_like, forbidden_like, with_axes_of
@@ -65,7 +66,8 @@ class Request:
     expert_capacity: float | None = None
     expert_load: Path | None = None
     precision: str | None = None
-    remat: RematName | None = None
+    remat: str | None = None
+    activation_memory: str | None = None
     fit_probability: float | None = None
     constrain: tuple[str, ...] = ()
     recipe: tuple[str, ...] = ()
@@ -144,8 +146,9 @@ class Request:
             expert_load=() if self.expert_load is None else read_loads(self.expert_load),
             precision=precision,
             recipes=recipes,
+            activation_memory=None if self.activation_memory is None else parse_bytes(self.activation_memory),
             fit_probability=self.fit_probability,
-            remat=None if self.remat is None else self.remat.value,  # type: ignore[arg-type]
+            remat=None if self.remat is None else parse_remat(self.remat),
             recipe_pins=tuple(map(parse_pin, self.recipe)),
             annotations=tuple(map(parse_annotation, self.constrain)),
             forbidden=tuple(map(parse_forbidden, self.forbid)),

@@ -27,12 +27,13 @@ __all__ = ["TARGETS", "Exported", "Options", "Target", "export"]
 @dataclass(frozen=True, slots=True)
 class Target:
     """module: in ``autopar.export``. summary: what is written. stack: the software whose kernels it runs, where those
-    are not of the plan's own stack.
+    are not of the plan's own stack. runs_plans: whether the plan itself is run, or shown.
     """
 
     module: str
     summary: str
     stack: str | None = None
+    runs_plans: bool = False
 
 
 TARGETS: dict[str, Target] = {
@@ -41,10 +42,10 @@ TARGETS: dict[str, Target] = {
     "deepspeed": Target("deepspeed", "DeepSpeed: ds_config.json"),
     "fsdp": Target("fsdp", "PyTorch FSDP2 or DDP: code that wraps the model"),
     "accelerate": Target("accelerate", "Hugging Face Accelerate: its configuration file"),
-    "slurm": Target("slurm", "Slurm: an sbatch script that trains under the plan"),
-    "pytorchjob": Target("pytorchjob", "Kubeflow: a PyTorchJob that trains under the plan"),
-    "rayjob": Target("rayjob", "KubeRay: a RayJob, with its cluster, that trains under the plan"),
-    "perfetto": Target("perfetto", "the predicted step as a trace for Perfetto or Chrome"),
+    "slurm": Target("slurm", "Slurm: an sbatch script that trains under the plan", runs_plans=True),
+    "pytorchjob": Target("pytorchjob", "Kubeflow: a PyTorchJob that trains under the plan", runs_plans=True),
+    "rayjob": Target("rayjob", "KubeRay: a RayJob, with its cluster, that trains under the plan", runs_plans=True),
+    "perfetto": Target("perfetto", "the predicted step as a trace for Perfetto or Chrome", runs_plans=True),
 }
 
 
@@ -59,4 +60,6 @@ def export(plan: Plan, target: str, options: Options | None = None) -> Exported:
             f"unknown target {target!r}; expected {', '.join(TARGETS)}" + (f"\n  try: --to {near[0]}" if near else "")
         )
     write: Callable[[Strategy, Options], Exported] = import_module(f"autopar.export.{TARGETS[target].module}").write
-    return write(Strategy(plan), options or Options())
+    if TARGETS[target].runs_plans:
+        return write(Strategy(plan), options or Options())
+    return write(Strategy(plan.in_levels(), plan.kept_sets), options or Options())

@@ -32,7 +32,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         why="has data parallelism, tensor parallelism of models that bring a plan, and shared sequences",
     )
     plan, nodes = strategy.plan, nodes_of(strategy.plan)
-    notes: list[str] = []
+    notes = lost.kept_sets(strategy)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,

@@ -34,7 +34,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
 def settings(strategy: Strategy) -> tuple[dict[str, Any], list[str]]:
     """The configuration, and what is lost."""
     plan = strategy.plan
-    notes: list[str] = []
+    notes = lost.kept_sets(strategy)
     config: dict[str, Any] = {
         "train_batch_size": plan.batch.global_size,
         "train_micro_batch_size_per_gpu": strategy.microbatch_size,

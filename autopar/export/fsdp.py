@@ -26,7 +26,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
         why="shards parameters over ranks that have rows of their own, and nothing else",
     )
     plan = strategy.plan
-    notes = []
+    notes = lost.kept_sets(strategy)
     if plan.zero and 0 in strategy.zero_stages:
         names = ", ".join(block.name for kind, block in enumerate(plan.blocks) if not plan.zero_of(kind))
         notes.append(

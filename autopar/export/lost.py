@@ -21,6 +21,16 @@ def op_placements(strategy: Strategy, pattern: str) -> list[str]:
     return [f"These ops are placed as {pattern} places them, not as the plan does: {shown}."]
 
 
+def kept_sets(strategy: Strategy) -> list[str]:
+    """Sets of tensors that blocks keep for their backward."""
+    if not strategy.kept_sets:
+        return []
+    return [
+        f"Blocks that keep the tensors which the plan lists ({', '.join(strategy.kept_sets)}) are rematerialised in "
+        "full: they keep less and take longer."
+    ]
+
+
 def eight_bits(strategy: Strategy, target: str) -> list[str]:
     """Matrix products in 8-bit floats, which ``target`` computes as the other ops."""
     plan = strategy.plan

@@ -28,7 +28,7 @@ def write(strategy: Strategy, options: Options) -> Exported:
     """Raises InexpressiblePlan for repeated work, and for stages or microbatches that Megatron cannot divide so."""
     lost.refuse_idle(strategy, "Megatron-LM")
     plan = strategy.plan
-    notes: list[str] = []
+    notes = lost.kept_sets(strategy)
     flags = [
         *_degrees(strategy, notes),
         *_pipeline(strategy, notes),

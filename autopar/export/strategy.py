@@ -67,9 +67,13 @@ class AxisUse:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A plan by the degrees of each kind of parallelism."""
+    """A plan by the degrees of each kind of parallelism.
+
+    kept_sets: names of what its blocks keep that are levels here (``Plan.in_levels``).
+    """
 
     plan: Plan
+    kept_sets: tuple[str, ...] = ()
 
     @cached_property
     def axes(self) -> tuple[AxisUse, ...]:

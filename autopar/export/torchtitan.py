@@ -36,8 +36,9 @@ def write(strategy: Strategy, options: Options) -> Exported:
     lost.refuse_idle(strategy, "torchtitan")
     plan = strategy.plan
     notes = [
+        *lost.kept_sets(strategy),
         "A plan does not know torchtitan's models: BASE names the configuration of one that is the plan's, with its "
-        "tokenizer, data, optimiser and learning rate."
+        "tokenizer, data, optimiser and learning rate.",
     ]
     training = _training(strategy, options, notes)
     parallelism = _data(strategy, notes) | _inside(strategy, notes) | _pipeline(strategy, notes)

@@ -11,15 +11,18 @@ from typing import Annotated, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from autopar.ir import plan_page
 from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
-from autopar.ir.goodput import GoodputPrediction
 from autopar.ir.list_scheduling import PassTimes, Urgent
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
+from autopar.ir.predictions import LengthsPrediction as LengthsPrediction
+from autopar.ir.predictions import Prediction as Prediction
+from autopar.ir.predictions import strict
+from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.schedule import Pipelining, Schedule
 from autopar.ir.sequence import SequenceLayout
 
@@ -38,7 +41,7 @@ _Ticks = Annotated[int, Field(gt=0, le=1000)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = strict
 
 
 class ModelRef(_Model):
@@ -80,6 +83,9 @@ class BlockPlan(_Model):
     ops: key of an op -> mesh axis -> the factor sharded on it. An op or axis that is left out is replicated.
     Ops that only follow another (views, pointwise ops after one operand) have no entry.
     recipes: key of an op -> recipe of 8-bit floats of its matrix products. The other ops are in the plan's precision.
+    kept: name -> what such a block keeps for its backward where ``remat`` of a stage has the name: results of ops, by
+    key, and, as ``key(0)``, operands of ops as they read them after a redistribution, by number. What else is needed is
+    computed again. A kind of block without a set of that name keeps everything.
     zero, reshard_after_forward: of the parameters that only this block uses, instead of the plan's.
     """
 
@@ -87,6 +93,7 @@ class BlockPlan(_Model):
     repeats: _Blocks = 1
     ops: dict[str, dict[str, Annotated[str, Field(min_length=1)]]] = {}
     recipes: dict[str, Recipe] = {}
+    kept: dict[str, list[str]] = {}
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reshard_after_forward: bool | None = None
 
@@ -94,24 +101,29 @@ class BlockPlan(_Model):
 class StagePlan(_Model):
     """Blocks ``first`` to ``last`` (inclusive, counted over all block instances in order).
 
-    remat: level -> number of this stage's blocks at that level: from the first block on those at full, then alternate,
-    then selective; the rest keep their activations.
+    remat: level, or name of sets that its blocks list under ``kept`` -> number of this stage's blocks at it: from the
+    first block on those at full, then alternate, then selective, then the sets as they stand; the rest keep their
+    activations.
     offload: keep the parameters that ZeRO shards, their gradients and optimiser state in host memory; parameters are
     copied to the device to be gathered, and the optimiser runs on the CPU.
     """
 
     first: Annotated[int, Field(ge=0)]
     last: Annotated[int, Field(ge=0)]
-    remat: dict[Literal["selective", "alternate", "full"], Annotated[int, Field(ge=0)]] = {}
+    remat: dict[str, Annotated[int, Field(ge=0)]] = {}
     offload: bool = False
 
-    def remat_of(self, number: int) -> Literal["none", "selective", "alternate", "full"]:
-        """Level of the stage's block ``number``, counted from its first: the strongest come first."""
-        levels: tuple[Literal["full", "alternate", "selective"], ...] = ("full", "alternate", "selective")
-        for level in levels:
-            count = self.remat.get(level, 0)
+    @property
+    def remat_counts(self) -> tuple[tuple[str, int], ...]:
+        """``remat`` in the order of the blocks."""
+        levels = [(level, self.remat[level]) for level in reversed(LEVELS) if level in self.remat]
+        return *levels, *((name, count) for name, count in self.remat.items() if name not in LEVELS)
+
+    def remat_of(self, number: int) -> str:
+        """Level, or name of a set, of the stage's block ``number``, counted from its first."""
+        for name, count in self.remat_counts:
             if number < count:
-                return level
+                return name
             number -= count
         return "none"
 
@@ -155,56 +167,6 @@ class PassesPlan(_Model):
             send=self.send,
             urgent=self.urgent,
         )
-
-
-class LengthsPrediction(_Model):
-    """Steps on documents as long as those of a dataset.
-
-    packed: into rows of ``max_tokens``, one after another; else one a row, padded to the longest of a rank's.
-    num_batches: of drawn documents, whose steps these are. step_time_s: their mean; fast_step_time_s,
-    slow_step_time_s: what a tenth, and nine tenths, of them take at most. even_step_time_s: if all microbatches of all
-    ranks were the mean of them, so the rest is what ranks wait as their documents differ. document_tokens: of a step,
-    without padding; computed_tokens: with it. document_tokens_per_s_per_gpu: of documents.
-    """
-
-    packed: bool
-    max_tokens: PositiveInt
-    num_batches: PositiveInt
-    step_time_s: float
-    fast_step_time_s: float
-    slow_step_time_s: float
-    even_step_time_s: float
-    document_tokens: float
-    computed_tokens: float
-    document_tokens_per_s_per_gpu: float
-
-
-class Prediction(_Model):
-    """The prediction of the cost model for the plan. Seconds and bytes; memory of the fullest rank, and the probability
-    that it fits.
-
-    stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
-    the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
-    in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
-    the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it
-    over days with failures, and the intervals and spares that leave most.
-    """
-
-    step_time_s: float
-    tokens_per_s_per_gpu: float
-    model_tflops_per_gpu: float
-    mfu: float
-    peak_memory_bytes: int
-    fit_probability: float | None = None
-    stage_memory_bytes: list[int] = []
-    stage_forward_s: list[float] = []
-    stage_backward_s: list[float] = []
-    stage_inputs_s: list[float] = []
-    stage_weights_s: list[float] = []
-    memory_parts_bytes: list[dict[str, int]] = []
-    breakdown_s: dict[str, float] = {}
-    lengths: LengthsPrediction | None = None
-    goodput: GoodputPrediction | None = None
 
 
 class Plan(_Model):
@@ -278,10 +240,29 @@ class Plan(_Model):
         """The stage that runs block number ``block``, counted over all block instances."""
         return next(number for number, stage in enumerate(self.stages) if stage.first <= block <= stage.last)
 
-    def remat_of(self, block: int) -> Literal["none", "selective", "alternate", "full"]:
-        """Level of rematerialisation of block number ``block``."""
+    def remat_of(self, block: int) -> str:
+        """Level of rematerialisation of block number ``block``, or name of the set that it keeps."""
         stage = self.stages[self.stage_of(block)]
         return stage.remat_of(block - stage.first)
+
+    @property
+    def kept_sets(self) -> tuple[str, ...]:
+        """Names of the sets of tensors that blocks keep."""
+        used = (name for stage in self.stages for name, count in stage.remat.items() if count)
+        return tuple(dict.fromkeys(name for name in used if name not in LEVELS))
+
+    def in_levels(self) -> Plan:
+        """The plan with level full in place of sets of tensors that blocks keep, for software that has levels alone."""
+        if not self.kept_sets:
+            return self
+        stages = []
+        for stage in self.stages:
+            levels = {name: count for name, count in stage.remat.items() if name in LEVELS}
+            sets = sum(stage.remat.values()) - sum(levels.values())
+            levels["full"] = levels.get("full", 0) + sets
+            stages.append(stage.model_copy(update={"remat": levels}))
+        blocks = [block.model_copy(update={"kept": {}}) for block in self.blocks]
+        return self.model_copy(update={"stages": stages, "blocks": blocks})
 
     def zero_of(self, kind: int) -> int:
         """ZeRO stage of the blocks of a kind."""
@@ -340,6 +321,7 @@ class Plan(_Model):
                             f"blocks: op {key!r} of {block.name!r} names mesh axis {axis!r}; "
                             f"the mesh has {list(self.mesh)}"
                         )
+        self._check_rematerialisation()
         self._check_schedule()
         self._check_prediction()
         self._check_ranks()
@@ -379,6 +361,20 @@ class Plan(_Model):
         for name in self.shard_axes:
             if name not in self.mesh:
                 raise ValueError(f"shard_axes: {name!r} is not a mesh axis; the mesh has {list(self.mesh)}")
+
+    def _check_rematerialisation(self) -> None:
+        sets = {name for block in self.blocks for name in block.kept}
+        for kind, block in enumerate(self.blocks):
+            for name in block.kept:
+                if name in LEVELS:
+                    raise ValueError(f"blocks.{kind}.kept.{name}: that is a level; expected another name")
+        for number, stage in enumerate(self.stages):
+            for name in stage.remat:
+                if name not in sets and name not in LEVELS[1:]:
+                    raise ValueError(
+                        f"stages.{number}.remat.{name}: expected one of {', '.join((*LEVELS[1:], *sorted(sets)))}"
+                        + ("" if sets else ", or a name that blocks list under kept")
+                    )
 
     def _check_ranks(self) -> None:
         blocks, most = sum(block.repeats for block in self.blocks), _MOST_BLOCKS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import fx
@@ -18,8 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placed.zero_units import ZeroUnit
 from autopar.ir.placement import Layout, Placement
 from autopar.ir.program_sizes import ProgramSizes
-
-Remat = Literal["none", "selective", "alternate", "full"]
+from autopar.ir.rematerialisation import Remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,8 @@ class BlockProgram:
     graph: placeholders are, in order, ``inputs``; its output is the flat tuple ``outputs``. The parameters
         and buffers that only this block uses are ``get_attr`` nodes whose target is the original dotted name.
     kind: number of the distinct block; blocks of one kind have the same code.
+    remat: what is kept for backward. Where it is listed, ``meta["again"]`` of each op of the graph says what becomes of
+        it in recomputation (``ir.placed.recomputed.Again``).
     """
 
     name: str

@@ -95,6 +95,7 @@ def _block(plan: Plan, number: int, rows: list[Row]) -> dict[str, Json]:
         "first": first,
         "last": first + block.repeats - 1,
         "rows": rows,
+        "kept": block.kept,
     }
 
 

@@ -202,3 +202,8 @@ def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str
         cells = [Text(axes[axis], styles[axis]) if axis in axes else Text("–", "dim") for axis in plan.mesh]
         named = Text.assemble(key, (f"  {block.recipes[key]}" if key in block.recipes else "", "dim"))
         table.add_row(Text(title if number == 0 else "", "bold"), named, *cells)
+    for name, listed in block.kept.items():
+        shown = list(listed if most >= len(block.ops) else listed[:most])
+        more = f", … {len(listed) - len(shown)} more" if len(listed) > len(shown) else ""
+        words = f"{name} keeps {', '.join(shown) or 'its inputs'}{more}"
+        table.add_row("", Text(words, "dim"), *("" for _ in plan.mesh))

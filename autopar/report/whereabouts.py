@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from autopar.ir.lowered.attention import QUERIES, is_attention
 from autopar.ir.plan import Plan
-from autopar.ir.program import Remat
 from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.ir.sequence import Span, spans
 from autopar.search.pricing.block_prices import evaluate, layouts_of
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.constraints import role_of_axis
-from autopar.search.stages.stage import LEVELS
+from autopar.search.problem.kept_sets import level_names
 from autopar.units import gib, plural
 
 # Nodes whose ranks are drawn.
@@ -168,12 +167,12 @@ def held_at_peak(plan: Plan, pricing: Pricing, assignment: tuple[Assignment, ...
 def _kept(plan: Plan, pricing: Pricing, assignment: tuple[Assignment, ...], place: int) -> Iterator[Held]:
     blocks = evaluate(pricing, assignment, shared_once=plan.num_stages == 1).blocks
     kinds = pricing.workload.repetition
-    sizes: dict[tuple[str, Remat], list[float]] = {}
+    sizes: dict[tuple[str, str], list[float]] = {}
     for number, block in enumerate(blocks):
         if plan.pipelining.rank_of(plan.stage_of(number)) == place:
             level = plan.remat_of(number)
             name = kinds.kinds[kinds.blocks[number].kind].name
-            sizes.setdefault((name, level), []).append(block.saved_bytes[LEVELS.index(level)])
+            sizes.setdefault((name, level), []).append(block.saved_bytes[level_names(pricing.kept).index(level)])
     for (name, remat), own in sizes.items():
         several = f"{len(own)} of {name}, {gib(own[0])} each" if len(own) > 1 else name
         yield Held("activations", f"{several}, remat {remat}", sum(own), inside=True)

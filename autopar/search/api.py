@@ -22,6 +22,7 @@ from autopar.search.outer.configuration import Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.found_order import best_order
 from autopar.search.outer.infeasible import explain
+from autopar.search.outer.kept_sets import best_kept
 from autopar.search.outer.known_configurations import Known
 from autopar.search.outer.prices import Prices
 from autopar.search.outer.refine import refine
@@ -32,11 +33,12 @@ from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.annotation_limits import check_annotations
 from autopar.search.problem.constraints import Constraints, NoOption
 from autopar.search.problem.forbidden_placements import check_forbidden
+from autopar.search.problem.kept_sets import level_names, sets_of
 from autopar.search.problem.spread_experts import spread_experts
 from autopar.search.problem.workload import Workload
 from autopar.search.recipe_choice import fastest_for_each
 from autopar.search.result import Baseline, SearchResult
-from autopar.search.stages.stage import LEVELS, Stage
+from autopar.search.stages.stage import Stage
 
 
 def search_captured(
@@ -83,7 +85,8 @@ def search_captured(
     solver = Solver(
         prices=prices or prices_of(workload, cluster, constraints),
         budget_bytes=cluster.device.usable_bytes * constraints.memory_share,
-        levels=LEVELS if constraints.remat is None else (constraints.remat,),
+        levels=constraints.levels,
+        saved_bytes=inf if constraints.activation_memory is None else constraints.activation_memory,
         batches=batches,
     )
     tried: list[tuple[Configuration, Inner]] = []
@@ -102,6 +105,7 @@ def search_captured(
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = best_order(solver, best, outer.candidates)
+    best = best_kept(solver, best, outer.candidates)
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     plan = plan_of(best.pricing, best.assignment, best.stages, best.configuration.pipelining, best.predicted)
     step = best.predicted.step_time_s
@@ -306,14 +310,14 @@ def priced_plan(
         reshard=plan.reshard_after_forward,
         zero_stages=tuple(plan.zero_of(kind) for kind in kinds),
         reshards=tuple(plan.reshards(kind) for kind in kinds),
+        kept=sets_of(plan),
     )
+    levels = level_names(pricing.kept)
     stages = [
         Stage(
             first=s.first,
             last=s.last,
-            full=s.remat.get("full", 0),
-            alternate=s.remat.get("alternate", 0),
-            selective=s.remat.get("selective", 0),
+            remat=tuple((levels.index(name), count) for name, count in s.remat_counts),
             offload=s.offload,
         )
         for s in plan.stages

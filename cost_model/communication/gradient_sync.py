@@ -38,7 +38,7 @@ OVERLAP = 0.8
 OVERLAP_SLOWDOWN = 0.126
 
 # Cost on a CPU of starting the W pass of a split backward at one op with weights, in launches of a kernel: 14 to
-# 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where the second part
+# 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where that pass
 # finds nothing in the caches any more. A GPU has its kernels queued meanwhile.
 _BRANCH_LAUNCHES = 60
 

@@ -16,17 +16,11 @@ from autopar.cost_model.compute.local_products import factors_of
 from autopar.ir.graph import has_gradient_dtype, tensor_operands
 from autopar.ir.lowered.attention import is_attention
 from autopar.ir.rule import FactorRule
-from autopar.ir.torch_private import OpOverload, schema_of
-
-# Ops with an alias annotation that nevertheless copy.
-_COPIES = frozenset({"contiguous", "to", "_to_copy"})
+from autopar.ir.torch_private import OpOverload
 
 # Ops whose backward passes the gradient of the result, or a slice of it, through to the operands.
 _ADDITIONS = frozenset({"add", "sub"})
 _CONCATENATIONS = frozenset({"cat", "stack"})
-
-# Views without an alias annotation.
-_VIEWS = frozenset({"_unsafe_view", "reshape"})
 
 
 def op_name(node: fx.Node) -> str:
@@ -35,17 +29,6 @@ def op_name(node: fx.Node) -> str:
     if isinstance(target, OpOverload):
         return str(target.overloadpacket.__name__)
     return getattr(target, "__name__", str(target))
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether an op only names the data of its operand anew."""
-    name = op_name(node)
-    if name in _VIEWS:
-        return True
-    if name in _COPIES or not isinstance(node.target, OpOverload):
-        return False
-    returns = schema_of(node.target).returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def is_contraction(node: fx.Node, rule: FactorRule) -> bool:

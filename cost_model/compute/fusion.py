@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_view, op_name
+from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.stacks.known import NORMS
+from autopar.ir.analysis.views import is_view
 from autopar.ir.graph import is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.ops.op_recipes import scaling_of
 from autopar.ir.rules.call import call_of

@@ -48,7 +48,6 @@ from autopar.cost_model.compute.flops import (
     forward_flops,
     gradient_passes,
     gradients_passed_through,
-    is_view,
     op_name,
     wanted_gradients,
 )
@@ -76,6 +75,7 @@ from autopar.cost_model.compute.traffic import (
 )
 from autopar.cost_model.hardware.device import Device, MatmulRate
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
+from autopar.ir.analysis.views import is_view
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import has_gradient_dtype, tensor_operands, tensor_results
 from autopar.ir.lowered.attention import QUERIES, is_attention, lengths_of, sight_of

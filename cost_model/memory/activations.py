@@ -23,15 +23,16 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
+from autopar.cost_model.compute.flops import is_contraction, op_name
 from autopar.cost_model.memory.backward_peak import BackwardOp, BackwardPeak, BlockBackward, is_read_outside
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, Chunked, chunks
-from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes, names_of, storage_of
+from autopar.cost_model.memory.saved_tensors import Saved, local_sizes, names_of
 from autopar.cost_model.memory.tiled_rows import Tile, TileableRegion, tileable_regions, tiles
 from autopar.cost_model.stacks.known_memory import AUTOPAR
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.analysis.row_regions import RowRegion
+from autopar.ir.analysis.views import Storage, is_view, storage_of
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.lowered.loss_chunks import Pair, pair_of
 from autopar.ir.mesh import Mesh

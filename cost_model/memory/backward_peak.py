@@ -13,12 +13,13 @@ from math import prod
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_view, op_name
+from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.memory.chunked_losses import ChunkableLoss, chunks
-from autopar.cost_model.memory.saved_tensors import Saved, Storage, local_sizes
+from autopar.cost_model.memory.saved_tensors import Saved, local_sizes
 from autopar.cost_model.memory.tiled_rows import Tile
 from autopar.cost_model.stacks.memory import LossMemory
 from autopar.ir.analysis.row_regions import RowRegion
+from autopar.ir.analysis.views import Storage, is_view
 from autopar.ir.graph import has_gradient_dtype, is_getitem, source, tensor_operands, tensor_results
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, FactorRule, factors_of_choice

@@ -12,22 +12,9 @@ from math import inf
 
 from torch import fx
 
-from autopar.cost_model.compute.flops import is_view
-from autopar.ir.graph import source, tensor_operands
+from autopar.ir.analysis.views import Storage
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Assignment, TensorFactors, factors_of_choice
-
-# One storage: the op that allocates it and the number of its result.
-Storage = tuple[fx.Node, int]
-
-
-def storage_of(node: fx.Node) -> Storage:
-    """The tensor whose memory a tensor uses, looking through views and ``getitem``."""
-    while True:
-        producer, position = source(node)
-        if producer.op != "call_function" or not is_view(producer):
-            return producer, position
-        node = tensor_operands(producer)[0]
 
 
 def names_of(tensors: Iterable[TensorFactors]) -> frozenset[str]:

@@ -70,6 +70,7 @@ AUTOPAR = Stack(
     grouped=_GROUPED,
     gathers_narrow=frozenset({"weights", "activations"}),
     any_order=True,
+    keeps_any=True,
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )

@@ -46,7 +46,8 @@ class Stack:
     microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
     one microbatch travel to experts and back while another microbatch is computed. any_order: whether a pipeline runs
-    its passes in any order that a plan has, and not in those of named schedules alone. why: where all this is from.
+    its passes in any order that a plan has, and not in those of named schedules alone. keeps_any: whether a block keeps
+    any tensors for its backward, and not those of a level alone. why: where all this is from.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Stack:
     adds_in_products: bool = False
     gathers_ahead: bool = False
     any_order: bool = False
+    keeps_any: bool = False
     hides_dispatch: bool = False
 
     @property

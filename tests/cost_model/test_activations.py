@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 
 from autopar.cost_model.compute.flops import op_name
 from autopar.cost_model.memory.activations import BlockActivations
-from autopar.cost_model.memory.saved_tensors import storage_of
 from autopar.cost_model.stacks.known_memory import AUTOPAR
 from autopar.cost_model.stacks.memory import LossMemory, StackMemory
 from autopar.ir.analysis.gradient_flow import gradient_flow
+from autopar.ir.analysis.views import storage_of
 from autopar.ir.capture.capture import capture
 from autopar.ir.graph import CapturedModel, op_nodes, tensor_results
 from autopar.ir.mesh import Mesh

@@ -14,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.compute.expert_imbalance import share_of_busiest
-from autopar.cost_model.compute.flops import is_contraction, is_view, op_name
+from autopar.cost_model.compute.flops import is_contraction, op_name
 from autopar.cost_model.compute.op_roofline import OpCost, op_time
 from autopar.cost_model.compute.op_time import OpTime
 from autopar.cost_model.stacks.attention_kernels import FLASH2_AMPERE
 from autopar.cost_model.stacks.known import find_stack
+from autopar.ir.analysis.views import is_view
 from autopar.ir.errors import UnsupportedOp
 from autopar.ir.graph import tensor_results
 from autopar.ir.mesh import Mesh

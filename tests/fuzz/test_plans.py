@@ -30,14 +30,19 @@ from tests.fuzz.models import captured_net
 from tests.fuzz.mutation import as_yaml, changed_value
 from tests.report.sample import sample_plan
 
+_OWN = 3
+
 
 @cache
 def plans() -> list[tuple[Plan, Any]]:
-    """Plans, and what their files hold. The last two are of ``captured_net``."""
+    """Plans, and what their files hold. The last ``_OWN`` are of ``captured_net``."""
     own = [
         search_captured(captured_net(), make_cluster("h100-sxm", 4), Constraints(tp=2)).plan,
         search_captured(captured_net(), make_cluster("h100-sxm", 4), Constraints(pp=2, num_microbatches=2)).plan,
+        search_captured(captured_net(), make_cluster("h100-sxm", 4), Constraints(tp=2, remat=0.5)).plan,
     ]
+    assert len(own) == _OWN
+    assert own[-1].kept_sets
     others = [
         sample_plan(),
         decoder_plan(pp=2, dp=2, tp=2, num_microbatches=4, predicted=True),
@@ -62,7 +67,7 @@ def read(chance: random.Random, folder: Path) -> None:
         lambda: render_plain(plan),
         lambda: export(plan, chance.choice(sorted(TARGETS)), Options(plan_path="plan.yaml")),
     ]
-    if number >= len(plans()) - 2:
+    if number >= len(plans()) - _OWN:
         used.append(lambda: partition(place_captured(captured_net(), plan), outputs="loss"))
         used.append(lambda: predict_on_stack(captured_net(), cluster_of(plan, None), plan))
     chance.choice(used)()

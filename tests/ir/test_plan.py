@@ -53,6 +53,14 @@ def test_round_trip(tmp_path: Path) -> None:
             changed(zero=2, blocks=[{"name": "layers.*", "repeats": 4, "reshard_after_forward": True}]),
             "blocks.0.reshard_after_forward: is about ZeRO-3",
         ),
+        (
+            changed(stages=[{"first": 0, "last": 3, "remat": {"keep": 1}}]),
+            "stages.0.remat.keep: expected one of selective, alternate, full, or a name that blocks list under kept",
+        ),
+        (
+            changed(blocks=[{"name": "layers.*", "repeats": 4, "kept": {"full": []}}]),
+            "blocks.0.kept.full: that is a level; expected another name",
+        ),
         (changed(zero=1, reshard_after_forward=False), "reshard_after_forward: false is about ZeRO-3"),
         (
             changed(stages=[{"first": 0, "last": 3, "offload": True}]),
@@ -84,3 +92,15 @@ def test_no_object_is_built_from_yaml() -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidPlan, match="cannot read plan"):
         Plan.load(tmp_path / "none.yaml")
+
+
+def test_sets_that_blocks_keep_come_after_the_levels() -> None:
+    kept = [{"name": "layers.*", "repeats": 4, "kept": {"less": ["mlp.up/linear"], "more": []}}]
+    stages = [{"first": 0, "last": 3, "remat": {"less": 1, "full": 1, "more": 1}}]
+    plan = Plan.from_yaml(changed(blocks=kept, stages=stages))
+    assert [plan.remat_of(number) for number in range(4)] == ["full", "less", "more", "none"]
+    assert plan.kept_sets == ("less", "more")
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    levels = plan.in_levels()
+    assert [levels.remat_of(number) for number in range(4)] == ["full", "full", "full", "none"]
+    assert not levels.kept_sets

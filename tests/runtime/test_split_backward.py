@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.ir.ops.composite import moe
 from autopar.ir.primitives.collectives import apply, communicates_backward
-from autopar.ir.program import Remat
+from autopar.ir.rematerialisation import Remat
 from autopar.runtime.rematerialised import rematerialised
 from autopar.runtime.split_backward import backward_to_inputs
 from tests.runtime.held import held_bytes

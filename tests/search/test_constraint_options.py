@@ -30,6 +30,8 @@ READ: dict[str, list[tuple[Any, Any]]] = {
         ({"*.up.weight": "fp8-row"}, (RecipePin(pattern="*.up.weight", recipe="fp8-row"),)),
         ({"*": "bf16"}, (RecipePin(pattern="*", recipe=None, precision="bf16"),)),
     ],
+    "remat": [("full", "full"), ("40%", 0.4), (0.4, 0.4), (None, None)],
+    "activation_memory": [("20GiB", 20 * 2**30), (1e9, 1e9), (None, None)],
     "expert_load": [({"layer": torch.tensor([1, 2])}, ((1, 2),)), ([[1, 2]], ((1, 2),))],
 }
 

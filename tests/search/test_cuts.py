@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from itertools import combinations, pairwise, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.schedule import Pipelining
 from autopar.search.stages.least_times import LeastTimes
-from autopar.search.stages.stage import LEVELS, BlockCost, Stage, stage_memory
+from autopar.search.stages.stage import BlockCost, Stage, stage_memory, stage_time
 from autopar.search.stages.stage_cuts import cut, cut_pipeline, cuts_time
 
 
@@ -25,7 +26,8 @@ def brute_force(blocks, live, weights, budgets, levels) -> float | None:
             mine = []
             for full in range(b - a + 1):
                 for middle, partly in product(("selective", "alternate"), range(b - a - full + 1)):
-                    stage = Stage(first=a, last=b - 1, full=full, **{middle: partly})
+                    remat = (LEVELS.index("full"), full), (LEVELS.index(middle), partly)
+                    stage = Stage(first=a, last=b - 1, remat=remat)
                     used = {LEVELS[stage.level(block)] for block in range(a, b)}
                     if used <= set(levels) and stage_memory(blocks, stage, live[number]) <= budgets[number]:
                         mine.append(stage)
@@ -91,6 +93,54 @@ def test_cuts_equal_brute_force(problem) -> None:
         assert stage_memory(blocks, stage, count) <= budget * (1 + 1e-9) + 1e-5
 
 
+@st.composite
+def blocks_with_sets(draw: st.DrawFn) -> list[BlockCost]:
+    """Beside the levels three sets, of which each keeps less than the one before and takes longer."""
+    number = st.integers(0, 9).map(float)
+
+    def block() -> BlockCost:
+        return BlockCost(
+            time_s=(*draw(st.tuples(*[number] * 4)), *sorted(draw(st.tuples(*[number] * 3)))),
+            saved_bytes=(*draw(st.tuples(*[number] * 4)), *sorted(draw(st.tuples(*[number] * 3)), reverse=True)),
+            static_bytes=draw(number),
+            workspace_bytes=draw(number),
+        )
+
+    return [block() for _ in range(draw(st.integers(1, 5)))]
+
+
+@settings(max_examples=200)
+@given(blocks_with_sets(), st.integers(1, 3), st.integers(0, 60).map(float), st.sampled_from([(), LEVELS]))
+def test_two_of_all_sets_are_used_as_well_as_can_be(blocks, live, budget, levels) -> None:
+    last, best = len(blocks) - 1, None
+    for less, more in combinations_with_replacement(range(len(LEVELS), len(LEVELS) + 3), 2):
+        for count in range(len(blocks) + 1):
+            stage = Stage(first=0, last=last, remat=((more, count), (less, len(blocks) - count)))
+            if stage_memory(blocks, stage, live) <= budget:
+                seconds = stage_time(blocks, stage)
+                best = seconds if best is None else min(best, seconds)
+    found = cut(blocks, [live], (1.0, 0.0), [budget], levels)
+    plain = brute_force(blocks, [live], (1.0, 0.0), [budget], LEVELS) if levels else None
+    if best is None and plain is None:
+        assert found is None or levels  # a level and a set
+        return
+    assert found is not None
+    assert found.time_s <= min(own for own in (best, plain) if own is not None) + 1e-9
+    assert found.time_s == pytest.approx(stage_time(blocks, found.stages[0]))
+    assert stage_memory(blocks, found.stages[0], live) <= budget * (1 + 1e-9) + 1e-5
+    if not levels:
+        assert best == pytest.approx(found.time_s)
+
+
+def test_activations_have_a_budget_of_their_own() -> None:
+    block = BlockCost(time_s=(1.0, 2.0, 3.0, 4.0), saved_bytes=(8.0, 4.0, 2.0, 1.0), static_bytes=10.0)
+    found = cut([block] * 4, [2], (1.0, 0.0), [1000.0], LEVELS, saved=40.0)
+    assert found is not None
+    (stage,) = found.stages
+    assert 2 * sum(block.saved_bytes[stage.level(number)] for number in range(4)) <= 40.0
+    assert cut([block] * 4, [2], (1.0, 0.0), [1000.0], LEVELS, saved=7.0) is None
+
+
 @settings(max_examples=200)
 @given(problems(), st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("naive", 1)]))
 def test_least_times_bound_every_cut(problem, named) -> None:
@@ -140,4 +190,4 @@ def test_deep_model_takes_well_under_a_second() -> None:
     found = cut(blocks, [16 - i for i in range(16)], (1.0, 63.0), [700.0] * 16)
     assert found is not None
     assert time.process_time() - start < 1.0
-    assert any(stage.strongest for stage in found.stages)
+    assert any(stage.is_rematerialised for stage in found.stages)

@@ -14,9 +14,10 @@ from torch import fx
 
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.analysis.blocks import BlockKind, BlockRepetition
+from autopar.ir.analysis.forward_graph import op_and_operand
 from autopar.ir.analysis.op_clusters import BATCH, OpCluster, OpClusters, first_instances
 from autopar.ir.errors import InvalidPlan, PlanMismatch
-from autopar.ir.graph import CapturedModel
+from autopar.ir.graph import CapturedModel, is_getitem, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import BlockPlan, Plan
 from autopar.ir.rule import Assignment, factors_of_choice
@@ -83,6 +84,7 @@ def check_choices(analysis: Analysis, plan: Plan) -> None:
             if node in clusters.of and clusters.of[node].leader is node
         }
         _check_keys(stated, own, repetition, nodes, clusters)
+        _check_kept(stated, {repetition.key[node]: node for node in nodes if not is_getitem(node)})
         for key, group in own.items():
             possible = ", ".join(c for c in group.choices if c) or "none; leave the op out"
             for name, value in zip(mesh.names, assignment[group.index], strict=True):
@@ -134,6 +136,25 @@ def _check_sizes(group: OpCluster, leader: Assignment, mesh: Mesh, what: str) ->
                 + "  expected sizes that are multiples of the product of the axes put on them\n"
                 "  try: a smaller axis, or leave the op replicated on it"
             )
+
+
+def _check_kept(stated: BlockPlan, every: Mapping[str, fx.Node]) -> None:
+    """Check that ops exist whose results, or operands, the plan lists."""
+    for listed in stated.kept.values():
+        for name in listed:
+            key, position = op_and_operand(name)
+            if key not in every:
+                close = difflib.get_close_matches(key, every, n=3)
+                raise InvalidPlan(
+                    f"plan: block {stated.name!r} has no op {key!r} whose result could be kept.\n"
+                    f"  did you mean: {', '.join(close) or ', '.join(every)}"
+                )
+            count = len(tensor_operands(every[key]))
+            if position is not None and position >= count:
+                raise InvalidPlan(
+                    f"plan: {name!r} of block {stated.name!r} is to be kept; op {key!r} has {count} operands, counted "
+                    "from 0"
+                )
 
 
 def _check_keys(

@@ -3,7 +3,7 @@
 Moves that several users share are there once, a backward only where a gradient comes back. A block whose activations
 are computed again in its backward runs the collectives again that no kept tensor stands behind: all of them at level
 ``full``, gathers alone at the levels between, and none after the last op that keeps something, where the second run
-stops.
+stops. Where the plan lists what is kept, ``recomputed`` says it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from autopar.ir.lowered.inside import LocalSizes, Phase
 from autopar.ir.lowered.table import INSIDE
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.placed_model import PlacedModel
+from autopar.ir.placed.recomputed import Recomputed
 from autopar.ir.placed.records import PIPELINE_AXIS, Cause, Record
 from autopar.ir.placed.uses import Move, Use
 from autopar.ir.placed.zero_units import zero_units
@@ -90,6 +91,11 @@ class _Sweep:
             if kept.operands or kept.results or kept.extra_bytes:
                 found[self.placed.analysis.block_of(node)] = number
         return found
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        """What runs again in blocks that keep what the plan lists."""
+        return Recomputed(self.operands)
 
     @cached_property
     def narrow(self) -> frozenset[str]:
@@ -197,9 +203,9 @@ class _Sweep:
         made: list[tuple[Collective, Phase, bool, bool]] = []
         if forward.communicates:
             made.append((forward, "forward", narrow, narrow))
-            if self._runs_again(move.block, known.first, gathers=gathers):
+            if self._runs_again(move, move.block, known.first, gathers=gathers):
                 # Between the levels a maximum is kept, as sums are.
-                again = narrow and self._runs_again(move.block, known.first, gathers=False)
+                again = narrow and self._runs_again(move, move.block, known.first, gathers=False)
                 made.append((forward, "backward", narrow, again))
         if backward.communicates and known.differentiable:
             made.append((backward, "backward", narrow_back, narrow_back))
@@ -235,7 +241,7 @@ class _Sweep:
             gathers_gradient=(node, None) in self.gathered,
         )
         block = placed.analysis.block_of(node)
-        again = self._runs_again(block, number, gathers=False)
+        again = self._runs_again(node, block, number, gathers=False)
         for one in INSIDE[lowering](node, rule, sizes):
             axes = tuple(axis for axis in one.axes if sizes.size(axis) > 1)
             if not axes or (one.phase == "backward" and node not in flow):
@@ -247,9 +253,12 @@ class _Sweep:
                     "op", node.name, one.kind, phase, axes, one.payload_bytes, self.stages[node], one.dispatch
                 )
 
-    def _runs_again(self, block: int, number: int, *, gathers: bool) -> bool:
-        """Whether the second run of a block has a collective that stands before op ``number``. gathers: it is one."""
-        level = "none" if block == PRELUDE else self.placed.plan.remat_of(block)
+    def _runs_again(self, what: Move | fx.Node, block: int, number: int, *, gathers: bool) -> bool:
+        """Whether the second run of a block has a collective, of a move or inside an op, that stands before op
+        ``number``. gathers: it is one."""
+        level = "none" if block == PRELUDE else self.placed.remat_of(block)
+        if level == "listed":
+            return self.recomputed.communicates(block, what)
         return (level == "full" or (gathers and level != "none")) and number <= self.last_kept.get(block, -1)
 
     def _records(

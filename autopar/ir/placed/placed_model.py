@@ -26,6 +26,7 @@ from autopar.ir.placed.layouts import Layouts, Need, made_on_axis
 from autopar.ir.placed.storage import Storage, store
 from autopar.ir.placement import Layout, Placement, Replicate, local_shape
 from autopar.ir.plan import Plan
+from autopar.ir.rematerialisation import LEVELS, Remat
 from autopar.ir.rule import Choice
 
 TIME = "microbatch"
@@ -93,6 +94,19 @@ class PlacedModel:
     def needed_over_time(self, user: fx.Node, position: int) -> Placement:
         """Placement over microbatches in which ``user`` needs its operand ``position``."""
         return self.analysis.rule(user).operand(position, self.time_choice(user))[0]
+
+    def remat_of(self, block: int) -> Remat:
+        """How block number ``block`` is rematerialised."""
+        level = self.plan.remat_of(block)
+        if level in LEVELS:
+            return level  # type: ignore[return-value]  # one of them
+        return "none" if self.kept_of(block) is None else "listed"
+
+    def kept_of(self, block: int) -> frozenset[str] | None:
+        """What the plan lists for block number ``block`` to keep, where it has a list for it."""
+        kind = self.analysis.repetition.blocks[block].kind
+        listed = self.plan.blocks[kind].kept.get(self.plan.remat_of(block))
+        return None if listed is None else frozenset(listed)
 
     def lowering(self, op: fx.Node) -> str | None:
         """Name of the lowering of ``op``, None if it is the op itself on shards."""

@@ -50,7 +50,7 @@ __all__ = [
 def communicates_backward(ctx: Any) -> None:
     """Marks an op, by the context of its forward, as one whose backward communicates.
 
-    Where a backward runs in two parts (``runtime/split_backward.py``), such an op runs in one of them alone.
+    Where the backward is split (``runtime/split_backward.py``), such an op runs in one of its two passes alone.
     """
     ctx.communicates = True
 

@@ -96,7 +96,7 @@ class Candidate:
     @property
     def is_rematerialised(self) -> bool:
         """Whether any block is rematerialised."""
-        return any(stage.strongest for stage in self.stages)
+        return any(stage.is_rematerialised for stage in self.stages)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.memory.model_state import state_memory
 from autopar.cost_model.schedule.pipeline_simulator import time_weights
 from autopar.ir.mesh import Mesh
+from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import STEADY_ROUNDS, Pipelining
 from autopar.search.assign.solve import solve
@@ -26,7 +27,6 @@ from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import Allowed, AnyOf, Rules
 from autopar.search.problem.constraints import Constraints, role_of_axis
 from autopar.search.problem.workload import Workload
-from autopar.search.stages.stage import LEVELS
 from autopar.search.stages.stage_cuts import Cuts, cut_pipeline
 
 # Optimistic: all gradient communication that can be hidden is. The slow-down that it causes remains.
@@ -98,12 +98,14 @@ def _passes(shape: Pipelining) -> float:
 class Solver:
     """Answers for configurations of one workload on one cluster, each computed once.
 
-    batches: of a step, that the captured batch makes. work: a measure of time that is the same on every machine.
+    batches: of a step, that the captured batch makes. saved_bytes: most that a rank saves for backward. work: a measure
+    of time that is the same on every machine.
     """
 
     prices: Prices
     budget_bytes: float
     levels: tuple[str, ...] = LEVELS
+    saved_bytes: float = inf
     batches: int = 1
     num_solved: int = 0
     work: int = 0
@@ -394,7 +396,8 @@ class Solver:
         shape, costs = configuration.pipelining, inner.costs(configuration.num_stages)
         later = shape.splits_backward and shape.passes is None and configuration.constraints.schedule is None
         levels = ("none",) if later and "none" in self.levels else self.levels
-        return cut_pipeline(costs, shape, budget_bytes, levels, self._links(shape, configuration.mesh))
+        links = self._links(shape, configuration.mesh)
+        return cut_pipeline(costs, shape, budget_bytes, levels, links, self.saved_bytes)
 
     def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
         """Number of microbatches at which the activations saved by one stage fit, for every rematerialisation level."""

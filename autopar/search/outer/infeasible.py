@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
+from dataclasses import replace
+from math import floor, inf, sqrt
 
 from autopar.cost_model.memory.fit_probability import fit_probability
 from autopar.cost_model.memory.model_state import MemoryParts
@@ -28,6 +29,14 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
             f"{solver.batch_size}, which dp times the number of microbatches has to divide.\n"
             "  try: fewer constraints"
         )
+    if solver.saved_bytes < inf:
+        kept = min(_least_saved(solver, c, i) for c, i in _promising(solver, tried))
+        if kept < inf:
+            return InfeasiblePlan(
+                f"no plan keeps as little for its backward: the least is {kept / GIB:.3g} GiB on a rank, "
+                f"the budget is {solver.saved_bytes / GIB:.3g} GiB.\n  try: that, or smaller microbatches"
+            )
+        solver = replace(solver, saved_bytes=inf)
     need, configuration, inner = min(
         ((_least_budget(solver, c, i), c, i) for c, i in _promising(solver, tried)), key=lambda found: found[0]
     )
@@ -48,6 +57,19 @@ def explain(solver: Solver, constraints: Constraints, tried: Sequence[tuple[Conf
     lines += _largest(configuration, inner, range(stages[number].first, stages[number].last + 1))
     lines.append(f"  try: {_advice(solver, constraints, need)}")
     return InfeasiblePlan("\n".join(lines))
+
+
+def _least_saved(solver: Solver, configuration: Configuration, inner: Inner) -> float:
+    """Bytes of activations of a rank with which a configuration fits, within a hundredth; infinite if it does not."""
+    free = replace(solver, saved_bytes=inf)
+    if free.cuts(configuration, inner, solver.budget_bytes) is None:
+        return inf
+    low, high = solver.saved_bytes, max(solver.budget_bytes, solver.saved_bytes)
+    while high > 1.01 * low:
+        middle = sqrt(low * high)
+        fits = replace(solver, saved_bytes=middle).cuts(configuration, inner, solver.budget_bytes) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    return high
 
 
 def _blocks(workload: Workload) -> str:

@@ -22,7 +22,8 @@ from autopar.search.predict.predict import predict
 from autopar.search.predict.step_tasks import GATHER, REDUCE, SEND, BlockPass, StepTasks, communication_of, step_tasks
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.stages.stage import LEVELS, Stage
+from autopar.search.problem.kept_sets import level_names
+from autopar.search.stages.stage import Stage
 
 _OPTIMISER = Item("optimizer", "step", "all parameters")
 _SHARED = Item("collective", "all_reduce", "gradients of parameters that stages share", "pp")
@@ -62,6 +63,7 @@ def step_path(
     contents = _Contents(
         tasks=tasks,
         blocks=BlockItems.of(delays.pricing, assignment, delays.noise_free),
+        levels=level_names(pricing.kept),
         jitter_s=[both / 2 for both in delays.of_passes()],
     )
     on_rank: defaultdict[int, float] = defaultdict(float)
@@ -81,11 +83,15 @@ def step_path(
 
 @dataclass(slots=True, kw_only=True)
 class _Contents:
-    """The items of tasks. jitter_s: delay in a pass of each stage. spent: seconds. runs: (block, part of a pass) -> how
-    often it runs."""
+    """The items of tasks.
+
+    levels: names of what blocks keep. jitter_s: delay in a pass of each stage. spent: seconds. runs: (block, part of a
+    pass) -> how often it runs.
+    """
 
     tasks: StepTasks
     blocks: BlockItems
+    levels: Sequence[str]
     jitter_s: Sequence[float]
     spent: defaultdict[Item, float] = field(default_factory=lambda: defaultdict(float))
     runs: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -119,10 +125,10 @@ class _Contents:
             yield _JITTER, jitter
             yield _COPIES, seconds - jitter
         elif part == "recomputation":
-            level = LEVELS[self.tasks.costs.stages[stage].level(one.block)]
+            level = self.levels[self.tasks.costs.stages[stage].level(one.block)]
             yield Item("recomputation", level, kind), seconds
         elif part == "twice":
-            yield Item("split backward", "done in both parts", kind), seconds
+            yield Item("split backward", "done in both passes", kind), seconds
         elif part == "prelude":
             yield _PRELUDE, seconds
         elif part == "gather":

@@ -73,7 +73,7 @@ def _meet_in_microbatches(plan: Plan, predicted: Predicted) -> bool:
 
 
 class _Prices:
-    """Seconds of a microbatch as a vector: of each stage forward, backward, and both parts of that; sends and returns
+    """Seconds of a microbatch as a vector: of each stage forward, backward, and both passes of that; sends and returns
     of each cut; and of each rank of the pipeline what comes after the last pass."""
 
     def __init__(self, at: Callable[[int, Documents | None], Predicted], every: Sequence[Rows]) -> None:

@@ -30,7 +30,7 @@ from autopar.search.stages.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """One predicted step. Per stage: seconds of a microbatch forward and backward, and of both parts of a split
+    """One predicted step. Per stage: seconds of a microbatch forward and backward, and of both passes of a split
     backward.
 
     memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for

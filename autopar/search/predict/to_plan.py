@@ -25,6 +25,7 @@ from autopar.search.predict.kept_state import model_state_bytes
 from autopar.search.predict.predict import Predicted
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import role_of
+from autopar.search.problem.kept_sets import level_names
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage
 
@@ -57,6 +58,7 @@ def plan_of(
                 repeats=kind.repeats,
                 ops=ops,
                 recipes=_recipes(workload, index),
+                kept=_kept(pricing, len(blocks), stages),
                 zero=None if zero == pricing.zero else zero,
             )
         )
@@ -82,7 +84,7 @@ def plan_of(
         reshard_after_forward=pricing.reshard,
         precision=workload.precision,
         blocks=blocks,
-        stages=[_stage(stage) for stage in stages],
+        stages=[_stage(stage, level_names(pricing.kept)) for stage in stages],
         prediction=prediction_of(pricing, predicted, data_parallel_size(mesh, inputs), pricing.mesh.names, mesh.names),
     )
 
@@ -102,14 +104,16 @@ def _sequence_layout(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Se
     return "zigzag" if ranks > 1 and zigzag.divides(ranks) else "contiguous"
 
 
-def _stage(stage: Stage) -> StagePlan:
-    levels = {"full": stage.full, "alternate": stage.alternate, "selective": stage.selective}
-    return StagePlan(
-        first=stage.first,
-        last=stage.last,
-        remat={level: count for level, count in levels.items() if count},  # type: ignore[misc]  # literal keys
-        offload=stage.offload,
-    )
+def _kept(pricing: Pricing, kind: int, stages: Sequence[Stage]) -> dict[str, list[str]]:
+    """What blocks of a kind keep, by the names that the stages use."""
+    used = {level_names(pricing.kept)[level] for stage in stages for level in stage.levels}
+    every = ((sets.name, sets.listed[kind]) for sets in pricing.kept if sets.name in used)
+    return {name: list(listed) for name, listed in every if listed is not None}
+
+
+def _stage(stage: Stage, levels: Sequence[str]) -> StagePlan:
+    remat = {levels[level]: count for level, count in stage.remat if level and count}
+    return StagePlan(first=stage.first, last=stage.last, remat=remat, offload=stage.offload)
 
 
 def data_parallel_size(mesh: Mesh, inputs: Assignment) -> int:

@@ -15,16 +15,19 @@ from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.cost_model.hardware.device import Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
+from autopar.cost_model.memory.kept_frontier import KeptSet
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.placed.assign import spread
 from autopar.ir.placed.layouts import Layouts
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
+from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.block_moves import Moves, crossing_bytes, moved_by
+from autopar.search.pricing.kept_graph import gathers_key, kept_costs
 from autopar.search.pricing.pricing import ParameterPrice, Pricing
 from autopar.search.problem.workload import Workload
-from autopar.search.stages.stage import LEVELS, BlockCost, Stage
+from autopar.search.stages.stage import FULL, BlockCost, Stage, recomputed_bytes
 
 T = TypeVar("T")
 
@@ -34,16 +37,17 @@ class BlockPrice:
     """One block instance on one rank.
 
     compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
-    LEVELS. sync: gradient and ZeRO communication that can overlap, not yet overlapped; waited: communication that
-    cannot. optimiser_s: once a step. weights_s: seconds of the backward that a split backward may delay (its W pass);
-    twice_s, delayed_bytes: seconds that it then spends twice, and bytes of a microbatch that it holds until then.
-    states: bytes held inside a step, lasting_bytes of them gradients allocated from the step before. resting,
-    optimiser_bytes: bytes held while the optimiser runs, and its workspace for a parameter. saved_bytes: activations of
-    a microbatch at each level. unmade_bytes: of activations that level full does not make again, since it computes wide
-    layers in tiles. peak, tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that
-    ZeRO has gathered while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed;
-    scattered_bytes: the buffer that those are scattered from. send_bytes: of a microbatch, for a cut before this block;
-    None where it cannot be cut. returned_bytes: of the gradients that come back over the cut.
+    LEVELS, then with each set of ``Pricing.kept``, as everything that is by level. sync: gradient and ZeRO
+    communication that can overlap, not yet overlapped; waited: communication that cannot. optimiser_s: once a step.
+    weights_s: seconds of the backward that a split backward may delay (its W pass); twice_s, delayed_bytes: seconds
+    that it then spends twice, and bytes of a microbatch that it holds until then. states: bytes held inside a step,
+    lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held while the
+    optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level.
+    unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles. peak,
+    tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that ZeRO has gathered
+    while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed; scattered_bytes: the
+    buffer that those are scattered from. send_bytes: of a microbatch, for a cut before this block; None where it cannot
+    be cut. returned_bytes: of the gradients that come back over the cut.
     """
 
     compute: OpTime
@@ -86,13 +90,20 @@ class BlockPrice:
         return max(inside, peak.end + self.unsharded_bytes) + self.scattered_bytes + prefetch * self.gathered_bytes
 
     def recomputed_bytes(self, level: int) -> float:
-        """Activations that the block makes again in its backward at once, at one of LEVELS."""
-        unmade = self.unmade_bytes if LEVELS[level] == "full" else 0.0
-        return max(0.0, self.saved_bytes[0] - self.saved_bytes[level] - unmade)
+        """Activations that the block makes again in its backward at once, at a level."""
+        return recomputed_bytes(self.saved_bytes, level, self.unmade_bytes)
 
     def peak_of(self, level: int) -> BackwardPeak:
-        """Further bytes of the backward, at one of LEVELS."""
-        return self.tiled_peak if LEVELS[level] == "full" else self.peak
+        """Further bytes of the backward, at a level."""
+        return self.tiled_peak if level == FULL else self.peak
+
+    def keeping(self, kept: Sequence[KeptSet | None]) -> BlockPrice:
+        """The price with these sets of tensors beside the levels. None: of everything."""
+        return replace(
+            self,
+            saved_bytes=(*self.saved_bytes, *(self.saved_bytes[0] if own is None else own.num_bytes for own in kept)),
+            recomputed_s=(*self.recomputed_s, *(0.0 if own is None else own.seconds for own in kept)),
+        )
 
     @property
     def forward_s(self) -> float:
@@ -173,12 +184,12 @@ class Priced:
                 send = block.send_s(link) + block.return_s(link)
             plain = block.forward_s + sum(exposed_sync([block])) + once / count
             made = BlockCost(
-                time_s=tuple(plain + block.backward_s(level) for level in range(len(LEVELS))),
+                time_s=tuple(plain + block.backward_s(level) for level in range(len(block.saved_bytes))),
                 saved_bytes=tuple(num_bytes * reserved for num_bytes in block.saved_bytes),
                 delayed_bytes=block.delayed_bytes * reserved,
                 static_bytes=block.states.total,
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
-                tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, LEVELS.index("full")),
+                tiled_bytes=block.unmade_bytes + working - block.working_bytes(pricing.prefetch, FULL),
                 send_s=send,
                 once_s=once / count,
                 first_s=first / count,
@@ -219,7 +230,8 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
             past = [n for n in arrivals.transfers if reaches.is_past(node for node, _ in workload.transfers[n].uses)]
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             crossing = crossing_bytes(pricing, arrivals.crossing, layouts)
-            made[key] = own[block.kind].block(pricing, moved, left, held, crossing)
+            price = own[block.kind].block(pricing, moved, left, held, crossing)
+            made[key] = price.keeping(kept_costs(pricing, assignment, layouts, block.kind)) if pricing.kept else price
         blocks.append(made[key])
     if workload.unread_bytes:
         # Parameters that no op reads are there all the time, on the first stage.
@@ -241,10 +253,7 @@ def _known(
 ) -> list[T]:
     """``make`` of every number, computed once for equal assignments of the clusters that it depends on."""
     known: dict[object, T] = pricing.moves.evaluated.setdefault(what, {})
-    gathers: tuple[object, ...] = ()
-    if pricing.workload.narrow_products:
-        # Products have less to cast where ZeRO gathers their weights in 8 bits.
-        gathers = pricing.zero, pricing.data_axes, pricing.zero_stages, pricing.offload
+    gathers = gathers_key(pricing)
     found = []
     for number, own in enumerate(clusters):
         key = (number, pricing.parts, *gathers, *(assignment[index] for index in own))
@@ -333,7 +342,7 @@ class _Ops:
                 delayed.add(node)
             if 0.0 < share < 1.0:
                 later += pricing.ops.cost(node).written_bytes(assignments[node], pricing.mesh, pricing.parts)
-                # A matrix product has one product for each part; others read the incoming gradient again.
+                # A matrix product has one product for each pass; others read the incoming gradient again.
                 twice += 0.0 if contracts else share * (total + -1.0 * lowered).backward_s
                 twice += branch_s(pricing.ops.cluster.device)
         batches = pricing.mesh, pricing.parts

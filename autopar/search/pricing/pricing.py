@@ -39,6 +39,7 @@ from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.placement_codes import decode_need
 from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
+from autopar.search.problem.kept_sets import KeptSets
 from autopar.search.problem.workload import ParameterGroup, Tensor, Transfer, Workload
 
 MASTER = 4  # bytes of a stored parameter and of its gradient
@@ -79,7 +80,7 @@ class Pricing:
     sharded there. Without ZeRO they mean nothing. prefetch: blocks that stage 3 gathers ahead. zero_stages, reshards:
     of the parameters of each kind of block, instead of ``zero`` and ``reshard``. offload: whether tensors that ZeRO
     shards are in host memory. named_mesh: the mesh with its axes' names, if those of ``moves`` differ. batches: of a
-    step, that the captured batch makes.
+    step, that the captured batch makes. kept: what blocks may keep for their backward, beside the levels.
     """
 
     ops: OpPrices
@@ -94,6 +95,7 @@ class Pricing:
     offload: bool = False
     named_mesh: Mesh | None = None
     batches: int = 1
+    kept: tuple[KeptSets, ...] = ()
 
     @property
     def workload(self) -> Workload:
@@ -426,8 +428,7 @@ class Pricing:
 
 
 class Together(NamedTuple):
-    """Tensors that ZeRO shards alike: their elements and number, the share of the elements that train, and their bytes
-    as they are gathered."""
+    """Tensors that ZeRO shards alike: elements, number, share of elements that train, and bytes when gathered."""
 
     numel: float
     num_tensors: int

@@ -2,7 +2,7 @@
 
     autopar.parallelize(model, 8, example_inputs=batch, tp=2, zero=3)
 
-They are the fields of ``Constraints``, under shorter names too, and three of them are also taken in other forms.
+They are the fields of ``Constraints``, under shorter names too, and some of them are also taken in other forms.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopar.cost_model.compute.documents import Documents
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.mesh import MeshAxis
 from autopar.ir.plan import Recipe
+from autopar.ir.rematerialisation import Level
 from autopar.ir.schedule import Schedule
 from autopar.ir.sequence import SequenceLayout
-from autopar.search.problem.constraints import Remat
 from autopar.search.problem.forbidden_placements import Forbidden
 
 # Shorter names for fields, as on the command line.
@@ -29,8 +29,9 @@ SHORT = {"sp": "sequence_parallel", "microbatch": "microbatch_size"}
 class ConstraintOptions(TypedDict, total=False):
     """See ``Constraints`` for the meaning of each. None, or leaving one out, leaves the question to the search.
 
-    precision: fp32, bf16, fp16, or a recipe of narrow floats (``ir.precision``). recipe_pins: patterns of names of
-    weights -> that of their products (``ir.recipe_pins``).
+    remat: a level, or the share that blocks keep at most, as in ``0.4`` or ``"40%"``. activation_memory: bytes, or text
+    as in ``"20GiB"``. precision: fp32, bf16, fp16, or a recipe of narrow floats (``ir.precision``). recipe_pins:
+    patterns of names of weights -> that of their products (``ir.recipe_pins``).
     sp, microbatch: sequence_parallel and microbatch_size. annotations: results of
     ``autopar.constrain``, one or several. expert_load: the result of ``ParallelModule.expert_load``, or for each layer
     the tokens of its experts.
@@ -58,7 +59,8 @@ class ConstraintOptions(TypedDict, total=False):
     precision: str
     recipes: tuple[Recipe | None, ...]
     recipe_pins: Mapping[str, str]
-    remat: Remat | None
+    remat: Level | float | str | None
+    activation_memory: float | str | None
     fit_probability: float | None
     expert_capacity: float | None
     expert_load: Sequence[Sequence[float]] | Mapping[str, Sequence[float]] | Mapping[str, Tensor]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 from math import prod
-from typing import Literal, get_args
+from typing import get_args
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.compute.expert_imbalance import Loads
@@ -29,11 +29,11 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.plan import Precision, Recipe
 from autopar.ir.recipe_pins import RecipePin
+from autopar.ir.rematerialisation import LEVELS, Level
 from autopar.ir.schedule import Pipelining, Schedule, splits_backward, virtual_stages_of
 from autopar.ir.sequence import SequenceLayout
 from autopar.search.problem.forbidden_placements import Forbidden
 
-Remat = Literal["none", "selective", "alternate", "full"]
 ROLES = ("dp", "cp", "ep", "tp")
 
 # What a search considers. naive takes longest and least memory, so it is the last resort.
@@ -52,14 +52,14 @@ class Constraints:
 
     pp, dp, tp, cp, ep: degrees. ep may take of the ranks of the others (``spread_experts``). experts_within: "tp",
     "cp", or both: the experts are spread over those axes too. sequence_parallel: whether sequence factors may be used
-    on tensor axes.
-    schedule, virtual_stages: of the pipeline. zero: stage 0 to 3. shard: data ranks that ZeRO shards over, the
-    others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in host
-    memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be so,
-    if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
+    on tensor axes. schedule, virtual_stages: of the pipeline. zero: stage 0 to 3. shard: data ranks that ZeRO shards
+    over, the others replicate. reshard_after_forward, prefetch: of stage 3, see ``Plan``. offload: what ZeRO shards in
+    host memory, on every stage. sequence_layout: of sequences that ranks share; zigzag where causal attention can be
+    so, if left open. num_microbatches, or microbatch_size: samples of a microbatch on one data-parallel rank.
     precision: of compute. recipes: of 8-bit floats to choose from for the matrix products that the rule finds; None: in
-    ``precision`` as the other ops. remat: level of every block. fit_probability: the least that a plan has to fit with.
-    expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
+    ``precision`` as the other ops. remat: level of every block, or the share that it keeps at most of what autograd
+    would save. activation_memory: bytes that a rank may save for backward. fit_probability: the least that a plan has
+    to fit with. expert_capacity: see ``Plan``. expert_load: rows that the experts of each layer got, as
     ``ParallelModule.expert_load`` counts them; routing is taken to be even if left out. axes: the stage mesh in order,
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
@@ -87,7 +87,8 @@ class Constraints:
     precision: Precision = "fp32"
     recipes: tuple[Recipe | None, ...] = (None,)
     recipe_pins: tuple[RecipePin, ...] = ()
-    remat: Remat | None = None
+    remat: Level | float | None = None
+    activation_memory: float | None = None
     fit_probability: float | None = None
     expert_capacity: float | None = None
     expert_load: Loads = field(default=(), compare=False)  # one for the whole search, and long
@@ -126,6 +127,11 @@ class Constraints:
         """Share of a device's usable bytes that a predicted peak may take."""
         return share_to_fill(DEFAULT_MARGIN if self.fit_probability is None else self.fit_probability)
 
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of rematerialisation that are searched; a share is met at last."""
+        return (self.remat,) if isinstance(self.remat, str) else LEVELS
+
     def check(self, num_gpus: int, batch_size: int) -> None:
         """Raise InfeasiblePlan where the constraints contradict each other, the ranks or the batch."""
         for pin in self.recipe_pins:
@@ -154,6 +160,10 @@ class Constraints:
         self._check_schedule()
         if self.fit_probability is not None and not 0 < self.fit_probability < 1:
             raise InfeasiblePlan(f"fit_probability is {self.fit_probability}; expected a number between 0 and 1")
+        if self.activation_memory is not None and self.activation_memory <= 0:
+            raise InfeasiblePlan(f"activation_memory is {self.activation_memory}; expected bytes above 0")
+        if isinstance(self.remat, float) and not 0 <= self.remat <= 1:
+            raise InfeasiblePlan(f"remat is {self.remat}; expected a level, or a share between 0 and 1")
         if any(count < 0 for workload in self.expert_load for count in workload):
             raise InfeasiblePlan("expert_load has negative counts; expected tokens of each expert")
         if self.expert_capacity is not None and self.expert_capacity <= 0:

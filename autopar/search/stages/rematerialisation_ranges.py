@@ -1,4 +1,10 @@
-"""The best rematerialisation levels for every range of blocks that could be a stage, all ranges at once."""
+"""The best rematerialisation for every range of blocks that could be a stage, all ranges at once.
+
+The first blocks of a range are at level full, the next at one of the other levels, and the rest keep everything; or,
+where there are sets of tensors to keep beside the levels, the first blocks at one level or set and the rest at another.
+Sets that are best at rising prices of memory keep less and take longer, block by block, so of two of them, or of all
+blocks at one, the fewest blocks that have to keep less are best.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.rematerialisation import LEVELS
 from autopar.search.assign.instance import Floats, Ints
-from autopar.search.stages.stage import LEVELS, BlockCost, Stage
+from autopar.search.stages.stage import FULL, BlockCost, Stage
 
 # (range, block) pairs that are looked at together. Chosen: 8 MiB an array, so that numpy's call costs nothing beside
 # its work and memory stays small. It changes no result.
@@ -21,11 +28,12 @@ _CHUNK = 1 << 20
 
 class Limit(NamedTuple):
     """What a stage may take. live: microbatches whose activations it saves; waiting: others, of which it has only the
-    gradients of weights left to compute. budget: bytes."""
+    gradients of weights left to compute. budget: bytes. saved: bytes of the activations of both."""
 
     live: int
     waiting: int
     budget: float
+    saved: float = np.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class Solved:
     full: Ints
     partly: Ints
     middle: Ints
+    rest: Ints
 
     def of(self, limit: Limit) -> Floats:
         """Seconds of the ranges, by number as in ``Ranges.known``."""
@@ -65,14 +74,10 @@ class Solved:
     def stage(self, begin: int, end: int, limit: Limit) -> Stage:
         """The best use of levels for a range."""
         at = self.rows[limit], self.ranges.known[begin, end]
-        level, count = LEVELS[self.middle[at]], int(self.partly[at])
-        return Stage(
-            first=begin,
-            last=end - 1,
-            full=int(self.full[at]),
-            alternate=count if level == "alternate" else 0,
-            selective=count if level == "selective" else 0,
-        )
+        full, partly = int(self.full[at]), int(self.partly[at])
+        counts = (FULL, full), (int(self.middle[at]), partly), (int(self.rest[at]), end - begin - full - partly)
+        remat = tuple((level, count) for level, count in counts if level and count)
+        return Stage(first=begin, last=end - 1, remat=remat)
 
 
 class Ranges:
@@ -87,13 +92,14 @@ class Ranges:
         self.n = len(blocks)
         self.fastest = _prefix([min(b.time_s) for b in blocks])
         self.blocks = blocks
-        self.allowed = [level in levels for level in LEVELS]
+        every = range(len(blocks[0].time_s))
+        self.allowed = [level in levels for level in LEVELS] + [True] * (len(every) - len(LEVELS))
         self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
-        every = range(len(LEVELS))
         self.time = [_prefix([b.time_s[level] for b in blocks]) for level in every]
         self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
-        # The least that blocks keep if none is rematerialised more strongly than at a level.
-        usable = [[other for other in range(level + 1) if self.allowed[other]] for level in every]
+        # The least that blocks keep if none keeps less than at a level.
+        order = sorted(every, key=lambda level: -self.saved[level][-1]) if len(every) > len(LEVELS) else every
+        usable = [[other for other in order[: order.index(level) + 1] if self.allowed[other]] for level in every]
         self.least = [
             _prefix([min(b.saved_bytes[other] for other in own) for b in blocks]) if own else None for own in usable
         ]
@@ -118,27 +124,30 @@ class Ranges:
     def fitting(self, limits: Sequence[Limit]) -> Fitting:
         """The ranges that may fit into the limits of some stage."""
         rows, begins, ends = {limit: row for row, limit in enumerate(dict.fromkeys(limits))}, self.begins, self.ends
-        live, waiting, budget = (np.array(column)[:, None] for column in zip(*rows, strict=True))
-        fixed = self._fixed(begins, ends, waiting) + self.workspace
+        live, waiting, budget, most = (np.array(column)[:, None] for column in zip(*rows, strict=True))
+        fixed, most = self._fixed(begins, ends, waiting) + self.workspace, most - self._delayed(begins, ends, waiting)
         fits = np.zeros((len(rows), len(begins) + 1), dtype=bool)
         for level, least in enumerate(self.least):
             if least is not None and self.allowed[level]:
                 room = budget * (1 + 2e-9) + 2e-6 - fixed - self.recomputed[level]
-                fits[:, :-1] |= live * (least[ends] - least[begins]) <= room
+                fits[:, :-1] |= live * (least[ends] - least[begins]) <= np.minimum(room, most)
         return Fitting(self, limits, rows, fits)
 
     def solve(self, fitting: Fitting, bound: float) -> Solved:
         """The ranges that may fit and take less than ``bound`` seconds."""
         begins, ends, shape = self.begins, self.ends, fitting.fits.shape
         best = np.full(shape, np.inf)
-        full, partly, middle = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        live, waiting, budget = (np.array(column) for column in zip(*fitting.rows, strict=True))
+        full, partly, middle, rest = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        live, waiting, budget, most = (np.array(column) for column in zip(*fitting.rows, strict=True))
         wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
         tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
-            self._solve_some(row * shape[1] + number, number, live[row], waiting[row], budget[row], *tables)
-        return Solved(self, fitting.rows, best, full, partly, middle)
+            some = row * shape[1] + number, number, live[row], waiting[row], budget[row], most[row]
+            self._solve_some(*some, *tables)
+            if len(self.saved) > len(LEVELS):
+                self._solve_pairs(*some, *tables, rest.reshape(-1))
+        return Solved(self, fitting.rows, best, full, partly, middle, rest)
 
     def _solve_some(
         self,
@@ -147,13 +156,14 @@ class Ranges:
         lives: Ints,
         waiting: Ints,
         budgets: Floats,
+        most: Floats,
         best: Floats,
         full: Ints,
         partly: Ints,
         middle: Ints,
     ) -> None:
-        """Fill in the places ``some`` of the tables: of the ranges ``number`` in limits of ``lives``, ``waiting`` and
-        ``budgets``."""
+        """Fill in the places ``some`` of the tables: of the ranges ``number`` in limits of ``lives``, ``waiting``,
+        ``budgets`` and ``most`` bytes saved."""
         length = int((self.ends - self.begins)[number].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
@@ -165,6 +175,7 @@ class Ranges:
                 undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
                 some, number = some[undecided], number[undecided]
                 lives, waiting, budgets = lives[undecided], waiting[undecided], budgets[undecided]
+                most = most[undecided]
             if not len(some):
                 return
             # What changes when the blocks before k go from level none to the one tried.
@@ -174,6 +185,7 @@ class Ranges:
             fixed = self._fixed(begin, end, waiting[:, None]) + self.workspace[number, None]
             used = [own for own, uses in ((level, True), (3, use_full)) if uses]
             room = budgets[:, None] - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
+            room = np.minimum(room, most[:, None] - self._delayed(begin, end, waiting[:, None]))
             slack = 1e-9 * np.abs(room) + 1e-6
             m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
             inside = m <= end
@@ -207,10 +219,53 @@ class Ranges:
                 partly[at] = (k - m)[rows, column][better]
                 middle[at] = level
 
+    def _solve_pairs(
+        self,
+        some: Ints,
+        number: Ints,
+        lives: Ints,
+        waiting: Ints,
+        budgets: Floats,
+        most: Floats,
+        best: Floats,
+        full: Ints,
+        partly: Ints,
+        middle: Ints,
+        rest: Ints,
+    ) -> None:
+        """``_solve_some`` with at most two of all levels and sets, at least one of them a set."""
+        if self.costly:
+            undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
+            some, number, lives = some[undecided], number[undecided], lives[undecided]
+            waiting, budgets, most = waiting[undecided], budgets[undecided], most[undecided]
+        begin, end = self.begins[number], self.ends[number]
+        fixed = self._fixed(begin, end, waiting) + self.workspace[number]
+        for less, more in product(range(len(self.saved)), repeat=2):
+            if max(less, more) < len(LEVELS) or not (self.allowed[less] and self.allowed[more]):
+                continue
+            extra_time, extra_saved = self.time[less] - self.time[more], self.saved[less] - self.saved[more]
+            if np.any(np.diff(extra_saved) > 0) or np.any(np.diff(extra_time) < 0):
+                continue
+            largest = np.maximum(self.recomputed[less][number], self.recomputed[more][number])
+            room = np.minimum(budgets - fixed - largest, most - self._delayed(begin, end, waiting))
+            room += 1e-9 * np.abs(room) + 1e-6
+            with np.errstate(divide="ignore"):  # of no microbatch everything is saved
+                target = room / lives - (self.saved[more][end] - self.saved[more][begin]) + extra_saved[begin]
+            k = np.maximum(np.searchsorted(-extra_saved, -target, side="left"), begin)
+            fits, k = k <= end, np.minimum(k, end)
+            seconds = self.time[more][end] - self.time[more][begin] + extra_time[k] - extra_time[begin]
+            better = fits & (seconds < best[some])
+            at = some[better]
+            best[at], full[at], partly[at] = seconds[better], 0, (k - begin)[better]
+            middle[at], rest[at] = less, more
+
     def _fixed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
         """Bytes at any level."""
-        delayed = self.delayed[end] - self.delayed[begin]
-        return np.asarray(self.static[end] - self.static[begin] + waiting * delayed)
+        return np.asarray(self.static[end] - self.static[begin] + self._delayed(begin, end, waiting))
+
+    def _delayed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
+        """Bytes of microbatches whose gradients of weights wait."""
+        return np.asarray(waiting * (self.delayed[end] - self.delayed[begin]))
 
     def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
         none, some, everything = self.time[0], self.time[level], self.time[3]

@@ -1,20 +1,27 @@
-"""One stage of a pipeline: its blocks, the rematerialisation level of each, its seconds and its bytes."""
+"""One stage of a pipeline: its blocks, the rematerialisation of each, its seconds and its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Rematerialisation levels, from that which saves most; ``autopar.cost_model.memory.activations`` says what each keeps.
-LEVELS = ("none", "selective", "alternate", "full")
+from autopar.ir.rematerialisation import LEVELS
+
+FULL = LEVELS.index("full")
+
+
+def recomputed_bytes(saved_bytes: Sequence[float], level: int, unmade_bytes: float) -> float:
+    """Activations that a block makes again in its backward at once. saved_bytes: at each level. unmade_bytes: of those
+    that level full does not make again, as it computes wide layers in tiles."""
+    return max(0.0, saved_bytes[0] - saved_bytes[level] - (unmade_bytes if level == FULL else 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
     """One block in one plan.
 
-    time_s, saved_bytes: per microbatch, at each of LEVELS. delayed_bytes: of one whose weights' gradients wait.
-    static_bytes: parameters, gradients, optimiser.
+    time_s, saved_bytes: per microbatch, at each of LEVELS, then with each set of tensors that are kept. delayed_bytes:
+    of one whose weights' gradients wait. static_bytes: parameters, gradients, optimiser.
     workspace_bytes: held only while the block runs. tiled_bytes: that level full needs less, as it computes wide
     layers in tiles. send_s: of a cut before this block. once_s: of ``time_s``, the share of what comes once a step;
     first_s: of that, what the first forward waits for.
@@ -31,23 +38,21 @@ class BlockCost:
     first_s: float = 0.0
 
     def recomputed_bytes(self, level: int) -> float:
-        """What its backward needs beside the workspace: activations that are made again, at one of LEVELS."""
-        unmade = self.tiled_bytes if LEVELS[level] == "full" else 0.0
-        return max(0.0, self.saved_bytes[0] - self.saved_bytes[level] - unmade)
+        """What its backward needs beside the workspace: activations that are made again, at a level."""
+        return recomputed_bytes(self.saved_bytes, level, self.tiled_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Blocks ``first`` to ``last``: the first ``full`` at level full, ``alternate`` at level alternate, and so on.
+    """Blocks ``first`` to ``last``.
 
-    offload: whether their tensors that ZeRO shards are in host memory.
+    remat: level, as an index into those of ``BlockCost``, and number of blocks at it, from the first block on; the rest
+    are at the first level. offload: whether their tensors that ZeRO shards are in host memory.
     """
 
     first: int
     last: int
-    full: int = 0
-    alternate: int = 0
-    selective: int = 0
+    remat: tuple[tuple[int, int], ...] = ()
     offload: bool = False
 
     @property
@@ -56,22 +61,22 @@ class Stage:
         return self.last - self.first + 1
 
     def level(self, block: int) -> int:
-        """Index into LEVELS for block ``block``."""
+        """Index of the level of block ``block``."""
         offset = block - self.first
-        for level, count in ((3, self.full), (2, self.alternate), (1, self.selective)):
+        for level, count in self.remat:
             if offset < count:
                 return level
             offset -= count
         return 0
 
     @property
-    def strongest(self) -> int:
-        """Index into LEVELS of the strongest level of a block."""
-        return self.level(self.first)
+    def is_rematerialised(self) -> bool:
+        """Whether any block is."""
+        return any(count for level, count in self.remat if level)
 
     @property
     def levels(self) -> frozenset[int]:
-        """Indices into LEVELS of the levels of its blocks."""
+        """Indices of the levels of its blocks."""
         return frozenset(self.level(block) for block in range(self.first, self.last + 1))
 
 

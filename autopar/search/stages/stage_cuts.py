@@ -36,10 +36,11 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.cost_model.schedule.pipeline_simulator import pipeline_time, time_weights
+from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.schedule import Pipelining
 from autopar.search.assign.instance import Floats
 from autopar.search.stages.rematerialisation_ranges import Fitting, Limit, ranges_of
-from autopar.search.stages.stage import LEVELS, BlockCost, Stage, stage_time
+from autopar.search.stages.stage import BlockCost, Stage, stage_time
 
 # The first bound on the longest stage, of one as long as the mean or the longest block. Chosen: without a plan below it
 # there is no bound, so it changes no result. 1.25 or 2: same plans, same work (docs/decisions/0021).
@@ -84,17 +85,20 @@ def cut_pipeline(
     budget_bytes: float,
     levels: Sequence[str] = LEVELS,
     links: Sequence[float] | None = None,
+    saved_bytes: float = np.inf,
 ) -> Cuts | None:
     """The best cuts for a pipeline whose ranks have ``budget_bytes``; None if nothing fits. ``time_s``: of a step.
 
-    links: see ``step_estimate``; all the slowest if left out. A rank with several stages has its memory shared out to
-    them in two ways, as blocks are too coarse for one of them to suit all numbers of stages; the better cuts are taken.
+    links: see ``step_estimate``; all the slowest if left out. saved_bytes: of the budget, for activations. A rank with
+    several stages has its memory shared out to them in two ways, as blocks are too coarse for one of them to suit all
+    numbers of stages; the better cuts are taken.
     """
     links = [1.0] * (shape.num_stages - 1) if links is None else links
+    saved = saved_bytes / shape.virtual_stages
     found = [
         Cuts(stages=own.stages, time_s=step_estimate(blocks, own.stages, shape, links))
         for budgets in dict.fromkeys(stage_budgets(blocks, shape, budget_bytes))
-        if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels, shape.waiting())) is not None
+        if (own := cut(blocks, shape.live(), time_weights(shape), budgets, levels, shape.waiting(), saved)) is not None
     ]
     return min(found, key=lambda own: own.time_s, default=None)
 
@@ -135,15 +139,16 @@ def cut(
     budgets: Sequence[float],
     levels: Sequence[str] = LEVELS,
     waiting: Sequence[int] | None = None,
+    saved: float = np.inf,
 ) -> Cuts | None:
     """The best cuts into ``len(live)`` stages; None if nothing fits.
 
     live, budgets: microbatches in flight in each stage, and bytes that it may take. weights: alpha and beta of the
     objective. levels: rematerialisation levels that may be used. waiting: those of ``live`` of which only the gradients
-    of weights are left; none if not given.
+    of weights are left; none if not given. saved: most bytes of the activations of a stage.
     """
     waiting = [0] * len(live) if waiting is None else waiting
-    limits = (Limit(n - w, w, budget) for n, w, budget in zip(live, waiting, budgets, strict=True))
+    limits = (Limit(n - w, w, budget, saved) for n, w, budget in zip(live, waiting, budgets, strict=True))
     return _cut(tuple(blocks), tuple(limits), weights, tuple(levels))
 
 

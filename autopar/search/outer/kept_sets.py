@@ -1,0 +1,149 @@
+"""Which tensors the blocks of a plan keep for their backward: points of the frontier of each kind of block.
+
+The search knows four levels. Of the best plans that rematerialise, the frontier of each kind of block is found for its
+placement (``autopar.cost_model.memory.kept_frontier``). Where the kind that recomputes most goes from one corner to the
+next as the price of memory rises, every kind has a best corner; those are a set of the plan. Stages are cut anew with
+the sets beside the levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from math import sqrt
+from typing import NamedTuple
+
+from autopar.cost_model.memory.kept_frontier import KeptSet, PricedForward, frontier
+from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.rule import Assignment
+from autopar.search.outer.configuration import Candidate, Inner
+from autopar.search.outer.configuration_solver import Solver
+from autopar.search.pricing.block_prices import layouts_of
+from autopar.search.pricing.kept_graph import kept_graph
+from autopar.search.pricing.pricing import Pricing
+from autopar.search.problem.kept_sets import KeptSets
+
+# Share of a step's time that other sets than those of the levels have to save, as a plan with them is longer to read.
+# Chosen.
+_GAIN = 2e-3
+# Other plans that sets are found for, and how much slower without them one of them may be. Chosen.
+_RIVALS, _MOST_TO_GAIN = 2, 0.1
+
+
+def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
+    """``best``, or a faster plan, of the same ops or of those of the best of ``others``, whose blocks keep other
+    tensors."""
+    share = best.configuration.constraints.remat
+    if isinstance(share, float):
+        return with_share(solver, best, share)
+    if share is not None or not solver.cluster.device.stack.keeps_any:
+        return best
+    tried = [best]
+    for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):
+        if len(tried) > _RIVALS or other.step_time_s > best.step_time_s * (1 + _MOST_TO_GAIN):
+            break
+        if other.is_rematerialised and not any(_alike(other, one) for one in tried):
+            tried.append(other)
+    for candidate in tried:
+        found = with_kept_sets(solver, candidate)
+        if found is not None and found.predicted.step_time_s < best.predicted.step_time_s * (1 - _GAIN):
+            best = found
+    return best
+
+
+def _alike(one: Candidate, other: Candidate) -> bool:
+    a, b = one.configuration, other.configuration
+    return (a.num_stages, a.mesh.sizes, a.num_microbatches) == (b.num_stages, b.mesh.sizes, b.num_microbatches)
+
+
+def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:
+    """The plan with its stages cut for all sets; None if it recomputes nothing, or nothing fits."""
+    if not found.is_rematerialised:
+        return None
+    pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment))
+    return solver.filled(found.configuration, _inner(found, pricing))
+
+
+def with_share(solver: Solver, found: Candidate, share: float) -> Candidate:
+    """The plan whose blocks all keep a share at most of what autograd would save, as far as they can. Raises
+    InfeasiblePlan if that does not fit."""
+    listed = []
+    for points in _frontiers(found.pricing, found.assignment):
+        fitting = (point for point in points if point.num_bytes <= share * points[0].num_bytes)
+        listed.append(next(fitting, points[-1]).listed)
+    sets = KeptSets(name=f"keep{100 * share:g}", listed=tuple(listed))
+    inner = _inner(found, replace(found.pricing, kept=(sets,)))
+    best = replace(solver, levels=()).filled(found.configuration, inner)
+    if best is None:
+        raise InfeasiblePlan(
+            f"blocks that keep {share:.3g} of what autograd would save do not fit.\n"
+            "  try: --remat full, or a smaller share"
+        )
+    return best
+
+
+def _inner(found: Candidate, pricing: Pricing) -> Inner:
+    configuration = found.configuration
+    return Inner(pricing=pricing, assignment=found.assignment, objective=0.0, shared_once=configuration.num_stages == 1)
+
+
+def kept_sets(pricing: Pricing, assignment: tuple[Assignment, ...]) -> tuple[KeptSets, ...]:
+    """Sets for the blocks of a plan, those that keep most first."""
+    every, kinds = _frontiers(pricing, assignment), pricing.workload.repetition.kinds
+    main = max(zip(every, kinds, strict=True), key=lambda own: own[0][-1].picoseconds * own[1].repeats)[0]
+    # Picoseconds a byte, at which one corner costs as much as the next.
+    turns = [(b.picoseconds - a.picoseconds) / (a.num_bytes - b.num_bytes) for a, b in pairwise(main)]
+    prices = [*(sqrt(a * b) for a, b in pairwise(turns)), *(2 * price for price in turns[-1:])]
+    sets: dict[tuple[tuple[str, ...] | None, ...], str] = {}
+    for corner, price in zip(main[1:], prices, strict=True):
+        best = [min(own, key=lambda point: point.picoseconds + price * point.num_bytes) for own in every]
+        name = f"keep{100 * corner.num_bytes / main[0].num_bytes:.0f}"
+        sets.setdefault(tuple(point.listed for point in best), _free(name, sets.values()))
+    return tuple(KeptSets(name=name, listed=listed) for listed, name in sets.items())
+
+
+class _Point(NamedTuple):
+    """A corner of a frontier. listed: what is kept, as a plan lists it; None of everything that autograd saves."""
+
+    num_bytes: float
+    picoseconds: float
+    listed: tuple[str, ...] | None
+
+
+def _frontiers(pricing: Pricing, assignment: tuple[Assignment, ...]) -> list[list[_Point]]:
+    """The frontier of each kind of block, from everything on."""
+    layouts = layouts_of(pricing.workload, assignment)
+    given = layouts.assignments, pricing.mesh, pricing.parts
+    found = []
+    for kind, activations in enumerate(pricing.workload.kept(pricing.memory).blocks):
+        forward = kept_graph(pricing, layouts, kind)
+        points = [_Point(activations.saved_bytes(*given), 0.0, None)]
+        for corner in frontier(forward):
+            point = _Point(corner.num_bytes, corner.picoseconds, _names(forward, corner))
+            if point.picoseconds and point.num_bytes < points[-1].num_bytes:
+                while len(points) > 1 and _is_above(points[-2], points[-1], point):
+                    points.pop()
+                points.append(point)
+        found.append(points)
+    return found
+
+
+def _is_above(one: _Point, between: _Point, other: _Point) -> bool:
+    """Whether a point is no lower than the line between its neighbours."""
+    first, second = one.num_bytes - between.num_bytes, between.num_bytes - other.num_bytes
+    rises = (between.picoseconds - one.picoseconds) * second, (other.picoseconds - between.picoseconds) * first
+    return rises[0] >= rises[1]
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    taken, number, found = set(taken), 2, name
+    while found in taken:
+        found, number = f"{name}-{number}", number + 1
+    return found
+
+
+def _names(forward: PricedForward, kept: KeptSet) -> tuple[str, ...]:
+    """As a plan lists what is kept, in the order of the ops."""
+    names = (forward.graph.names[tensor][0] for tensor in forward.graph.names if tensor in kept.kept)
+    return tuple(dict.fromkeys(names))

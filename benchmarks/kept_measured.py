@@ -1,0 +1,172 @@
+"""What blocks of eight models keep for backward, and how long they compute it again: predicted and measured on a CPU.
+
+    python benchmarks/kept_measured.py [--models llama,t5] [--rounds 7]
+
+Each model trains on one rank, in float32, with all blocks at each set of its frontier in turn. Bytes are those that
+tensors hold after a forward. Seconds of recomputation are the median, over rounds in which the plans take turns, of
+what a step takes longer than that with everything kept. Seconds are predicted with the rates that ``autopar profile``
+measured here (``--cluster FILE``), or with those of the catalogue's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autopar
+from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.cluster_file import cluster_from_yaml
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.search.api import predict_plan
+from tests.runtime.held import kept_by_a_step
+from tests.runtime.kept_plans import plans_that_keep
+
+ROWS, LENGTH, WIDTH, DEPTH, VOCABULARY = 4, 256, 256, 4, 1024
+Inputs = dict[str, Tensor]
+
+
+def tokens() -> Inputs:
+    drawn = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(7))
+    return {"input_ids": drawn, "labels": drawn}
+
+
+def images() -> Inputs:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "pixel_values": torch.randn(2 * ROWS, 3, 64, 64, generator=generator),
+        "labels": torch.randint(0, 10, (2 * ROWS,), generator=generator),
+    }
+
+
+def decoder(kind: str, **others: Any) -> nn.Module:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=DEPTH,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=LENGTH, use_cache=False, **others,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=DEPTH, n_head=8, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=8,
+        intermediate_size=4 * WIDTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=32, d_ff=4 * WIDTH, num_layers=DEPTH, num_heads=8, dropout_rate=0.0,
+        use_cache=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=DEPTH, num_attention_heads=8, intermediate_size=4 * WIDTH, image_size=64,
+        patch_size=4, num_labels=10,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def convnext() -> nn.Module:
+    config = transformers.ConvNextConfig(
+        depths=[2, 2, 4, 2], hidden_sizes=[48, 96, 192, 384], image_size=64, num_labels=10, patch_size=2
+    )
+    return transformers.ConvNextForImageClassification(config)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "llama": (lambda: decoder("Llama"), tokens),
+    "gpt2": (gpt2, tokens),
+    "qwen3": (lambda: decoder("Qwen3", head_dim=32), tokens),
+    "mixtral": (lambda: decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2), tokens),
+    "bert": (bert, tokens),
+    "t5": (t5, tokens),
+    "vit": (vit, images),
+    "convnext": (convnext, images),
+}
+
+
+def trained(name: str, plan: Any, batch: Inputs) -> Any:
+    torch.manual_seed(0)
+    return autopar.parallelize(MODELS[name][0]().train(), 1, example_inputs=batch, plan=plan)
+
+
+def rows(name: str, cluster: Cluster, rounds: int) -> list[str]:
+    batch = MODELS[name][1]()
+    torch.manual_seed(0)
+    model = MODELS[name][0]().train()
+    plan = autopar.search(model, cluster, example_inputs=batch, num_microbatches=1, remat="none")
+    first = trained(name, plan, batch)
+    plans = {"everything": plan} | plans_that_keep(plan, first.engine.captured, cluster)
+    every = {kept: trained(name, own, batch) for kept, own in plans.items()}
+    predicted = {kept: predict_plan(first.engine.captured, cluster, own) for kept, own in plans.items()}
+    held = {}
+    gradients = {}
+    for kept, parallel in every.items():
+        parallel.step(**batch)
+        parallel.zero_grad()
+        held[kept] = kept_by_a_step(parallel, batch)
+        gradients[kept] = parallel.full_gradients()
+    for kept, own in gradients.items():
+        assert all(torch.equal(own[key], value) for key, value in gradients["everything"].items()), kept
+    seconds: dict[str, list[float]] = {kept: [] for kept in every}
+    for turn in range(rounds + 1):
+        for kept in every if turn % 2 else reversed(every):
+            start = time.perf_counter()
+            every[kept].step(**batch)
+            if turn:
+                seconds[kept].append(time.perf_counter() - start)
+    found = []
+    for kept in every:
+        longer = [a - b for a, b in zip(seconds[kept], seconds["everything"], strict=True)]
+        wanted = predicted[kept].step_time_s - predicted["everything"].step_time_s
+        share = held[kept] / predicted[kept].kept_bytes[0] - 1
+        cells = f"{predicted[kept].kept_bytes[0] / 2**20:.1f} | {held[kept] / 2**20:.1f} | {share:+.1%}"
+        took = statistics.median(longer)
+        times = f"{1e3 * wanted:.1f} | {1e3 * took:.1f} | {wanted / took - 1:+.0%}" if kept != "everything" else "| |"
+        found.append(f"| {name} | {kept} | {cells} | {times} | {1e3 * statistics.median(seconds[kept]):.0f} |")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cluster", type=Path, help="cluster file of this machine")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    cluster = make_cluster("cpu", 1, 1) if given.cluster is None else cluster_from_yaml(given.cluster.read_text())
+    print("| model | kept | MiB predicted | measured | error | ms again, predicted | measured | error | ms of a step |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name in given.models.split(","):
+        print(*rows(name, cluster, given.rounds), sep="\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
