@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.ir.analysis.blocks import PRELUDE
 from autopar.ir.graph import call_nodes, is_getitem
-from autopar.ir.placed.recomputed import Again, Recomputed
+from autopar.ir.placed.recomputed import Recomputed
 from autopar.ir.primitives.collectives import identity, split
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.primitives.whole_batch import whole_batch
@@ -63,8 +63,8 @@ class BlockGraphs:
         program = self.cut.program
         for node, own in zip(nodes, call_nodes(graph), strict=False):
             what = program.origin.get(node) or program.moves.get(node)
-            runs = what is None or (isinstance(what, fx.Node) and is_getitem(what))
-            own.meta["again"] = Again.RUNS if runs else self.recomputed.of(block, what)  # type: ignore[arg-type]
+            if what is not None and not is_getitem(node):
+                own.meta["recomputation"] = self.recomputed.of(block, what)
 
     def totals(self, stage: int) -> tuple[BlockProgram, ...]:
         """The sums over the batch that ``stage`` has to run on every microbatch before the first, dependencies

@@ -15,7 +15,7 @@ from autopar.ir.autograd.function_op import FunctionOp
 from autopar.ir.lowered.chunked_loss import chunked_call, linear_cross_entropy
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.scan import AssociativeScan, Scan
-from autopar.ir.placed.recomputed import Again
+from autopar.ir.placed.recomputed import Recomputation
 from autopar.ir.primitives.collectives import bind_groups
 from autopar.ir.primitives.read_parameter import read_parameter
 from autopar.ir.program import BlockProgram
@@ -143,7 +143,7 @@ class CodeLibrary:
                 args, kwargs = pytree.tree_map(own, chunked.get(node, (node.args, node.kwargs)))
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
                 copied[node] = graph.create_node("call_function", target, args, kwargs)
-                copied[node].meta["again"] = node.meta.get("again", Again.RUNS)
+                copied[node].meta["recomputation"] = node.meta.get("recomputation", Recomputation.RUNS)
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autopar.ir.analysis.matrix_products import every_second, is_product
 from autopar.ir.lowered.reductions import split_bias
 from autopar.ir.ops.narrow_collectives import narrow_all_gather, narrowing_reduce_scatter
-from autopar.ir.placed.recomputed import Again
+from autopar.ir.placed.recomputed import Recomputation
 from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.rematerialisation import Remat
@@ -93,7 +93,7 @@ def mark(graph: fx.Graph, remat: Remat, *, compiled: bool) -> None:
     it will be, by a compiler that finds out itself what nobody reads."""
     if remat == "listed":
         for node in graph.nodes:
-            how = _LISTED.get(node.meta.get("again", Again.RUNS))
+            how = _LISTED.get(node.meta.get("recomputation", Recomputation.RUNS))
             if how is not None and compiled:
                 node.target = _annotated(node.target, how)
             elif how == "unread" and is_product(_product_of(node)):
@@ -242,22 +242,22 @@ def _is_contraction(op: Any) -> bool:
     return getattr(op, "namespace", "") == "aten" and _name(op) in _CONTRACTIONS
 
 
-def _is_dear(op: Any) -> bool:
+def _is_costly(op: Any) -> bool:
     """Whether a kernel is a product, an attention or a collective."""
     name = _name(op)
-    dear = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
-    return dear or any(part in name for part in _ATTENTION)
+    costly = getattr(op, "namespace", "") in _KEPT_NAMESPACES or name in _CONTRACTIONS
+    return costly or any(part in name for part in _ATTENTION)
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # A product that is not saved may have taken maxima over ranks, which are small.
-    kept = _is_dear(op) and (_marked_as.get() is None or _name(op) == "all_reduce")
+    kept = _is_costly(op) and (_marked_as.get() is None or _name(op) == "all_reduce")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_listed(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     how = _marked_as.get() or traceback.current_meta.get("custom", {}).get(_NOTE)
-    kept = (how == "saved" and not op.is_view) or (how == "products saved" and _is_dear(op))
+    kept = (how == "saved" and not op.is_view) or (how == "products saved" and _is_costly(op))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -266,8 +266,8 @@ def _keep_nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 _POLICIES: dict[Remat, Callable[..., CheckpointPolicy]] = {"full": _keep_nothing, "listed": _keep_listed}
-_LISTED: dict[Again, _Mark] = {
-    Again.KEPT: "saved",
-    Again.PRODUCTS_KEPT: "products saved",
-    Again.UNREAD: "unread",
+_LISTED: dict[Recomputation, _Mark] = {
+    Recomputation.KEPT: "saved",
+    Recomputation.PRODUCTS_KEPT: "products saved",
+    Recomputation.UNREAD: "unread",
 }

@@ -44,8 +44,8 @@ class BlockProgram:
     graph: placeholders are, in order, ``inputs``; its output is the flat tuple ``outputs``. The parameters
         and buffers that only this block uses are ``get_attr`` nodes whose target is the original dotted name.
     kind: number of the distinct block; blocks of one kind have the same code.
-    remat: what is kept for backward. Where it is listed, ``meta["again"]`` of each op of the graph says what becomes of
-        it in recomputation (``ir.placed.recomputed.Again``).
+    remat: what is kept for backward. Where it is listed, ``meta["recomputation"]`` of an op of the graph says what
+        becomes of it in recomputation (``ir.placed.recomputed.Recomputation``); without it, it runs.
     """
 
     name: str

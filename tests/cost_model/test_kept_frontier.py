@@ -82,7 +82,7 @@ def test_a_cut_is_the_cheapest_set(forward: PricedForward, byte: int, picosecond
 
 
 def test_a_chain_is_kept_at_both_ends_or_in_places() -> None:
-    """Of four tensors in a row, which all are needed, every one is dearer to make again than the one before."""
+    """Of four tensors in a row, which all are needed, each costs more to make again than the one before."""
     ops = {
         name: ForwardOp(reads=frozenset({before}), makes=frozenset({name}))
         for before, name in (("x", "a"), ("a", "b"), ("b", "c"))

@@ -17,6 +17,7 @@ the rest is computed again.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -101,13 +102,15 @@ class ForwardOp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardGraph:
     """needed: the tensors that backward reads. unkept: those that can only be made again. outside: those that no op of
-    the block makes, and that are kept. names: of each tensor that can be kept, as a plan lists them."""
+    the block makes, and that are kept. names: of each tensor that can be kept, as a plan lists them. keeping:
+    how the results of an op of the model are kept."""
 
     ops: Mapping[Op, ForwardOp]
     needed: frozenset[Tensor]
     unkept: frozenset[Tensor] = frozenset()
     outside: frozenset[Tensor] = frozenset()
     names: Mapping[Tensor, Sequence[str]] = field(default_factory=dict)
+    keeping: Mapping[Op, Keeping] = field(default_factory=dict)
 
     def named(self, listed: Container[str]) -> frozenset[Tensor]:
         """The tensors that a plan keeps which lists these names."""
@@ -142,7 +145,7 @@ class ForwardGraph:
         return frozenset(tensor for tensor in read if tensor not in makers).union(*made)
 
 
-class ForwardBuilder:
+class ForwardBuilder(ABC):
     """Builds the graph of a block from its ops."""
 
     def __init__(
@@ -161,6 +164,7 @@ class ForwardBuilder:
         self.outside: set[Tensor] = set()
         self._key, self._differentiable, self._free, self._once = key, differentiable, free, once
         self._names: dict[Tensor, list[str]] = {}
+        self._keeping: dict[Op, Keeping] = {}
         self._lies: dict[tuple[fx.Node, int], Tensor | None] = {}
         """Result of an op -> the tensor that its memory is; None of what is there for nothing."""
 
@@ -175,19 +179,20 @@ class ForwardBuilder:
             unkept=frozenset(self.unkept),
             outside=frozenset(self.outside),
             names=self._names,
+            keeping=self._keeping,
         )
 
+    @abstractmethod
     def is_lowered(self, node: fx.Node) -> bool:
         """Whether an op runs as another one, with collectives inside."""
-        raise NotImplementedError
 
+    @abstractmethod
     def redistributed(self, node: fx.Node, position: int, made: Tensor) -> Tensor:
         """The tensor that ``node`` reads as operand ``position``, which lies in ``made``. Adds what makes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arriving(self, node: fx.Node, position: int) -> Tensor:
         """The tensor that comes from outside the block for ``node`` to read, as it comes."""
-        raise NotImplementedError
 
     def _add(self, node: fx.Node) -> None:
         reads = [self._read(node, position, operand) for position, operand in enumerate(tensor_operands(node))]
@@ -206,7 +211,7 @@ class ForwardBuilder:
         if saved.extra_bytes:
             made.add((node, BESIDE))
             needs.append((node, BESIDE))
-        how = keeping(node, saved, lowered=self.is_lowered(node))
+        how = self._keeping[node] = keeping(node, saved, lowered=self.is_lowered(node))
         if not (how.is_kept and isinstance(node.target, OpOverload)):
             # Its own code runs again, whether or not anything is read of it: with true numbers.
             needs += [*reads, *(made if not how.is_kept else ())]

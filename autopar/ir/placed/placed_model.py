@@ -98,9 +98,8 @@ class PlacedModel:
     def remat_of(self, block: int) -> Remat:
         """How block number ``block`` is rematerialised."""
         level = self.plan.remat_of(block)
-        if level in LEVELS:
-            return level  # type: ignore[return-value]  # one of them
-        return "none" if self.kept_of(block) is None else "listed"
+        own: Remat = "none" if self.kept_of(block) is None else "listed"
+        return next((one for one in LEVELS if one == level), own)
 
     def kept_of(self, block: int) -> frozenset[str] | None:
         """What the plan lists for block number ``block`` to keep, where it has a list for it."""

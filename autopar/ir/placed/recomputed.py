@@ -12,15 +12,14 @@ from enum import Enum
 
 from torch import fx
 
-from autopar.ir.analysis.forward_graph import INSIDE, ForwardBuilder, ForwardGraph, ForwardOp, Op, Tensor, keeping
+from autopar.ir.analysis.forward_graph import INSIDE, ForwardBuilder, ForwardGraph, ForwardOp, Op, Tensor
 from autopar.ir.analysis.views import storage_of
 from autopar.ir.graph import tensor_operands
 from autopar.ir.placed.operands import Operands
 from autopar.ir.placed.uses import Move
-from autopar.ir.rules.saved import saved_for_backward
 
 
-class Again(Enum):
+class Recomputation(Enum):
     """Of an op or a move: it runs again; it does not, since all that its kernel makes is kept, or the results of its
     products or collectives; or since nothing reads what it makes."""
 
@@ -37,29 +36,31 @@ class Recomputed:
     operands: Operands
     _known: dict[int, tuple[ForwardGraph, frozenset[Op], frozenset[Tensor]]] = field(default_factory=dict)
 
-    def of(self, block: int, what: fx.Node | Move) -> Again:
+    def of(self, block: int, what: fx.Node | Move) -> Recomputation:
         """What becomes of an op or a move of a block that keeps what the plan lists."""
         graph, again, held = self._in(block)
         if what not in graph.ops:
             # A view, a move of a parameter or of what depends on none; or a move for other blocks alone.
-            return Again.UNREAD if isinstance(what, Move) and what.tensor in self._made(block) else Again.RUNS
+            return (
+                Recomputation.UNREAD
+                if isinstance(what, Move) and what.tensor in self._made(block)
+                else Recomputation.RUNS
+            )
         if what in again:
             inside = (what, INSIDE)
-            return Again.PRODUCTS_KEPT if inside in graph.ops and inside not in again else Again.RUNS
+            return Recomputation.PRODUCTS_KEPT if inside in graph.ops and inside not in again else Recomputation.RUNS
         if isinstance(what, Move):
-            return Again.PRODUCTS_KEPT if what in held else Again.UNREAD
-        placed = self.operands.placed
-        saved = saved_for_backward(what, placed.analysis.differentiable.__contains__)
-        how = keeping(what, saved, lowered=placed.lowering(what) is not None)
+            return Recomputation.PRODUCTS_KEPT if what in held else Recomputation.UNREAD
+        how = graph.keeping[what]
         if not how.is_kept:
-            return Again.RUNS  # in vain
+            return Recomputation.RUNS  # in vain
         if graph.ops[what].makes.isdisjoint(held):
-            return Again.UNREAD
-        return Again.KEPT if how.is_whole else Again.PRODUCTS_KEPT
+            return Recomputation.UNREAD
+        return Recomputation.KEPT if how.is_whole else Recomputation.PRODUCTS_KEPT
 
     def communicates(self, block: int, what: fx.Node | Move) -> bool:
         """Whether collectives of an op or a move run again."""
-        return self.of(block, what) is Again.RUNS
+        return self.of(block, what) is Recomputation.RUNS
 
     def _made(self, block: int) -> frozenset[fx.Node]:
         """The tensors that ops of a block make."""

@@ -123,9 +123,17 @@ class _Builder(ForwardBuilder):
             assert isinstance(name, tuple)
             node = name[0]
             self._num_bytes[node, INSIDE] = self._bytes(node, self._products(node))
-        # The rest of an op with products inside is next to nothing beside them.
-        is_rest = (node, INSIDE) in op.reads
-        self._seconds[name] = 0.0 if is_rest else pricing.op(node, self._layouts.assignments[node]).forward_s
+        forward = pricing.op(node, self._layouts.assignments[node]).forward_s
+        if name is not node:
+            self._seconds[name] = max(0.0, forward - self._around_products(node))
+        else:
+            self._seconds[name] = self._around_products(node) if (node, INSIDE) in op.reads else forward
+
+    def _around_products(self, node: fx.Node) -> float:
+        """Seconds of an op with products inside without them: what it writes else passes through memory."""
+        products = self._bytes(node, self._activations.kept)
+        written = self._bytes(node, self._activations.extra) - products
+        return self._pricing.ops.cluster.device.memory_seconds(max(0.0, written))
 
     def _products(self, node: fx.Node) -> Iterator[Saved]:
         """Results of products and of all-to-alls inside an op."""

@@ -80,6 +80,37 @@ class Solved:
         return Stage(first=begin, last=end - 1, remat=remat)
 
 
+class _Wanted(NamedTuple):
+    """Ranges by ``number`` in the limits of ``live``, ``waiting``, ``budget`` and ``most`` bytes saved, each with its
+    place in the tables."""
+
+    place: Ints
+    number: Ints
+    live: Ints
+    waiting: Ints
+    budget: Floats
+    most: Floats
+
+    def only(self, these: NDArray[np.bool_]) -> _Wanted:
+        """Some of them."""
+        counts = self.place[these], self.number[these], self.live[these], self.waiting[these]
+        return _Wanted(*counts, self.budget[these], self.most[these])
+
+
+class _Tables(NamedTuple):
+    """The best of each place: seconds, blocks at level full, blocks at the level ``middle``, and level of the rest."""
+
+    best: Floats
+    full: Ints
+    partly: Ints
+    middle: Ints
+    rest: Ints
+
+    def rematerialised(self, place: Ints) -> NDArray[np.bool_]:
+        """Whether nothing is found yet, or something that is rematerialised."""
+        return ~np.isfinite(self.best[place]) | (self.full[place] + self.partly[place] > 0)
+
+
 class Ranges:
     """Ranges [a, b) of blocks, those that differ by number: ``known[a, b]`` is that of [a, b).
 
@@ -141,30 +172,17 @@ class Ranges:
         live, waiting, budget, most = (np.array(column) for column in zip(*fitting.rows, strict=True))
         wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
-        tables = best.reshape(-1), full.reshape(-1), partly.reshape(-1), middle.reshape(-1)
+        tables = _Tables(best.reshape(-1), *(table.reshape(-1) for table in (full, partly, middle, rest)))
         for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
-            some = row * shape[1] + number, number, live[row], waiting[row], budget[row], most[row]
-            self._solve_some(*some, *tables)
+            some = _Wanted(row * shape[1] + number, number, live[row], waiting[row], budget[row], most[row])
+            self._solve_some(some, tables)
             if len(self.saved) > len(LEVELS):
-                self._solve_pairs(*some, *tables, rest.reshape(-1))
+                self._solve_pairs(some, tables)
         return Solved(self, fitting.rows, best, full, partly, middle, rest)
 
-    def _solve_some(
-        self,
-        some: Ints,
-        number: Ints,
-        lives: Ints,
-        waiting: Ints,
-        budgets: Floats,
-        most: Floats,
-        best: Floats,
-        full: Ints,
-        partly: Ints,
-        middle: Ints,
-    ) -> None:
-        """Fill in the places ``some`` of the tables: of the ranges ``number`` in limits of ``lives``, ``waiting``,
-        ``budgets`` and ``most`` bytes saved."""
-        length = int((self.ends - self.begins)[number].max(initial=0))
+    def _solve_some(self, some: _Wanted, tables: _Tables) -> None:
+        """Fill in the tables for ``some``, with levels."""
+        length = int((self.ends - self.begins)[some.number].max(initial=0))
         for use_full, level in product((False, True), range(3)):
             if (use_full and not self.allowed[3]) or (level and not self.allowed[level]):
                 continue
@@ -172,11 +190,9 @@ class Ranges:
                 continue
             if self.costly and (use_full or level):
                 # What fits without rematerialisation is best without it.
-                undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
-                some, number = some[undecided], number[undecided]
-                lives, waiting, budgets = lives[undecided], waiting[undecided], budgets[undecided]
-                most = most[undecided]
-            if not len(some):
+                some = some.only(tables.rematerialised(some.place))
+            place, number, lives, waiting, budgets, most = some
+            if not len(place):
                 return
             # What changes when the blocks before k go from level none to the one tried.
             extra_time, extra_saved = self.time[level] - self.time[0], self.saved[level] - self.saved[0]
@@ -194,7 +210,7 @@ class Ranges:
             if not self.allowed[0]:
                 # Every block is rematerialised: the middle part reaches to the end, or there is none.
                 if not level:
-                    m, inside = end, np.ones((len(some), 1), dtype=bool)
+                    m, inside = end, np.ones((len(place), 1), dtype=bool)
                 candidates = [np.broadcast_to(end, m.shape)]
             elif not level:
                 candidates = [m]
@@ -211,33 +227,19 @@ class Ranges:
                 fits &= (k > m) if level else (k == m)
                 seconds = np.where(fits, self._seconds(begin, end, m, k, level), np.inf)
                 column = seconds.argmin(axis=1)
-                rows = np.arange(len(some))
-                better = seconds[rows, column] < best[some]
-                at = some[better]
-                best[at] = seconds[rows, column][better]
-                full[at] = m[rows, column][better] - begin[better, 0]
-                partly[at] = (k - m)[rows, column][better]
-                middle[at] = level
+                rows = np.arange(len(place))
+                better = seconds[rows, column] < tables.best[place]
+                at = place[better]
+                tables.best[at] = seconds[rows, column][better]
+                tables.full[at] = m[rows, column][better] - begin[better, 0]
+                tables.partly[at] = (k - m)[rows, column][better]
+                tables.middle[at] = level
 
-    def _solve_pairs(
-        self,
-        some: Ints,
-        number: Ints,
-        lives: Ints,
-        waiting: Ints,
-        budgets: Floats,
-        most: Floats,
-        best: Floats,
-        full: Ints,
-        partly: Ints,
-        middle: Ints,
-        rest: Ints,
-    ) -> None:
+    def _solve_pairs(self, some: _Wanted, tables: _Tables) -> None:
         """``_solve_some`` with at most two of all levels and sets, at least one of them a set."""
         if self.costly:
-            undecided = ~np.isfinite(best[some]) | (full[some] + partly[some] > 0)
-            some, number, lives = some[undecided], number[undecided], lives[undecided]
-            waiting, budgets, most = waiting[undecided], budgets[undecided], most[undecided]
+            some = some.only(tables.rematerialised(some.place))
+        place, number, lives, waiting, budgets, most = some
         begin, end = self.begins[number], self.ends[number]
         fixed = self._fixed(begin, end, waiting) + self.workspace[number]
         for less, more in product(range(len(self.saved)), repeat=2):
@@ -254,10 +256,10 @@ class Ranges:
             k = np.maximum(np.searchsorted(-extra_saved, -target, side="left"), begin)
             fits, k = k <= end, np.minimum(k, end)
             seconds = self.time[more][end] - self.time[more][begin] + extra_time[k] - extra_time[begin]
-            better = fits & (seconds < best[some])
-            at = some[better]
-            best[at], full[at], partly[at] = seconds[better], 0, (k - begin)[better]
-            middle[at], rest[at] = less, more
+            better = fits & (seconds < tables.best[place])
+            at = place[better]
+            tables.best[at], tables.full[at], tables.partly[at] = seconds[better], 0, (k - begin)[better]
+            tables.middle[at], tables.rest[at] = less, more
 
     def _fixed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
         """Bytes at any level."""
