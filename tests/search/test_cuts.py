@@ -6,7 +6,7 @@ import time
 from itertools import combinations, combinations_with_replacement, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.rematerialisation import LEVELS
@@ -109,8 +109,18 @@ def blocks_with_sets(draw: st.DrawFn) -> list[BlockCost]:
     return [block() for _ in range(draw(st.integers(1, 5)))]
 
 
+# A set keeps more than level none.
+SET_ABOVE_NONE = [
+    BlockCost(
+        time_s=(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0), saved_bytes=(0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0), static_bytes=0.0
+    ),
+    BlockCost(time_s=(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0), saved_bytes=(0.0,) * 7, static_bytes=0.0),
+]
+
+
 @settings(max_examples=200)
 @given(blocks_with_sets(), st.integers(1, 3), st.integers(0, 60).map(float), st.sampled_from([(), LEVELS]))
+@example(SET_ABOVE_NONE, 1, 0.0, LEVELS)
 def test_two_of_all_sets_are_used_as_well_as_can_be(blocks, live, budget, levels) -> None:
     last, best = len(blocks) - 1, None
     for less, more in combinations_with_replacement(range(len(LEVELS), len(LEVELS) + 3), 2):

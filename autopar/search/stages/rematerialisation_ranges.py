@@ -236,13 +236,14 @@ class Ranges:
                 tables.middle[at] = level
 
     def _solve_pairs(self, some: _Wanted, tables: _Tables) -> None:
-        """``_solve_some`` with at most two of all levels and sets, at least one of them a set."""
+        """``_solve_some`` with at most two of all levels and sets, at least one of them a set. At level none are only
+        last blocks."""
         if self.costly:
             some = some.only(tables.rematerialised(some.place))
         place, number, lives, waiting, budgets, most = some
         begin, end = self.begins[number], self.ends[number]
         fixed = self._fixed(begin, end, waiting) + self.workspace[number]
-        for less, more in product(range(len(self.saved)), repeat=2):
+        for less, more in product(range(1, len(self.saved)), range(len(self.saved))):
             if max(less, more) < len(LEVELS) or not (self.allowed[less] and self.allowed[more]):
                 continue
             extra_time, extra_saved = self.time[less] - self.time[more], self.saved[less] - self.saved[more]
