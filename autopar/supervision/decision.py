@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from autopar.ir.errors import LaunchError
@@ -14,12 +13,13 @@ from autopar.runtime.copies.places import Copy, newest_complete
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What one supervisor knows. index: of the supervisor. slots: ranks that it can run. copies: (step, generation,
-    rank, world size) of those in the memory of its host. on_disk: the step of the newest checkpoint."""
+    rank, world size, rank with the rest or None) of those in the memory of its host. on_disk: the step of the newest
+    checkpoint."""
 
     index: int
     host: str
     slots: int
-    copies: tuple[tuple[int, int, int, int], ...] = ()
+    copies: tuple[tuple[int, int, int, int, int | None], ...] = ()
     on_disk: int | None = None
 
     @classmethod
@@ -122,7 +122,11 @@ def places_of(facts: Sequence[Facts], size: int, before: dict[int, tuple[int, ..
 
 def newest(facts: Sequence[Facts]) -> Source:
     """The latest state that is left: of the copies, if they are of no earlier step than the checkpoint."""
-    copies = [Copy(*copy, Path()) for fact in facts for copy in fact.copies]
+    copies = [
+        Copy(step, generation, rank, size, rest=rest)
+        for fact in facts
+        for step, generation, rank, size, rest in fact.copies
+    ]
     on_disk = max((fact.on_disk for fact in facts if fact.on_disk is not None), default=None)
     found = newest_complete(copies)
     if found is not None and (on_disk is None or found[0] >= on_disk):

@@ -133,7 +133,9 @@ class Supervisor:
             self._rendezvous.close()
 
     def _facts(self) -> Facts:
-        copies = tuple((copy.step, copy.generation, copy.rank, copy.world_size) for copy in copies_in(self.folder))
+        copies = tuple(
+            (copy.step, copy.generation, copy.rank, copy.world_size, copy.rest) for copy in copies_in(self.folder)
+        )
         return Facts(
             index=self._rendezvous.index,
             host=self.host,

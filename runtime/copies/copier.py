@@ -12,7 +12,7 @@ are lost together. Copies are written in turns to two files, so one is complete 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,18 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.copies.partner import Partner
 from autopar.runtime.copies.places import SLOTS, forget_others, slot_path
-from autopar.runtime.copies.slot import BODY, Slot, placed, set_step
+from autopar.runtime.copies.slot import Slot, part_of, placed
 from autopar.runtime.copies.snapshot import Snapshot, Snapshots
 from autopar.runtime.launch import this_device
 from autopar.runtime.torch_private import copy_all, timeout_of
 
+_Layout = tuple[Sequence[tuple[Any, ...]], Container[tuple[Any, ...]]]
+"""The parts of the state that a rank has, and those that its partner has."""
+
 # The values of a step, as the state of a generator, may grow by this factor before a slot is made anew.
 _ROOM = 2
-# Elements of one message.
-_AT_A_TIME = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,10 @@ class Copier:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         hosts: list[Any] = [None] * self._size
         dist.all_gather_object(hosts, places.host, group=self._group)
-        self._to, self._from = partners(hosts, self._rank)
+        self._partner = Partner(self._group, hosts, self._path)
         self._first_of_host = hosts.index(places.host) == self._rank
         self._slots: dict[int, Slot] = {}
-        self._layout: tuple[Any, ...] | None = None
-        self._received: dict[tuple[int, int], torch.Tensor] = {}
+        self._layout: _Layout | None = None
         self._copied, self._thread = threading.Event(), threading.Thread()
         self._error: BaseException | None = None
         self.safe = -1
@@ -96,8 +97,7 @@ class Copier:
         self.finish()
         for slot in self._slots.values():
             slot.begin()
-        for data in self._received.values():
-            set_step(data, -1)
+        self._partner.forget()
         self.safe = -1
 
     def _raise(self) -> None:
@@ -110,9 +110,10 @@ class Copier:
 
     def _run(self, snapshot: Snapshot, event: Any) -> None:
         try:
-            slot = self._copy(snapshot, event)
+            own = [part_of(*part) for part in snapshot.parts]
+            slot = self._copy(snapshot, (own, self._partner.parts(own)), event)
             self._copied.set()
-            self._exchange(slot, snapshot.step)
+            self._partner.exchange(slot, snapshot.step)
             done = torch.zeros(1)
             dist.all_reduce(done, group=self._group)
             self.safe = snapshot.step
@@ -123,86 +124,31 @@ class Copier:
         finally:
             self._copied.set()
 
-    def _copy(self, snapshot: Snapshot, event: Any) -> Slot:
-        slot = self._slot(snapshot)
+    def _copy(self, snapshot: Snapshot, layout: _Layout, event: Any) -> Slot:
+        slot = self._slot(snapshot, layout)
         slot.begin()
         stream = None
         if event is not None:
             stream = torch.cuda.Stream()
             stream.wait_event(event)
         with torch.cuda.stream(stream), torch.no_grad():
-            copy_all(slot.tensors, [tensor for _, tensor, _, _ in snapshot.parts])
+            tensors = {key: tensor for key, tensor, _, _ in snapshot.parts}
+            copy_all(slot.tensors, [tensors[piece.key] for piece in slot.pieces])
         if not slot.finish(snapshot.step, snapshot.values):
             self._layout = None
-            return self._copy(snapshot, event)
+            return self._copy(snapshot, layout, event)
         return slot
 
-    def _slot(self, snapshot: Snapshot) -> Slot:
-        """The slot of the step's turn; both are made anew where the tensors are others than before."""
-        layout = tuple((key, t.shape, t.dtype, offsets) for key, t, _, offsets in snapshot.parts)
+    def _slot(self, snapshot: Snapshot, layout: _Layout) -> Slot:
+        """The slot of the step's turn; both are made anew where the tensors are others than before, here or there."""
         if layout != self._layout:
             self._slots, self._layout = {}, layout
         turn = snapshot.step % SLOTS
         if turn not in self._slots:
-            pieces, nbytes = placed([(key, t, shape, offsets) for key, t, shape, offsets in snapshot.parts])
-            self._slots[turn] = Slot.create(
-                self._path(self._rank, snapshot.step), self._header, pieces, nbytes, _ROOM * len(snapshot.values),
-                self._rank, self._size,
-            )  # fmt: skip
+            pieces = placed(snapshot.parts, self._partner.rank, layout[1])
+            path, room = self._path(self._rank, snapshot.step), _ROOM * len(snapshot.values)
+            self._slots[turn] = Slot.create(path, self._header, pieces, room, self._rank, self._size)
         return self._slots[turn]
-
-    def _exchange(self, slot: Slot, step: int) -> None:
-        """Send this rank's copy to its partner, and take those of the ranks whose partner this one is."""
-        if self._to is None and not self._from:
-            return
-        sizes = {source: torch.zeros(1, dtype=torch.int64) for source in self._from}
-        own = torch.tensor([slot.data.numel()])
-        self._send({self._to: own}, sizes)
-        bodies = {}
-        for source, size in sizes.items():
-            bodies[source] = self._place_of(source, step, int(size))
-            set_step(bodies[source], -1)
-        self._send({self._to: slot.data[BODY:]}, {source: data[BODY:] for source, data in bodies.items()})
-        for data in bodies.values():
-            set_step(data, step)
-
-    def _send(self, there: dict[int | None, torch.Tensor], here: dict[int, torch.Tensor]) -> None:
-        works = [
-            dist.isend(part, to, group=self._group)
-            for to, data in there.items()
-            if to is not None
-            for part in data.split(_AT_A_TIME)
-        ]
-        works += [
-            dist.irecv(part, source, group=self._group)
-            for source, data in here.items()
-            for part in data.split(_AT_A_TIME)
-        ]
-        for work in works:
-            assert work is not None, "this rank is in the group"
-            work.wait()
-
-    def _place_of(self, source: int, step: int, size: int) -> torch.Tensor:
-        key = source, step % SLOTS
-        if key not in self._received or self._received[key].numel() != size:
-            self._received[key] = Slot.empty(self._path(source, step), size)
-        return self._received[key]
 
     def _path(self, rank: int, step: int) -> Path:
         return slot_path(self._places.folder, self._places.generation, rank, step)
-
-
-def partners(hosts: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
-    """The rank that a rank sends its copies to, and those that it gets copies of: on the next host, the one at the same
-    place, round and round if it has fewer. (None, []) on a single host."""
-    names = list(dict.fromkeys(hosts))
-    if len(names) == 1:
-        return None, []
-    on = {name: [number for number, host in enumerate(hosts) if host == name] for name in names}
-
-    def partner(one: int) -> int:
-        own = on[hosts[one]]
-        next_ones = on[names[(names.index(hosts[one]) + 1) % len(names)]]
-        return next_ones[own.index(one) % len(next_ones)]
-
-    return partner(rank), [one for one in range(len(hosts)) if one != rank and partner(one) == rank]

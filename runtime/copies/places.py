@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autopar.runtime.copies.slot import peek
@@ -26,13 +26,15 @@ _RANK = re.compile(r"rank-(\d{5,})\.[01]")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Copy:
-    """A complete copy of a rank's state that this host has. Those of a later step come last in order."""
+    """A complete copy of a rank's state that a host has. Those of a later step come last in order. rest: the rank whose
+    own copy has what this one leaves out; None where it is whole."""
 
     step: int
     generation: int
     rank: int
     world_size: int
-    path: Path
+    path: Path = Path()
+    rest: int | None = field(default=None, compare=False)
 
 
 def memory_folder() -> Path:
@@ -52,8 +54,7 @@ def copies_in(folder: Path) -> list[Copy]:
     for path in folder.glob("g*/rank-*"):
         generation = _GENERATION.fullmatch(path.parent.name)
         if generation and _RANK.fullmatch(path.name) and (seen := peek(path)) is not None:
-            step, rank, size = seen
-            found.append(Copy(step, int(generation[1]), rank, size, path))
+            found.append(Copy(seen.step, int(generation[1]), seen.rank, seen.world_size, path, seen.rest))
     return sorted(found)
 
 
@@ -61,11 +62,17 @@ def newest_complete(copies: Sequence[Copy]) -> tuple[int, int] | None:
     """(step, generation) of the latest state of which there is a copy of every rank; None where there is none."""
     ranks: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
-    for copy in copies:
+    for copy in usable(copies, copies):
         ranks.setdefault((copy.step, copy.generation), set()).add(copy.rank)
         sizes[copy.step, copy.generation] = copy.world_size
     complete = [key for key, found in ranks.items() if found == set(range(sizes[key]))]
     return max(complete, default=None)
+
+
+def usable(copies: Sequence[Copy], among: Sequence[Copy]) -> list[Copy]:
+    """Those that are whole, and those of which the rest is ``among`` others."""
+    whole = {(copy.step, copy.generation, copy.rank) for copy in among if copy.rest is None}
+    return [copy for copy in copies if copy.rest is None or (copy.step, copy.generation, copy.rest) in whole]
 
 
 def forget_others(folder: Path, generation: int) -> None:

@@ -25,7 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.loading import is_plan
 from autopar.runtime.checkpoint.saved import Saved
 from autopar.runtime.copies.copier import CopyPlaces
-from autopar.runtime.copies.places import copies_in, slot_path
+from autopar.runtime.copies.places import copies_in, slot_path, usable
 from autopar.runtime.copies.slot import BODY, Piece, Slot, set_step
 
 _Where = tuple[Slot, Piece]
@@ -37,23 +37,25 @@ def open_copies(places: CopyPlaces, step: int, generation: int, plan: Plan) -> S
     All ranks call together. Where each host has what its ranks had under this plan nothing is sent; else every host is
     sent what it has not. Raises CheckpointError, on every rank, if a copy is missing.
     """
-    own = {copy.rank: copy for copy in copies_in(places.folder) if (copy.step, copy.generation) == (step, generation)}
+    own = [copy for copy in copies_in(places.folder) if (copy.step, copy.generation) == (step, generation)]
     where = f"the copies of step {step} in {places.folder}"
-    mine = Slot(own[dist.get_rank()].path) if dist.get_rank() in own else None
+    mine = next((Slot(copy.path) for copy in own if copy.rank == dist.get_rank() and copy.rest is None), None)
     stays = mine is not None and mine.world_size == dist.get_world_size() and is_plan(mine.header["plan"], plan)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (places.host, sorted(own), [copy.world_size for copy in own.values()], stays))
+    dist.all_gather_object(found, (places.host, own, stays))
     if mine is not None and all(stays for *_, stays in found):
         return saved_of([mine], where)
-    size = max((size for _, _, sizes, _ in found for size in sizes), default=0)
+    size = max((copy.world_size for _, copies, _ in found for copy in copies), default=0)
     hosts = [host for host, *_ in found]
     first = {host: hosts.index(host) for host in hosts}
-    held = {host: set(found[rank][1]) for host, rank in first.items()}
+    # What a copy leaves out is in a whole one, which every host is sent that has it not.
+    known = [copy for rank in first.values() for copy in found[rank][1]]
+    held = {host: {copy.rank: copy for copy in usable(found[rank][1], known)} for host, rank in first.items()}
     missing = sorted(set(range(size)) - set().union(*held.values()))
     if missing or not size:
         raise CheckpointError(f"{where}: no host has that of rank {', '.join(map(str, missing)) or '0'}")
     for rank in range(size):
-        source = next(first[host] for host in held if rank in held[host])
+        _, source = min((there[rank].rest is not None, first[host]) for host, there in held.items() if rank in there)
         for host, there in held.items():
             if rank not in there:
                 _send(slot_path(places.folder, generation, rank, step), step, source, first[host])

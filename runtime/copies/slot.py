@@ -4,11 +4,13 @@
      8  step                of which the copy is; -1 while it is being written
     16  rank, world size    of the plan that it was made under
     32  lengths             of the header, of the values, of the room for values, of the whole file
-    64  header              JSON: what is the same in every step, and where each tensor is
+    64  beginning           its length, and the rank that has what comes after it too
+    80  header              JSON: what is the same in every step, and where each tensor is
         values              what is not a tensor, as ``torch.save`` writes it
-        tensors             one after the other
+        tensors             one after the other, last those that come after the beginning
 
-A copy counts once its step is written, which is the last thing that is.
+A copy counts once its step is written, which is the last thing that is. The beginning alone is a copy too, beside one
+of that rank.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +32,10 @@ from autopar.ir.errors import CheckpointError
 BODY = 16
 """Where the bytes begin that do not say whether the copy is complete."""
 
-_MAGIC = b"autopar1"
-_PREFIX = struct.Struct("<8sqqqqqqq")
+_MAGIC = b"autopar2"
+_PREFIX = struct.Struct("<8sqqqqqqqqq")
 _ALIGNMENT = 64
-_WRITING = -1
+_NONE = -1  # no step yet, no rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +67,37 @@ class Piece:
         return count * self.torch_dtype.itemsize
 
 
-def placed(parts: Sequence[tuple[str, torch.Tensor, Sequence[int], Sequence[int]]]) -> tuple[list[Piece], int]:
-    """The pieces of (key, local tensor, global shape, offsets), each at its place, and the bytes of all of them."""
-    pieces, start = [], 0
-    for key, tensor, shape, offsets in parts:
-        name = str(tensor.dtype).removeprefix("torch.")
-        piece = Piece(
-            key=key, dtype=name, shape=tuple(shape), offsets=tuple(offsets), sizes=tuple(tensor.shape), start=start
-        )
-        pieces.append(piece)
-        start = _aligned(start + piece.nbytes)
-    return pieces, start
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Those of a rank, in order. nbytes: of all, each at its place. beginning: of those before the ones that ``rest``,
+    another rank, has too."""
+
+    all: Sequence[Piece]
+    nbytes: int
+    beginning: int
+    rest: int | None = None
+
+
+def part_of(key: str, tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> tuple[Any, ...]:
+    """What a piece is of the state, wherever it lies in a slot: the fields of Piece up to ``start``."""
+    return key, str(tensor.dtype).removeprefix("torch."), tuple(shape), tuple(offsets), tuple(tensor.shape)
+
+
+def placed(
+    parts: Sequence[tuple[str, torch.Tensor, Sequence[int], Sequence[int]]],
+    rest: int | None = None,
+    shared: Container[tuple[Any, ...]] = (),
+) -> Pieces:
+    """The pieces of (key, local tensor, global shape, offsets), in that order. shared: the parts that rank ``rest`` has
+    too, which come last."""
+    own = [part_of(*part) for part in parts]
+    first, last = [part for part in own if part not in shared], [part for part in own if part in shared]
+    pieces, start, ends = [], 0, [0]
+    for key, dtype, shape, offsets, sizes in first + last:
+        pieces.append(Piece(key=key, dtype=dtype, shape=shape, offsets=offsets, sizes=sizes, start=start))
+        start = _aligned(start + pieces[-1].nbytes)
+        ends.append(start)
+    return Pieces(all=pieces, nbytes=start, beginning=ends[len(first)], rest=rest if last else None)
 
 
 class Slot:
@@ -87,34 +109,31 @@ class Slot:
         try:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
-            magic, _, self.rank, self.world_size, header, _, room, size = _PREFIX.unpack_from(self._map)
-            if magic != _MAGIC or size != len(self._map):
+            magic, _, self.rank, self.world_size, header, _, room, size, beginning, _ = _PREFIX.unpack_from(self._map)
+            if magic != _MAGIC or len(self._map) not in (size, beginning):
                 raise ValueError("it is no copy of a state")
             self.header: dict[str, Any] = json.loads(self._map[_PREFIX.size : _PREFIX.size + header])
-            self.pieces = [_piece(fields) for fields in self.header.pop("pieces")]
+            self._values_at, self._room = _PREFIX.size + header, room
+            self._tensors_at = _aligned(self._values_at + room)
+            pieces = [_piece(fields) for fields in self.header.pop("pieces")]
         except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is broken: {error}") from error
-        self._values_at, self._room = _PREFIX.size + header, room
-        self._tensors_at = _aligned(self._values_at + room)
+        self.pieces = [piece for piece in pieces if self._tensors_at + piece.start + piece.nbytes <= len(self._map)]
+        self.whole = len(self._map) == size
+        self._beginning = beginning
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
-    def create(
-        cls,
-        path: Path,
-        header: Mapping[str, Any],
-        pieces: Sequence[Piece],
-        nbytes: int,
-        room: int,
-        rank: int,
-        size: int,
-    ) -> Slot:
-        """An empty one. header: what is JSON and the same in every step. nbytes: of all tensors. room: for values."""
-        text = json.dumps({**header, "pieces": [_fields(piece) for piece in pieces]}).encode()
-        total = _aligned(_PREFIX.size + len(text) + room) + max(nbytes, _ALIGNMENT)
+    def create(cls, path: Path, header: Mapping[str, Any], pieces: Pieces, room: int, rank: int, size: int) -> Slot:
+        """An empty one. header: what is JSON and the same in every step. room: for values, in bytes."""
+        text = json.dumps({**header, "pieces": [_fields(piece) for piece in pieces.all]}).encode()
+        tensors_at = _aligned(_PREFIX.size + len(text) + room)
+        beginning, total = tensors_at + max(pieces.beginning, _ALIGNMENT), tensors_at + max(pieces.nbytes, _ALIGNMENT)
+        rest = _NONE if pieces.rest is None else pieces.rest
         new = path.with_suffix(f"{path.suffix}.new")
         with open(new, "wb") as file:
-            file.write(_PREFIX.pack(_MAGIC, _WRITING, rank, size, len(text), 0, room, total) + text)
+            lengths = len(text), 0, room, total, beginning
+            file.write(_PREFIX.pack(_MAGIC, _NONE, rank, size, *lengths, rest) + text)
             # Room that memory does not have ends a process when it writes there; here it is an error.
             os.posix_fallocate(file.fileno(), 0, total)
         os.replace(new, path)
@@ -126,7 +145,7 @@ class Slot:
         new = path.with_suffix(f"{path.suffix}.new")
         with open(new, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, total)
-            file.write(_PREFIX.pack(_MAGIC, _WRITING, 0, 0, 0, 0, 0, 0))
+            file.write(_PREFIX.pack(_MAGIC, *[_NONE] * 9))
             file.flush()
             mapped = mmap.mmap(file.fileno(), total)
         os.replace(new, path)
@@ -143,6 +162,11 @@ class Slot:
         """All of the file."""
         return self._bytes
 
+    @property
+    def beginning(self) -> torch.Tensor:
+        """The file without what another rank has too."""
+        return self._bytes[: self._beginning]
+
     def tensor(self, piece: Piece) -> torch.Tensor:
         """The place of a piece, which writes go to."""
         start = self._tensors_at + piece.start
@@ -155,7 +179,7 @@ class Slot:
 
     def begin(self) -> None:
         """The copy is not complete from here to ``finish``."""
-        set_step(self._bytes, _WRITING)
+        set_step(self._bytes, _NONE)
 
     def finish(self, step: int, values: bytes) -> bool:
         """It is complete, and of ``step``. Returns False, and it is not, if there is no room for the values."""
@@ -178,14 +202,25 @@ def set_step(data: torch.Tensor, step: int) -> None:
     data[8:16].view(torch.int64).fill_(step)
 
 
-def peek(path: Path) -> tuple[int, int, int] | None:
-    """(step, rank, world size) of a complete copy without reading it; None where there is none."""
+class Seen(NamedTuple):
+    """What the first bytes of a complete copy say. rest: the rank that has what a beginning leaves out; None where the
+    copy is whole."""
+
+    step: int
+    rank: int
+    world_size: int
+    rest: int | None
+
+
+def peek(path: Path) -> Seen | None:
+    """A complete copy without reading it; None where there is none."""
     try:
         with open(path, "rb") as file:
-            magic, step, rank, size, *_ = _PREFIX.unpack(file.read(_PREFIX.size))
+            magic, step, rank, size, *_, total, _, rest = _PREFIX.unpack(file.read(_PREFIX.size))
+            whole = os.fstat(file.fileno()).st_size == total
     except (OSError, struct.error):
         return None
-    return None if magic != _MAGIC or step < 0 else (step, rank, size)
+    return None if magic != _MAGIC or step < 0 else Seen(step, rank, size, None if whole else rest)
 
 
 def _fields(piece: Piece) -> dict[str, Any]:

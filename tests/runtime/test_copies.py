@@ -12,24 +12,25 @@ from torch import nn
 
 import autopar
 from autopar.runtime.checkpoint.loading import load_saved
-from autopar.runtime.copies.copier import Copier, CopyPlaces, partners
+from autopar.runtime.copies.copier import Copier, CopyPlaces
+from autopar.runtime.copies.partner import partners
 from autopar.runtime.copies.places import Copy, copies_in, newest_complete
 from autopar.runtime.copies.reading import open_copies
-from autopar.runtime.copies.slot import Slot, peek, placed
+from autopar.runtime.copies.slot import BODY, Slot, part_of, peek, placed, set_step
 from autopar.runtime.copies.snapshot import Snapshots
 from tests.harness import run_ranks
 
 
 def test_a_copy_counts_once_its_step_is_written(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).view(2, 3)
-    pieces, nbytes = placed([("x", tensor, (4, 3), (2, 0))])
-    slot = Slot.create(tmp_path / "rank-00000.0", {"model": "m"}, pieces, nbytes, 16, 0, 2)
+    pieces = placed([("x", tensor, (4, 3), (2, 0))])
+    slot = Slot.create(tmp_path / "rank-00000.0", {"model": "m"}, pieces, 16, 0, 2)
     assert slot.step is None
     assert peek(slot.path) is None
     slot.begin()
-    slot.tensor(pieces[0]).copy_(tensor)
+    slot.tensors[0].copy_(tensor)
     assert slot.finish(7, b"values")
-    assert peek(slot.path) == (7, 0, 2)
+    assert peek(slot.path) == (7, 0, 2, None)
     again = Slot(slot.path)
     assert (again.step, again.values, again.header) == (7, b"values", {"model": "m"})
     assert torch.equal(again.tensor(again.pieces[0]), tensor)
@@ -37,14 +38,33 @@ def test_a_copy_counts_once_its_step_is_written(tmp_path: Path) -> None:
     assert peek(slot.path) is None
 
 
+def test_the_beginning_of_a_copy_is_one_without_what_another_rank_has(tmp_path: Path) -> None:
+    parts = [(key, torch.full((40,), value), (80,), (40,)) for key, value in (("x", 1.0), ("y", 2.0), ("z", 3.0))]
+    slot = Slot.create(tmp_path / "whole", {}, placed(parts, 3, {part_of(*parts[0])}), 16, 1, 4)
+    assert [piece.key for piece in slot.pieces] == ["y", "z", "x"]
+    for piece, place in zip(slot.pieces, slot.tensors, strict=True):
+        place.fill_({"x": 1.0, "y": 2.0, "z": 3.0}[piece.key])
+    slot.finish(7, b"values")
+    assert slot.beginning.numel() < slot.data.numel()
+    path = tmp_path / "beginning"
+    data = Slot.empty(path, slot.beginning.numel())
+    data[BODY:] = slot.beginning[BODY:]
+    assert peek(path) is None
+    set_step(data, 7)
+    assert (peek(slot.path), peek(path)) == ((7, 1, 4, None), (7, 1, 4, 3))
+    sent = Slot(path)
+    assert (slot.whole, sent.whole, sent.values) == (True, False, b"values")
+    assert {piece.key: float(sent.tensor(piece)[-1]) for piece in sent.pieces} == {"y": 2.0, "z": 3.0}
+
+
 def test_values_without_room_leave_no_copy(tmp_path: Path) -> None:
-    slot = Slot.create(tmp_path / "rank-00000.0", {}, [], 0, 4, 0, 1)
+    slot = Slot.create(tmp_path / "rank-00000.0", {}, placed([]), 4, 0, 1)
     assert not slot.finish(1, b"too long")
     assert slot.step is None
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    slot = Slot.create(tmp_path / "rank-00000.0", {}, [], 0, 4, 0, 1)
+    slot = Slot.create(tmp_path / "rank-00000.0", {}, placed([]), 4, 0, 1)
     data = slot.path.read_bytes()
     (tmp_path / "short").write_bytes(data[:-1])
     (tmp_path / "other").write_bytes(b"x" + data[1:])
@@ -60,6 +80,11 @@ def test_the_newest_state_is_the_last_of_which_every_rank_has_a_copy() -> None:
     assert newest_complete([]) is None
     assert newest_complete([copy(4, 1, 0, 2), copy(5, 1, 0, 2), copy(4, 1, 1, 2)]) == (4, 1)
     assert newest_complete([copy(4, 1, 0, 1), copy(4, 2, 0, 1), copy(5, 3, 0, 2)]) == (4, 2)
+    # A copy without what rank 1 has too counts beside a whole one of it.
+    short = Copy(6, 1, 0, 2, Path("x"), rest=1)
+    assert newest_complete([short, copy(6, 1, 1, 2)]) == (6, 1)
+    assert newest_complete([short, Copy(6, 1, 1, 2, Path("x"), rest=0), copy(5, 1, 0, 1)]) == (5, 1)
+    assert newest_complete([short, copy(5, 1, 1, 2), copy(5, 1, 0, 2)]) == (5, 1)
 
 
 def test_partners_are_on_another_host() -> None:
@@ -127,12 +152,21 @@ def _resumed(folder: str, per_host: int, constraints: dict[str, Any]) -> tuple[l
     return _steps(pm, optimizer, 3, 6), progress.step, progress.data
 
 
-def test_a_lost_host_is_made_up_for_by_its_partner(tmp_path: Path) -> None:
-    sharded = {"dp": 4, "tp": 1, "pp": 1, "zero": 3}
-    losses = run_ranks(_copied, 4, str(tmp_path), 2, sharded)[0]
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_lost_host_is_made_up_for_by_its_partner(tmp_path: Path, zero: int) -> None:
+    """At level 0 a partner has all parameters and optimiser state itself."""
+    divided = {"dp": 4, "tp": 1, "pp": 1, "zero": zero}
+    losses = run_ranks(_copied, 4, str(tmp_path), 2, divided)[0]
     for number in range(2):
-        assert {copy.rank for copy in copies_in(tmp_path / str(number)) if copy.step == 3} == {0, 1, 2, 3}
-    again, step, data = run_ranks(_resumed, 4, str(tmp_path), 2, sharded)[0]
+        copies = [copy for copy in copies_in(tmp_path / str(number)) if copy.step == 3]
+        assert {copy.rank for copy in copies} == {0, 1, 2, 3}
+        own = {2 * number, 2 * number + 1}
+        lacking = {copy.rank: copy.rest for copy in copies if copy.rest is not None}
+        assert lacking == {rank: (rank + 2) % 4 for rank in {0, 1, 2, 3} - own}
+        sizes = {copy.rank: copy.path.stat().st_size for copy in copies}
+        if not zero:
+            assert max(sizes[rank] for rank in lacking) < min(sizes[rank] for rank in own) - 4 * 3 * 100
+    again, step, data = run_ranks(_resumed, 4, str(tmp_path), 2, divided)[0]
     assert (again, step, data) == (losses[3:], 3, {"at": 3})
     for path in (tmp_path / "1").glob("g*/*"):
         path.unlink()
@@ -141,5 +175,5 @@ def test_a_lost_host_is_made_up_for_by_its_partner(tmp_path: Path) -> None:
     assert step == 3
     assert fewer == pytest.approx(losses[3:], rel=1e-5)
     # A host that has nothing is sent all of it.
-    back, _, _ = run_ranks(_resumed, 4, str(tmp_path), 2, sharded)[0]
+    back, _, _ = run_ranks(_resumed, 4, str(tmp_path), 2, divided)[0]
     assert back == losses[3:]

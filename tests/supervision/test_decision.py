@@ -34,21 +34,27 @@ def test_more_room_than_ranks_leaves_spares() -> None:
 
 
 def test_copies_count_before_a_checkpoint_of_the_same_step() -> None:
-    copies = ((7, 3, 0, 2), (7, 3, 1, 2), (8, 3, 0, 2))
+    copies = ((7, 3, 0, 2, None), (7, 3, 1, 2, None), (8, 3, 0, 2, None))
     assert newest([facts(0, copies=copies, on_disk=7)]) == Source(kind="copies", step=7, generation=3)
     assert newest([facts(0, copies=copies, on_disk=8)]) == Source(kind="disk", step=8)
     assert newest([facts(0, copies=copies[2:])]) == Source(kind="start")
 
 
 def test_copies_of_one_state_may_be_on_several_hosts() -> None:
-    found = newest([facts(0, copies=((5, 1, 0, 2),)), facts(1, copies=((5, 1, 1, 2),))])
+    found = newest([facts(0, copies=((5, 1, 0, 2, None),)), facts(1, copies=((5, 1, 1, 2, None),))])
     assert found == Source(kind="copies", step=5, generation=1)
+
+
+def test_what_a_copy_leaves_out_is_on_its_own_host_or_on_another() -> None:
+    left_out, whole = (5, 1, 0, 2, 1), (5, 1, 1, 2, None)
+    assert newest([facts(0, copies=(left_out, whole))]) == Source(kind="copies", step=5, generation=1)
+    assert newest([facts(0, copies=(left_out, (5, 1, 1, 2, 0)))]) == Source(kind="start")
 
 
 def test_a_generation_has_a_number_of_its_own() -> None:
     assert next_generation([facts(0), facts(1)], 1, 0) == 1
-    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2),))], 1, 0) == 6, "copies of an earlier start"
-    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2),))], 2, 6) == 7, "it ended without a copy"
+    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2, None),))], 1, 0) == 6, "copies of an earlier start"
+    assert next_generation([facts(0), facts(1, copies=((9, 5, 0, 2, None),))], 2, 6) == 7, "it ended without a copy"
 
 
 def test_too_few_ranks_get_a_plan_of_their_own() -> None:
@@ -69,5 +75,5 @@ def test_no_plan_for_what_is_left_is_an_error() -> None:
 def test_a_decision_travels_as_json() -> None:
     found = decide([facts(0), facts(1, slots=0)], 1, (2, "p"), {}, no_plan)
     assert Decision.of_json(json.loads(json.dumps(asdict(found)))) == found
-    one = facts(3, copies=((5, 1, 0, 2),))
+    one = facts(3, copies=((5, 1, 0, 2, None),))
     assert Facts.of_json(json.loads(json.dumps(asdict(one)))) == one
