@@ -1,10 +1,11 @@
 """What copies of every step cost: steps with them and without, in turns, in one run.
 
-    python benchmarks/copies.py [--turns 12] [--steps 4] [--hosts 2]
+    python benchmarks/copies.py [--turns 12] [--steps 4] [--hosts 2] [--zero 3]
 
 Four gloo ranks train ``examples/gpt.py`` in several sizes, with AdamW. A turn is a few steps without copies and as many
 with them; printed are the medians over turns, the median of their ratios, and whether a step's copy was safe before the
-next step ended. hosts: how many the ranks pretend to be on, so that they send their copies to each other.
+next step ended. hosts: how many the ranks pretend to be on, so that they send their copies to each other. zero: the
+level of the plan; at 3 partners have no state in common, and all of it is sent.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ RANKS = 4
 SIZES = ((128, 4, 16, 128), (256, 4, 16, 128), (512, 4, 32, 128), (512, 4, 64, 256))
 
 
-def measure(folder: str, size: tuple[int, int, int, int], turns: int, steps: int, hosts: int) -> dict[str, Any]:
+def measure(
+    folder: str, size: tuple[int, int, int, int], turns: int, steps: int, hosts: int, zero: int | None
+) -> dict[str, Any]:
     width, layers, rows, seq = size
     source = load_model_file(str(ROOT / "examples" / "gpt.py"))
     module = sys.modules[source.build().__class__.__module__]
     config = module.Config(width=width, num_layers=layers, hidden=int(2.75 * width))
     torch.manual_seed(0)
     model = module.GPT(config)
-    pm = autopar.parallelize(model, RANKS, example_inputs=module.example_inputs(rows, seq), dp=2, tp=2, pp=1)
+    pm = autopar.parallelize(model, RANKS, example_inputs=module.example_inputs(rows, seq), dp=2, tp=2, pp=1, zero=zero)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     host = str(dist.get_rank() * hosts // RANKS)
     copier = Copier(Snapshots(pm, optimizer), CopyPlaces(Path(folder) / host, host, 1))
@@ -74,6 +77,8 @@ def measure(folder: str, size: tuple[int, int, int, int], turns: int, steps: int
         "ratio": median(turn[True] / turn[False] for turn in found),
         "safe": safe,
         "bytes": sum(slot.data.numel() for slot in copier._slots.values()) / len(copier._slots),
+        "sent": sum(slot.beginning.numel() for slot in copier._slots.values()) / len(copier._slots) * (hosts > 1),
+        "zero": pm.plan.zero,
     }
 
 
@@ -82,15 +87,18 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--zero", type=int, help="the level of the plan; searched where it is not given")
     options = parser.parse_args()
     print(f"{RANKS} ranks on {options.hosts} hosts, medians of {options.turns} turns of {options.steps} steps each")
-    print("| width, layers, rows, tokens | MiB of a copy | ms a step without | with | ratio |\n|---|---|---|---|---|")
+    print("| width, layers, rows, tokens | ZeRO | MiB of a copy | sent | ms a step without | with | ratio |")
+    print("|---|---|---|---|---|---|---|")
     for size in SIZES:
         with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
-            arguments = folder, size, options.turns, options.steps, options.hosts
+            arguments = folder, size, options.turns, options.steps, options.hosts, options.zero
             found = run_ranks(measure, RANKS, *arguments, idle_s=600.0, limit_s=6000.0)[0]
         print(
-            f"| {', '.join(map(str, size))} | {found['bytes'] / 2**20:.1f} | {1e3 * found['without']:.0f} | "
+            f"| {', '.join(map(str, size))} | {found['zero']} | {found['bytes'] / 2**20:.1f} | "
+            f"{found['sent'] / 2**20:.1f} | {1e3 * found['without']:.0f} | "
             f"{1e3 * found['with']:.0f} | {found['ratio']:.3f} |{'' if found['safe'] else ' a copy came late'}",
             flush=True,
         )

@@ -2,9 +2,10 @@
 
 checkpoint    training stands still while the state is copied to host memory (bytes of a rank / PCI Express) and
               the write is prepared; the write itself runs beside it (bytes of the model / storage)
-replica       a rank's state goes to its host and on to its partner's, in chunks, so the slower link decides. It
-              runs beside the next steps, which change no state until they end: they are slower by
-              ``OVERLAP_SLOWDOWN`` meanwhile, and wait for what is not through when the next copy is due
+replica       a rank's state goes to its host and on to its partner's, in chunks, so the slower link decides; that a
+              partner may have a part of it itself, and is not sent that, is left out. It runs beside the next
+              steps, which change no state until they end: they are slower by ``OVERLAP_SLOWDOWN`` meanwhile, and
+              wait for what is not through when the next copy is due
 recovery      from replicas: the way back; from disk: every rank reads its state, which all share the storage for
 """
 
