@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
@@ -20,7 +20,7 @@ from autopar.ir.lowered import blockwise
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.ir.sequence import Block, Sight, Span
 from autopar.passes.normalise import normalise
-from autopar.runtime.rematerialised import rematerialised
+from autopar.runtime.rematerialised import mark, rematerialised
 from autopar.search.api import predict_plan
 from tests.end_to_end.stacks import WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
 from tests.harness import run_ranks
@@ -125,6 +125,11 @@ class _OneBlock(torch.autograd.Function):
         return blockwise.backward(grads[0], q, k, v, None, out, lse, _OneBlock.scores(), None)
 
 
+@fx.wrap
+def _one_block(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return _OneBlock.apply(q, k, v)
+
+
 class Feed(nn.Module):
     """Two products, what is between them, and what comes after them."""
 
@@ -169,10 +174,12 @@ def test_a_second_run_ends_where_the_cost_model_says(last: Callable[[Tensor], Te
 def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
     """Their products are written to in place, so that one kept from the first run would be wrong in the second."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = _OneBlock.apply(q * 2.0, k * 2.0, v * 2.0)
-        assert isinstance(result, Tensor)
-        return result.sin()
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return _one_block(q * 2.0, k * 2.0, v * 2.0).sin()
+
+    traced = fx.symbolic_trace(attend)
+    mark(traced.graph, "selective", compiled=False)
+    traced.recompile()
 
     def run(remat: Any) -> tuple[list[Tensor | None], int]:
         torch.manual_seed(0)
@@ -180,7 +187,7 @@ def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
         saved = Saved()
         before = held_bytes()
         with saved:
-            loss = rematerialised(attend, remat=remat, preserve_rng_state=False)(*operands).sum()
+            loss = rematerialised(traced, remat=remat, preserve_rng_state=False)(*operands).sum()
         kept = held_bytes() - before
         loss.backward()
         return [operand.grad for operand in operands], kept
