@@ -1,4 +1,4 @@
-"""Parity: ten training steps of unmodified models under many plans, against one process, in float32.
+"""Parity: ten training steps of unmodified models under many plans, against one process in float32.
 
     python benchmarks/parity.py [--models gpt2,llama] [--plans dp4,tp4] [--cells t5:tp4] [--full] [--resume FILE]
 
@@ -6,7 +6,7 @@ Prints the largest relative error of the loss of any step, of any parameter's gr
 of any parameter after the fifth (``traces.py`` says what the error of a tensor is), and where what the ranks send in
 the second step is not what the placed model records (``issued.py``). Exits with 1 above the limits or where it is not.
 Five steps are under SGD with momentum, then five under AdamW, where losses alone are compared: AdamW makes the sign of
-a rounding error a step of full size.
+a rounding error a step of full size. Plans in bfloat16 are held to their losses alone, within 1 %.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from autopar.ir.errors import InfeasiblePlan
 # Cells that one group of processes runs. Each makes process groups, whose threads live as long as the processes.
 CELLS_OF_A_GROUP = 32
 LIMITS = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-4}
+NARROW_LIMITS = {"loss": 1e-2}
 
 EXPERTS_ON_TP = autopar.constrain("*.experts.*", {"tp": Shard(0)})
 
@@ -129,6 +130,12 @@ KEPT_PLANS = {
     for name, (ranks, constraints) in _KEPT.items()
     for share in (90, 50, 25)
 }
+# In bfloat16, whose losses follow those of float32.
+NARROW_PLANS = {
+    f"{name} 50% bf16": (ranks, {**constraints, "remat": 0.5, "precision": "bf16"})
+    for name, (ranks, constraints) in _KEPT.items()
+}
+KEPT_PLANS |= NARROW_PLANS
 PLANS |= KEPT_PLANS
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
 COUPLED = frozenset({"clip", "resnet"})
@@ -155,8 +162,9 @@ class Cell:
     @property
     def passed(self) -> bool:
         errors = {"loss": self.loss, "gradient": self.gradient, "parameter": self.parameter}
-        exact = all(errors[name] <= limit for name, limit in LIMITS.items())
-        return exact and not self.failure and not self.unrecorded
+        limits = NARROW_LIMITS if self.plan in NARROW_PLANS else LIMITS
+        near = all(errors[name] <= limit for name, limit in limits.items())
+        return near and not self.failure and not self.unrecorded
 
 
 # Plans of experts: for models that have some.
@@ -365,7 +373,7 @@ def main() -> int:
     print("\nLargest relative error of loss, gradients and parameters over", len(TEN), "steps\n")
     print(table(cells))
     failed = [cell for cell in cells if not cell.impossible and not cell.passed]
-    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells within the limits {LIMITS}")
+    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells within the limits {LIMITS}, in bfloat16 {NARROW_LIMITS}")
     return 1 if failed else 0
 
 
