@@ -45,7 +45,7 @@ SETTINGS = {
 BATCH = "8"
 # Losses under another plan, and under the same one: what is printed has six digits.
 OTHER_PLAN, SAME_PLAN = 1e-6, 0.0
-_DISK_FULL_S, _CUT_S, _ORPHANS_S, _STEPS_BETWEEN = 4.0, 6.0, 1.0, 4
+_DISK_FULL_S, _CUT_S, _ORPHANS_S, _LAUNCHERS_S, _STEPS_BETWEEN = 4.0, 6.0, 1.0, 40.0, 4
 _LIMIT_S = 120.0
 
 
@@ -90,14 +90,16 @@ def stop_one(job: Job, draw: random.Random) -> bool:
 
 
 def terminate_one(job: Job, draw: random.Random) -> bool:
-    """All ranks save and leave, and the job is started again."""
+    """All ranks save and leave, and the job is started again: by torchrun where it has started them."""
+    lines = len(job.lines)
     _signal(draw.choice(job.ranks()), signal.SIGTERM)
-    return _again(job)
+    return _again(job, lines)
 
 
 def terminate_launcher(job: Job, draw: random.Random) -> bool:
+    lines = len(job.lines)
     os.kill(job.launcher().pid, signal.SIGTERM)
-    return _again(job)
+    return _again(job, lines)
 
 
 def kill_launcher(job: Job, draw: random.Random) -> bool:
@@ -157,6 +159,8 @@ def fill_disk(job: Job, draw: random.Random) -> bool:
             file.write(bytes(1 << 20))
     time.sleep(_DISK_FULL_S)
     filler.unlink()
+    if not job.launchers_left and not job.done:  # its last checkpoint had no room
+        job.start()
     return True
 
 
@@ -196,11 +200,14 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _again(job: Job) -> bool:
-    """The same command, once the launcher has ended."""
-    for host in range(job.setting.hosts):
-        with suppress(subprocess.TimeoutExpired):
-            job.launcher(host).wait(30 if host == 0 else 10)
+def _again(job: Job, lines: int) -> bool:
+    """The same command, once the launchers have ended, unless the job goes on before that. lines: of its output before
+    the fault."""
+    until = time.monotonic() + _LAUNCHERS_S
+    while (left := job.launchers_left) and time.monotonic() < until:
+        if left == job.setting.hosts and _went_on(job, lines) is not None:
+            return True
+        time.sleep(0.02)
     job.kill()
     if not job.done:
         job.start()
@@ -290,11 +297,14 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
     partner_left = KINDS[kind](job, draw)
     end, until = time.monotonic(), start + _LIMIT_S
     at = None
-    while at is None and time.monotonic() < until and not job.done:
-        time.sleep(0.02)
+    while at is None and time.monotonic() < until:
+        ended = job.done  # before its steps are looked at
         on = end if kind in WITHOUT_A_START else _went_on(job, lines)
         later = [one.at for one in job.seen[seen:] if one.reported and on is not None and one.at > on]
         at = later[0] if later else None
+        if ended:
+            break
+        time.sleep(0.02)
     after = [line for _, line in job.lines[lines:]]
     resumed = [int(found[1]) for line in after if (found := re.search(r"going on from step (\d+)", line))]
     if any("going on from the start" in line for line in after):
@@ -303,7 +313,9 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
     seconds = (time.monotonic() if at is None else at) - start
     on = _went_on(job, lines) or start
     before = max((one.step for one in job.seen if one.reported and one.at < on), default=before)
-    return Fault(job.setting.name, kind, before, min(resumed, default=before), saved, seconds, said, partner_left)
+    return Fault(
+        job.setting.name, kind, before, min(resumed, default=max(before, saved)), saved, seconds, said, partner_left
+    )
 
 
 def _went_on(job: Job, first: int) -> float | None:

@@ -105,6 +105,11 @@ class Job:
         return found
 
     @property
+    def launchers_left(self) -> int:
+        """Those that run."""
+        return sum(process is not None and process.poll() is None for process in self._launchers)
+
+    @property
     def tail(self) -> str:
         """The end of its output."""
         return "\n".join(line for _, line in self.lines[-30:])
