@@ -23,7 +23,7 @@ import torch
 
 from autopar.ir.errors import LaunchError
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint.folder import complete
+from autopar.runtime.checkpoint.folder import newest_step
 from autopar.runtime.copies.copier import CopyPlaces
 from autopar.runtime.copies.places import copies_in
 from autopar.runtime.stores import DistError
@@ -141,7 +141,7 @@ class Supervisor:
             host=self.host,
             slots=len(self._places),
             copies=copies,
-            on_disk=None if self._opened.job.job is None else _step_on_disk(Path(self._opened.job.job)),
+            on_disk=None if self._opened.job.job is None else newest_step(Path(self._opened.job.job)),
         )
 
     def _decide(self, number: int, facts: Sequence[Facts]) -> Decision:
@@ -305,8 +305,3 @@ def _that_do_the_same(decision: Decision) -> list[list[int]]:
 def _verdict(cause: str) -> int | str:
     kind, _, text = cause.partition(" ")
     return text if kind == _CONTINUES else int(kind.partition("-")[2])
-
-
-def _step_on_disk(folder: Path) -> int | None:
-    """Of the newest checkpoint that has all its files; whether they are undamaged is seen when it is read."""
-    return max((int(name.split("-")[1]) for name in complete(folder)), default=None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import autopar
 from autopar.ir.errors import CheckpointError
+from autopar.runtime.agreement import from_first
+from autopar.runtime.checkpoint.folder import newest_step
+from autopar.runtime.checkpoint.loading import Progress
 from autopar.runtime.loss_scaler import LossScaler
 from autopar.runtime.module import ParallelModule
 from autopar.training.job import TrainingJob
@@ -51,10 +55,34 @@ class Saves:
             )  # fmt: skip
         except CheckpointError as error:
             if last:
-                raise
+                raise self._last(error) from error
             self._forgive(error)
+
+    def make_up_for(self, progress: Progress) -> None:
+        """Save the state that a job goes on from, its last one, where what made it could not. All ranks call
+        together."""
+        job = self._job
+        if not self._goes_on or job.saves_to is None:
+            return
+        folder = Path(job.saves_to)
+        newest = int(from_first(lambda: str(-1 if (step := newest_step(folder)) is None else step)))
+        if newest < progress.step:
+            self.after(progress.step, progress.data, last=True)
+
+    def finish(self) -> None:
+        """Wait for what is still written."""
+        try:
+            self._parallel.engine.background.finish()
+        except CheckpointError as error:
+            raise self._last(error) from error
 
     def _forgive(self, error: CheckpointError) -> None:
         if not self._goes_on:
             raise error
         self._say(f"{error}\n  training goes on, with copies of its state in memory")
+
+    def _last(self, error: CheckpointError) -> CheckpointError:
+        """A failed write after which there is no other."""
+        if not self._goes_on:
+            return error
+        return CheckpointError(f"{error}\n  the state is in memory, and the same command saves it once there is room")

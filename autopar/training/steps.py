@@ -63,6 +63,8 @@ class Steps:
             start = {**self.batches.state(progress.step), **self.numbers.state()}
             keep_start(job, self.parallel, self.optimizer, self.scaler, replace(progress, data=start))
         step = progress.step
+        if step >= job.steps:
+            self.saves.make_up_for(progress)
         while step < job.steps:
             start_s = time.perf_counter()
             loss, left = self._forward_and_backward(step)
@@ -80,7 +82,7 @@ class Steps:
     def end(self) -> None:
         """Wait for what is still written; report the last steps."""
         # A write may be going on; the process group has to outlive it.
-        self.parallel.engine.background.finish()
+        self.saves.finish()
         if self.copies is not None:
             self._tell(self.copies.finish())
         self.report.end()

@@ -64,6 +64,12 @@ def complete(path: Path) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda pair: pair[1], reverse=True))
 
 
+def newest_step(path: Path) -> int | None:
+    """The steps of the newest checkpoint under ``path`` that has all its files, whose contents are not read; None where
+    there is none."""
+    return max((int(name.split("-")[1]) for name in complete(path)), default=None)
+
+
 def has_checkpoint(path: Path) -> bool:
     """Whether there is something to resume from under ``path``, be it damaged; a write that was cut off is nothing."""
     return (path / _LATEST).exists() or any((folder / MANIFEST).exists() for folder in _folders(path))
