@@ -365,6 +365,7 @@ def main() -> int:
     parser.add_argument("--a-run", type=int, default=10, help="faults in one run")
     parser.add_argument("--json", type=Path, help="add each fault to this file, a line each")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # jobs end with it
     draw, faults, worst = random.Random(options.seed), [], 0.0
     settings = [SETTINGS[name] for name in options.settings.split(",")]
     number = 0
