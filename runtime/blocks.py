@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from operator import truediv
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -75,6 +75,14 @@ class Slot:
         self._places[self._leaf] = value
 
 
+class _Traits(NamedTuple):
+    """Of a function. compiled: by ``torch.compile``. draws: random numbers. keeps_work: some of it is done once."""
+
+    compiled: bool
+    draws: bool
+    keeps_work: bool
+
+
 class CodeLibrary:
     """Compiles block graphs to functions; graphs that differ in names alone give one function.
 
@@ -97,6 +105,7 @@ class CodeLibrary:
         self._splits = splits
         self._tiled = TiledCalls()
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
+        self._traits: dict[fx.GraphModule, _Traits] = {}
         self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}
 
     def function(
@@ -147,29 +156,34 @@ class CodeLibrary:
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
-        mark(graph, program.remat, compiled=self._compiles(graph))
+        # Known by the targets of calls, which marks wrap.
+        traits = _Traits(
+            compiled=self._compiles(graph),
+            draws=any(map(is_random, graph.nodes)),
+            keeps_work=any(node.target is linear_cross_entropy for node in graph.nodes),
+        )
+        mark(graph, program.remat, compiled=traits.compiled)
         code = graph.python_code("self")
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:
             self._functions[key] = fx.GraphModule(nn.Module(), graph, class_name=f"Block{len(self._functions)}")
+            self._traits[self._functions[key]] = traits
         return self._functions[key], tuple(state.values()), tuple(sizes), tuple(values.values())
 
     def callable(self, function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
         """``function`` at a level of rematerialisation, compiled if asked for."""
         key = (function, remat)
         if key not in self._callables:
-            nodes = function.graph.nodes
-            compiled = self._compiles(function.graph)
-            keeps = any(n.target is linear_cross_entropy for n in nodes)
+            traits = self._traits[function]
             wrap = partial(
                 rematerialised,
                 remat=remat,
-                preserve_rng_state=any(map(is_random, nodes)),
-                compiled=compiled,
-                keeps_work=keeps,
+                preserve_rng_state=traits.draws,
+                compiled=traits.compiled,
+                keeps_work=traits.keeps_work,
                 splits_backward=self._splits,
             )
-            if compiled:
+            if traits.compiled:
                 self._callables[key] = compile_block(function, wrap)
             else:
                 self._callables[key] = wrap(function.forward)
