@@ -81,11 +81,13 @@ while true; do sleep 0.1; done
 """
 
 
-def test_a_job_whose_time_is_nearly_over_tells_its_ranks_once_and_is_queued_again(stubs: Path) -> None:
+@pytest.mark.parametrize("pause", ["", "sleep 0.5\n"], ids=["at once", "before the script knows of srun"])
+def test_a_job_whose_time_is_nearly_over_tells_its_ranks_once_and_is_queued_again(stubs: Path, pause: str) -> None:
     (stubs / "srun").write_text(LATE_SRUN)
     (stubs / "scontrol").write_text('#!/bin/bash\n[[ "$1" == show ]] && echo n1 || echo "$@"\n')
     text = export(decoder_plan(dp=2), "slurm").text
     assert "#SBATCH --signal=B:USR1@120\n" in text
+    text = text.replace("\nSTEP=$!\n", f"\n{pause}STEP=$!\n")
     environment = {
         "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_NNODES": "1", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1",
     }  # fmt: skip
