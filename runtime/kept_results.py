@@ -47,8 +47,8 @@ class Mark:
             return not kernel.is_view
         return self.kept != "none" and is_costly(kernel) and (self.kept == "costly" or _name(kernel) == "all_reduce")
 
-    def leaves(self, kernel: Any) -> bool:
-        """Whether a kernel's results are not read."""
+    def skips(self, kernel: Any) -> bool:
+        """Whether a kernel does not run in the recomputation, since nothing reads its results."""
         if self.unread == "products":
             return getattr(kernel, "namespace", "") == "aten" and _name(kernel) in _CONTRACTIONS
         # A draw moves the generator on for those after it.
@@ -70,7 +70,7 @@ def _name(kernel: Any) -> str:
 
 @cache
 def marked(target: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
-    """``target``, whose kernels a ``Recomputation`` watches."""
+    """``target``, whose kernels the ``Run`` at hand watches."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         run = _run.get()
@@ -147,7 +147,7 @@ class Run:
     def call(self, mark: Mark, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a kernel of a marked call makes, or made in the forward."""
         keeps = not self._in_work and mark.keeps(kernel)
-        if not keeps and (self._in_work or not mark.leaves(kernel)):
+        if not keeps and (self._in_work or not mark.skips(kernel)):
             return kernel(*args, **kwargs)
         if not self._recomputes:
             made = kernel(*args, **kwargs)

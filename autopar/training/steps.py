@@ -124,6 +124,8 @@ class Steps:
         if self.held_out is not None and (step == job.steps or (job.eval_every and step % job.eval_every == 0)):
             self._tell(step if copies is None else copies.finish())
             self.report.evaluation(step, self.held_out.loss(self.parallel))
+        if last and copies is not None:  # a last checkpoint may fail, and the state has to be in memory then
+            self._tell(copies.finish())
         self.saves.after(step, state, last=last)
 
     def _tell(self, safe: int) -> None:

@@ -1,7 +1,7 @@
 """Copies sent to a rank on another host, and taken from the ranks whose partner this one is.
 
 Of what a partner has itself, as a data-parallel replica has the parameters, nothing is sent: its own copy is the rest
-of the one that it is sent. So each rank tells those that send to it which parts of the state it has.
+of the one that it is sent. So each rank sends a list of its parts of the state to the ranks that send it copies.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _RANK = re.compile(r"rank-(\d{5,})\.[01]")
 @dataclass(frozen=True, slots=True, order=True)
 class Copy:
     """A complete copy of a rank's state that a host has. Those of a later step come last in order. rest: the rank whose
-    own copy has what this one leaves out; None where it is whole."""
+    own copy has the tensors that were not sent with this one; None where all are in it."""
 
     step: int
     generation: int

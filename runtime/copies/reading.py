@@ -48,7 +48,7 @@ def open_copies(places: CopyPlaces, step: int, generation: int, plan: Plan) -> S
     size = max((copy.world_size for _, copies, _ in found for copy in copies), default=0)
     hosts = [host for host, *_ in found]
     first = {host: hosts.index(host) for host in hosts}
-    # What a copy leaves out is in a whole one, which every host is sent that has it not.
+    # Tensors that were not sent with a copy are in the whole copy of its partner, which every host has or is sent.
     known = [copy for rank in first.values() for copy in found[rank][1]]
     held = {host: {copy.rank: copy for copy in usable(found[rank][1], known)} for host, rank in first.items()}
     missing = sorted(set(range(size)) - set().union(*held.values()))

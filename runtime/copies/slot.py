@@ -119,7 +119,6 @@ class Slot:
         except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is broken: {error}") from error
         self.pieces = [piece for piece in pieces if self._tensors_at + piece.start + piece.nbytes <= len(self._map)]
-        self.whole = len(self._map) == size
         self._beginning = beginning
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -203,8 +202,8 @@ def set_step(data: torch.Tensor, step: int) -> None:
 
 
 class Seen(NamedTuple):
-    """What the first bytes of a complete copy say. rest: the rank that has what a beginning leaves out; None where the
-    copy is whole."""
+    """What the first bytes of a complete copy say. rest: the rank whose own copy has the tensors after the
+    beginning, where the file is the beginning alone; else None."""
 
     step: int
     rank: int
