@@ -59,6 +59,7 @@ def parallelize(
     loss_fn: Callable[..., Any] | None = None,
     plan: Plan | str | Path | None = None,
     compile: bool = False,
+    disk: str | Path | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> ParallelModule:
     """``model`` as a module that trains on all ranks of this job. Every rank calls it with the same arguments.
@@ -73,6 +74,8 @@ def parallelize(
         activation_memory, fit_probability, expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
         numbers (dropout) are left as they are, since the compiler would draw others.
+    disk: folder on a local disk of every node, for what the plan keeps there (``on_disk`` of its stages). Its files
+        have no names and end with the process.
 
     The model is not changed: each rank copies its part of the parameters, or initialises them if the model is on
     the meta device. The result is in the mode that the model is in, train or eval, and a plan is always made for train
@@ -80,7 +83,7 @@ def parallelize(
     dropout on. Errors on one rank (AutoparError) are raised on all.
     """
     ensure_process_group()
-    request = _Request(model, mesh, loss_fn, plan, constraints, compile)
+    request = _Request(model, mesh, loss_fn, plan, constraints, compile, disk=disk)
     agree(lambda: request.check(dist.get_world_size()))
     form = format_of(model)
     if example_inputs is None:
@@ -107,6 +110,7 @@ def from_pretrained(
     plan: Plan | str | Path | None = None,
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
+    disk: str | Path | None = None,
     **constraints: Unpack[ConstraintOptions],
 ) -> ParallelModule:
     """The model in a checkpoint folder of transformers, each rank reading what it holds of the weights and no more.
@@ -122,7 +126,7 @@ def from_pretrained(
     ensure_process_group()
     opened = agree(lambda: open_pretrained(str(path), dtype))
     try:
-        request = _Request(opened.model, mesh, loss_fn, plan, constraints, compile, opened.values)
+        request = _Request(opened.model, mesh, loss_fn, plan, constraints, compile, opened.values, disk)
         agree(lambda: request.check(dist.get_world_size()))
         return ParallelModule(request.build(example_inputs, example_target), pretrained=opened.form)
     finally:
@@ -232,10 +236,12 @@ class Prepared:
         return cls(captured, plan, placed, programs)
 
 
-def assemble(model: nn.Module, example_inputs: Any, prepared: Prepared) -> ParallelModule:
+def assemble(
+    model: nn.Module, example_inputs: Any, prepared: Prepared, *, disk: str | Path | None = None
+) -> ParallelModule:
     """``parallelize`` of a model that is prepared, under its plan."""
     ensure_process_group()
-    request = _Request(model, dist.get_world_size(), None, prepared.plan, {}, False)
+    request = _Request(model, dist.get_world_size(), None, prepared.plan, {}, False, disk=disk)
     engine = request.build(example_inputs, None, prepared)
     return ParallelModule(engine, pretrained=format_of(model), training=model.training)
 
@@ -252,6 +258,7 @@ class _Request:
     compile: bool
     values: Mapping[str, torch.Tensor] | None = None
     """Parameters and buffers that are not those of the model, by its names."""
+    disk: str | Path | None = None
 
     def check(self, world_size: int) -> None:
         """Raise on a request that is wrong by itself. The same on every rank; nothing is sent."""
@@ -295,6 +302,7 @@ class _Request:
             seed=int(seed),
             compile_blocks=self.compile,
             values=self.values,
+            disk=self.disk,
         )
 
     def capture(self, example_inputs: Any, example_target: Any) -> CapturedModel:

@@ -18,7 +18,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.ir.errors import PlanMismatch
+from autopar.ir.plan import Plan
 from autopar.ir.primitives.read_parameter import read_parameter
+
+
+def check_compiles(plan: Plan) -> None:
+    """Raise PlanMismatch for a plan whose blocks cannot be compiled."""
+    if plan.num_stages > 1 and plan.pipelining.splits_backward:
+        raise PlanMismatch(
+            f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n  try: "
+            "compile=False, or a plan with schedule 1f1b or interleaved"
+        )
+    if any(stage.remat.get("alternate") for stage in plan.stages):
+        raise PlanMismatch(
+            "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
+            "block are recomputed.\n"
+            "  try: compile=False, or a plan with remat selective or full"
+        )
 
 
 def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.blocks import CodeLibrary
 from autopar.runtime.call_sizes import CallSizes, GivenSizes, SizeAgreement
 from autopar.runtime.checkpoint.background import Background
+from autopar.runtime.compiled import check_compiles
+from autopar.runtime.disk.state import disk_state
 from autopar.runtime.expert_load import sum_loads
 from autopar.runtime.frozen_parameters import FrozenParameters
 from autopar.runtime.fused_steps import register_fused_steps
@@ -60,6 +63,7 @@ class Engine:
         seed: int = 0,
         compile_blocks: bool = False,
         values: Mapping[str, torch.Tensor] | None = None,
+        disk: str | os.PathLike[str] | None = None,
     ) -> None:
         """programs: of every stage, of a training step in train mode; for a model without a loss, of a plain forward.
 
@@ -67,21 +71,13 @@ class Engine:
         seed: the same on all ranks; of parameters that have no values yet and of the model's random ops.
         compile_blocks: with ``torch.compile``, each distinct block once.
         values: whole parameters and buffers that are not those of ``model``, by its names; lazy ones are read in part.
+        disk: folder of what the plan keeps on a local disk.
         """
         self.captured, self.plan, self.device = captured, plan, this_device()
         register_fused_steps()
+        if compile_blocks:
+            check_compiles(plan)
         splits = plan.num_stages > 1 and plan.pipelining.splits_backward
-        if compile_blocks and splits:
-            raise PlanMismatch(
-                f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n  try: "
-                "compile=False, or a plan with schedule 1f1b or interleaved"
-            )
-        if compile_blocks and any(stage.remat.get("alternate") for stage in plan.stages):
-            raise PlanMismatch(
-                "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
-                "block are recomputed.\n"
-                "  try: compile=False, or a plan with remat selective or full"
-            )
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
         make_meshes(programs, self.mesh)
@@ -109,6 +105,7 @@ class Engine:
         for stage, meshes in zip(self.local, sharded, strict=True):
             stage.zero = self._apply_zero(stage, meshes)
         self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
+        self.disk = agree(lambda: disk_state(disk, self.local, self.stored, self.mesh, plan.prefetch))
         agree(lambda: fill(model, self.layouts, self.buffers, values or {}, self._put, seed))
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
@@ -182,17 +179,16 @@ class Engine:
     def _put(self, name: str, whole: torch.Tensor) -> None:
         """Keep this rank's part of a parameter or buffer."""
         load_full(self.tensor(name), whole, name, self.stored.get(name), self.mesh)
+        if self.disk is not None:
+            self.disk.filled(name)
 
     def _reduce_gradients(self) -> None:
         for name, stored in sorted(self.stored.items()):
             parameter = self.tensor(name)
             if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
-            axes = tuple(axis for axis in stored.layout.partial_axes if axis not in stored.summed_axes)
-            stages = stored.layout.stages
-            over_stages = self.mesh.group_over_stages(stages) if len(stages) > 1 else None
-            here = [stage for stage in stages if self.mesh.holds(stage)]
-            self.reducer.add(parameter, self.mesh.group(axes), over_stages, here[0] if len(here) == 1 else None)
+            here = [stage for stage in stored.layout.stages if self.mesh.holds(stage)]
+            self.reducer.add(parameter, *stored.sums(self.mesh), here[0] if len(here) == 1 else None)
 
     def expert_load(self) -> dict[str, torch.Tensor]:
         """Layer -> tokens of the global batch that each of its experts got in the last call. All ranks together."""
@@ -210,6 +206,8 @@ class Engine:
         """After the last one."""
         self._copies.drop()
         self.histories.finish()
+        if self.disk is not None:
+            self.disk.finish()
         self.reducer.finish(in_any_order=sizes is not None and sizes.some_empty)
         if self.scaler is not None:
             self.scaler.after_backward(self._gradients(), self.device)

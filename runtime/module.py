@@ -166,7 +166,7 @@ class ParallelModule(nn.Module):
         engine = self.engine
         engine.agree_to(f"clip_grad_norm_({float(max_norm)})")
         parameters = [(p, engine.stored[name]) for name, p in self.named_parameters()]
-        return clip_grad_norm(parameters, max_norm, engine.mesh)
+        return clip_grad_norm(parameters, max_norm, engine.mesh, engine.disk)
 
     # Data.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.parameters import local_shard
 from autopar.runtime.torch_private import norms_of_all, scale_all
+
+if TYPE_CHECKING:
+    from autopar.runtime.disk.state import DiskState
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,12 @@ class Stored:
             assert group is not None, "an axis of several ranks"
             part = group_all_gather(part, dim, group.group_name)
         return part
+
+    def sums(self, mesh: JobMesh) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The groups over which its gradient is summed by other means than FSDP: ranks of a stage, and stages."""
+        axes = tuple(axis for axis in self.layout.partial_axes if axis not in self.summed_axes)
+        stages = self.layout.stages
+        return mesh.group(axes), mesh.group_over_stages(stages) if len(stages) > 1 else None
 
     def counted_here(self, mesh: JobMesh) -> bool:
         """Whether this rank is the one that counts its part: each element is counted once in the job."""
@@ -156,30 +166,38 @@ def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: S
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], mesh: JobMesh) -> torch.Tensor:
-    """The 2-norm of the gradients over all parameters of all stages.
+def gradient_norm(
+    parameters: Sequence[tuple[nn.Parameter, Stored]], mesh: JobMesh, disk: DiskState | None = None
+) -> torch.Tensor:
+    """The 2-norm of the gradients over all parameters of all stages. disk: where some of them are.
 
     All ranks call together; one scalar is communicated.
     """
     device = torch.device(mesh.device_mesh.device_type)
-    counted = [local_of(p.grad) for p, stored in parameters if p.grad is not None and stored.counted_here(mesh)]
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    if counted:
-        squares = torch.stack([norm.to(device, torch.float32) for norm in norms_of_all(counted)]).square().sum()
+    norms: list[torch.Tensor] = []
+    for portion in [parameters] if disk is None else disk.portions(parameters, changed=False):
+        counted = [local_of(p.grad) for p, stored in portion if p.grad is not None and stored.counted_here(mesh)]
+        norms += [norm.to(device, torch.float32) for norm in norms_of_all(counted)] if counted else []
+    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float32, device=device)
     dist.all_reduce(squares)
     return squares.sqrt()
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh) -> torch.Tensor:
+def clip_grad_norm(
+    parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh, disk: DiskState | None = None
+) -> torch.Tensor:
     """Scale gradients in place so that their 2-norm over all parameters of all stages is at most ``max_norm``.
 
-    Returns the norm before. All ranks call together; one scalar is communicated.
+    Returns the norm before. disk: where some of them are. All ranks call together; one scalar is communicated.
     """
-    norm = gradient_norm(parameters, mesh)
+    norm = gradient_norm(parameters, mesh, disk)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [local_of(p.grad) for p, _ in parameters if p.grad is not None]
-    # Offloaded gradients are in host memory.
-    for place in {gradient.device for gradient in gradients}:
-        scale_all([gradient for gradient in gradients if gradient.device == place], scale.to(place))
+    if disk is not None and float(scale) == 1.0:
+        return norm
+    for portion in [parameters] if disk is None else disk.portions(parameters, changed=True):
+        gradients = [local_of(p.grad) for p, _ in portion if p.grad is not None]
+        # Offloaded gradients are in host memory.
+        for place in {gradient.device for gradient in gradients}:
+            scale_all([gradient for gradient in gradients if gradient.device == place], scale.to(place))
     return norm

@@ -190,6 +190,27 @@ def adopt_parameters(module: FSDPModule) -> None:
             parameter.reset_sharded_param()
 
 
+def keep_parts_in(
+    module: FSDPModule, make: Callable[[Sequence[tuple[nn.Parameter, Tensor]]], Sequence[Tensor]]
+) -> None:
+    """Have FSDP keep the parts of the parameters of ``module`` that this rank has in the memory of other tensors.
+
+    make: of (parameter, its part as FSDP gathers it, flat and filled up), gives a tensor like each such part.
+    """
+    own = [parameter for group in _groups(module) for parameter in group.fsdp_params]
+    made = make([(parameter.sharded_param, parameter._sharded_param_data) for parameter in own])
+    for parameter, flat in zip(own, made, strict=True):
+        dim, part = parameter.fsdp_placement.dim, parameter.sharded_param._local_tensor
+        parameter._sharded_param_data = flat
+        filled = flat.view(parameter.padded_sharded_param_size)
+        parameter.sharded_param._local_tensor = filled.narrow(dim, 0, part.size(dim))
+
+
+def is_gathered(module: FSDPModule) -> bool:
+    """Whether the parameters of ``module`` are gathered, or are being."""
+    return all(group._all_gather_result is not None or group.is_unsharded for group in _groups(module))
+
+
 def extend_gather(piece: Tensor, before: Callable[..., Any], after: Callable[..., Any]) -> None:
     """Have FSDP gather what ``before`` makes of a parameter that holds ``piece``, and give blocks what ``after`` makes
     of that. Public: for subclasses of tensors, which have the two as methods.

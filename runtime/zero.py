@@ -70,13 +70,14 @@ class ZeroEngine:
 
     modules: with their ZeRO stages; the root, which holds parameters that several blocks share, comes last. managed:
     names of the parameters in them. reshards: whether each reshards its parameters after its forward. narrow: those
-    that are gathered in 8 bits.
+    that are gathered in 8 bits. on_disk: modules whose parts are in files on a local disk, in order.
     """
 
     modules: list[tuple[FSDPModule, int]]
     managed: frozenset[str]
     reshards: dict[FSDPModule, bool]
     narrow: NarrowGathers | None = None
+    on_disk: tuple[FSDPModule, ...] = ()
     _last: bool | None = None
 
     @property
@@ -184,13 +185,15 @@ def apply_zero(
     if narrow is not None:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Copies from pinned memory overlap with compute; pinning needs a GPU.
-    offload = OffloadPolicy()
+    policies = {False: OffloadPolicy(), True: OffloadPolicy()}
     if plan.stages[program.stage].offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_mesh.device_type != "cpu")
+        pins = mesh.device_mesh.device_type != "cpu"
+        policies = {False: CPUOffloadPolicy(pin_memory=pins), True: CPUOffloadPolicy(pin_memory=False)}
     widest = max(meshes.values(), key=lambda own: own.size())
     placed = _placements({find(name): own for name, own in meshes.items()}, widest)
     modules: list[tuple[FSDPModule, int]] = []
     reshards: dict[FSDPModule, bool] = {}
+    on_disk: list[FSDPModule] = []
     blocks = {block.name: block for block in stage.blocks if isinstance(block, BlockModule)}
     for unit in program.zero_units:
         module = stage if unit.block is None else blocks[unit.block]
@@ -200,7 +203,7 @@ def apply_zero(
             reshard_after_forward=unit.reshards,
             shard_placement_fn=placed,
             mp_policy=policy,
-            offload_policy=offload,
+            offload_policy=policies[unit.on_disk],
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
@@ -209,13 +212,15 @@ def apply_zero(
         module.set_force_sum_reduction_for_comms(True)
         modules.append((module, unit.zero_stage))
         reshards[module] = unit.reshards
+        if unit.on_disk and unit.parameters:
+            on_disk.append(module)
     # No gradient goes further back than the first parameter that has one.
     frozen = next(number for number, unit in enumerate(program.zero_units) if unit.has_backward)
     _prefetch([module for module, _ in modules], plan.prefetch, frozen)
     gathers = None
     if names := narrow_names(program):
         gathers = NarrowGathers(names, find, narrow, mesh.group(axes_of_stage(program)))
-    return ZeroEngine(modules, frozenset(meshes), reshards, gathers)
+    return ZeroEngine(modules, frozenset(meshes), reshards, gathers, tuple(on_disk))
 
 
 def _placements(meshes: Mapping[torch.Tensor, DeviceMesh], usual: DeviceMesh) -> Callable[[nn.Parameter], Any] | None:

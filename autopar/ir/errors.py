@@ -12,6 +12,7 @@
     ├── InvalidInput          a call's arguments do not fit the captured program
     ├── LaunchError           ranks cannot be started, or do not find each other
     ├── CheckpointError       a checkpoint is broken, of another model, or cannot be written
+    ├── DiskError             a disk fails on which a plan keeps parameters and optimiser state
     ├── NotFinite             a number of training is infinite or not a number
     ├── Diverged              a number of training is far above those of the steps before
     ├── CopiesDiffer          ranks that hold the same parameter have other values of it
@@ -67,6 +68,10 @@ class LaunchError(AutoparError):
 
 class CheckpointError(AutoparError):
     """A checkpoint is broken, of another model, or cannot be written."""
+
+
+class DiskError(AutoparError):
+    """A disk on which a plan keeps parameters and optimiser state has failed, or has no room."""
 
 
 class NotFinite(AutoparError):

@@ -5,7 +5,6 @@ A person can read, edit and commit it. Loading validates it and names the path o
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +15,6 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from autopar.ir import plan_page
 from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
-from autopar.ir.list_scheduling import PassTimes, Urgent
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.predictions import LengthsPrediction as LengthsPrediction
@@ -25,6 +23,8 @@ from autopar.ir.predictions import strict
 from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.schedule import Pipelining, Schedule
 from autopar.ir.sequence import SequenceLayout
+from autopar.ir.stage_plan import PassesPlan as PassesPlan
+from autopar.ir.stage_plan import StagePlan as StagePlan
 
 # Of compute.
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -37,7 +37,6 @@ _MOST_BLOCKS = 1 << 14
 _Blocks = Annotated[int, Field(gt=0, le=_MOST_BLOCKS)]
 _Samples = Annotated[int, Field(gt=0, le=1 << 40)]
 _Microbatches = Annotated[int, Field(gt=0, le=1 << 20)]
-_Ticks = Annotated[int, Field(gt=0, le=1000)]
 
 
 class _Model(BaseModel):
@@ -96,77 +95,6 @@ class BlockPlan(_Model):
     kept: dict[str, list[str]] = {}
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reshard_after_forward: bool | None = None
-
-
-class StagePlan(_Model):
-    """Blocks ``first`` to ``last`` (inclusive, counted over all block instances in order).
-
-    remat: level, or name of sets that its blocks list under ``kept`` -> number of this stage's blocks at it: from the
-    first block on those at full, then alternate, then selective, then the sets as they stand; the rest keep their
-    activations.
-    offload: keep the parameters that ZeRO shards, their gradients and optimiser state in host memory; parameters are
-    copied to the device to be gathered, and the optimiser runs on the CPU.
-    """
-
-    first: Annotated[int, Field(ge=0)]
-    last: Annotated[int, Field(ge=0)]
-    remat: dict[str, Annotated[int, Field(ge=0)]] = {}
-    offload: bool = False
-
-    @property
-    def remat_counts(self) -> tuple[tuple[str, int], ...]:
-        """``remat`` in the order of the blocks."""
-        levels = [(level, self.remat[level]) for level in reversed(LEVELS) if level in self.remat]
-        return *levels, *((name, count) for name, count in self.remat.items() if name not in LEVELS)
-
-    def remat_of(self, number: int) -> str:
-        """Level, or name of a set, of the stage's block ``number``, counted from its first."""
-        for name, count in self.remat_counts:
-            if number < count:
-                return name
-            number -= count
-        return "none"
-
-
-class PassesPlan(_Model):
-    """What the order of passes of schedule ``found`` is found for (``autopar.ir.list_scheduling``).
-
-    placement: of the stages on the ranks of the pipeline. forward, inputs, weights: ticks of the forward, the
-    input-gradient and the weight-gradient pass of each stage. alive: of each rank of the pipeline, the most
-    microbatches from their first forward there to their last weight gradients; waiting: the most passes of weight
-    gradients that are put off.
-    send: ticks until another rank has what a pass made. urgent: what goes first where a rank can do either.
-    """
-
-    placement: Literal["loop", "v"] = "loop"
-    forward: list[_Ticks]
-    inputs: list[_Ticks]
-    weights: list[_Ticks]
-    alive: list[_Microbatches]
-    waiting: list[_Microbatches]
-    send: Annotated[int, Field(ge=0, le=1000)] = 0
-    urgent: Urgent = "inputs"
-
-    @classmethod
-    def of(cls, times: PassTimes, *, turns: bool) -> PassesPlan:
-        """From what a search has found. turns: stages are placed in a v."""
-        given = {name: list(own) if isinstance(own, tuple) else own for name, own in asdict(times).items()}
-        return cls.model_validate({"placement": "v" if turns else "loop", **given})
-
-    @property
-    def times(self) -> PassTimes:
-        """As list scheduling takes them."""
-        lists = self.forward, self.inputs, self.weights, self.alive, self.waiting
-        forward, inputs, weights, alive, waiting = map(tuple, lists)
-        return PassTimes(
-            forward=forward,
-            inputs=inputs,
-            weights=weights,
-            alive=alive,
-            waiting=waiting,
-            send=self.send,
-            urgent=self.urgent,
-        )
 
 
 class Plan(_Model):
@@ -352,6 +280,7 @@ class Plan(_Model):
                     f"stages.{number}.offload: what ZeRO shards is offloaded, and the plan is at zero 0.\n"
                     "  try: zero: 1 or higher"
                 )
+            stage.check_disk(f"stages.{number}.on_disk")
         if self.shard_axes is None:
             return
         if not self.zero:

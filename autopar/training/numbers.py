@@ -131,7 +131,7 @@ class Numbers:
         engine = self._parallel.engine
         parameters = [(p, engine.stored[name]) for name, p in self._parallel.named_parameters()]
         with engine.accord.watched():
-            told = torch.stack([loss.double(), gradient_norm(parameters, engine.mesh).double()])
+            told = torch.stack([loss.double(), gradient_norm(parameters, engine.mesh, engine.disk).double()])
             dist.broadcast(told, src=0)
         return dict(zip((_LOSS, _NORM), told.tolist(), strict=True))
 

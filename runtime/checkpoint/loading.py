@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,9 @@ def _read(pm: ParallelModule, optimizer: Mapping[str, torch.Tensor], found: Save
         # It says that a single process is assumed. Each rank is to read by itself, without a word to the others.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         tensors, reader = wanted | generators, found.reader()
-        reading(found.where, lambda: dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True))
+        disk = pm.engine.disk
+        with nullcontext() if disk is None else disk.flushing():
+            reading(found.where, lambda: dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True))
     for name, value in generators.items():
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
     pm.engine.randomness.restore(saved["random"])

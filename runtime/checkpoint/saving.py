@@ -60,7 +60,8 @@ def save(
 
     trainable_only: leave out frozen parameters, which a model with adapters has most of, and buffers that forward does
     not write. ``load`` then wants a model whose frozen parameters are the same, and checks that they are.
-    asynchronous: return once everything is copied to the CPU, and write it beside training. If that fails, the next
+    asynchronous: return once everything is copied to the CPU, and write it beside training; of state that the plan
+    keeps on disk, for which host memory has no room, once it is written. If a write beside training fails, the next
     call of ``pm`` raises CheckpointError, or the next ``save``, or ``wait()``, which the program must call before it
     ends the process group.
     Raises InvalidInput or CheckpointError, on every rank, and without writing anything CheckpointError if the disk has
@@ -86,7 +87,7 @@ def save(
     writer = AtomicWriter(folder, name, state, keep, frozenset(background.damaged))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     group, everything = background.group(), tensors | own
-    if asynchronous:
+    if asynchronous and pm.engine.disk is None:
         future = dcp.async_save(everything, storage_writer=writer, planner=planner, process_group=group)
         assert isinstance(future, Future), "of a writer that stages by itself"
         future.add_done_callback(lambda ended: _clear(writer) if ended.exception() is not None else None)

@@ -30,6 +30,7 @@ class ZeroUnit:
     has_backward: a gradient comes to what the unit computes.
     narrow: placeholder names of those that are gathered in 8 bits, by the largest magnitude of each, on which ranks
     agree once a step.
+    on_disk: what a rank has of them is in files on a local disk.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class ZeroUnit:
     parameters: Mapping[str, Parameter]
     has_backward: bool = True
     narrow: frozenset[str] = frozenset()
+    on_disk: bool = False
 
 
 def axes_of_maxima(
@@ -90,7 +92,7 @@ def zero_units(placed: PlacedModel) -> tuple[ZeroUnit, ...]:
             block = None if number == PRELUDE else repetition.blocks[number]
             parameters = found[stage].get(number, {})
             # From host memory a piece comes as it is stored.
-            offload = plan.stages[stage].offload
+            own, offload = plan.stages[stage], plan.stages[stage].offload
             units.append(
                 ZeroUnit(
                     stage=stage,
@@ -101,6 +103,7 @@ def zero_units(placed: PlacedModel) -> tuple[ZeroUnit, ...]:
                     parameters=parameters,
                     has_backward=number in flowing,
                     narrow=frozenset() if offload else placed.analysis.narrow_weights & parameters.keys(),
+                    on_disk=block is not None and own.is_on_disk(number - own.first),
                 )
             )
     return tuple(units)
