@@ -25,6 +25,7 @@ from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
+from autopar.ir.offload import offload_of
 from autopar.ir.placed.placed_model import PlacedModel, place
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
@@ -183,6 +184,8 @@ def constraints_of(given: Mapping[str, Any]) -> Constraints:
             raise InvalidInput(f"unknown constraint {name!r}; there are {', '.join(sorted(known | set(SHORT)))}")
         if field == "sequence_parallel" and isinstance(value, str):
             value = {"on": True, "off": False}[value]
+        if field == "offload" and value is not None:
+            value = offload_of(value)
         if field == "precision":
             fields["precision"], recipes = parse_precision(value)
             fields |= {} if recipes == (None,) else {"recipes": recipes}

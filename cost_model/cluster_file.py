@@ -14,6 +14,11 @@ gpus_per_node: 8
 nics: {per_node: 4, bandwidth_gb_s: 25}
 pods: {num_nodes: 16, oversubscription: 4}
 
+Host memory and local disks, one GPU's share of each, for what does not fit on the devices:
+
+host_memory_gb: 250
+disk: {read_gb_s: 5.6, write_gb_s: 3.0, capacity_gb: 3840}
+
 Failures, storage for checkpoints and nodes in reserve, of which goodput is predicted:
 
 failures: {gpu_hours: 80000, node_hours: 50000, repair_hours: 24, restart_s: 90}
@@ -37,7 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from autopar.cost_model.catalogue import find_gpu, make_cluster
 from autopar.cost_model.hardware.cluster import Cluster, Pods
-from autopar.cost_model.hardware.device import GB, MIB, Link, MatmulRate
+from autopar.cost_model.hardware.device import GB, MIB, Disk, Link, MatmulRate
 from autopar.cost_model.hardware.failure_rates import Reliability
 from autopar.cost_model.hardware.slowest_node import slowest_of
 from autopar.cost_model.stacks.known import AUTOPAR, find_stack
@@ -142,6 +147,20 @@ class PodsDescription(_Model):
     oversubscription: Annotated[float, Field(ge=1)]
 
 
+class DiskDescription(_Model):
+    """One GPU's share of the local disks of its node, for what fits nowhere else: GB/s that large files achieve, GB."""
+
+    read_gb_s: PositiveFloat
+    write_gb_s: PositiveFloat
+    capacity_gb: PositiveFloat
+
+    def disk(self) -> Disk:
+        """In bytes and seconds."""
+        return Disk(
+            read_bandwidth=self.read_gb_s * GB, write_bandwidth=self.write_gb_s * GB, capacity=self.capacity_gb * GB
+        )
+
+
 class FailuresDescription(_Model):
     """Figures of failures that replace those that were observed (``failure_rates``).
 
@@ -189,7 +208,8 @@ class ClusterDescription(_Model):
     are not the same for all. launch_us: floor of the time of a kernel. transcendental_ns: of a GELU by tanh, for each
     element. stack: the software whose kernels count where no figure is measured. optimizer_gb_s: achieved by a fused
     AdamW. jitter_us: by which the slowest of the ranks is late after a millisecond of equal work; it grows with the
-    root of the time. host_gb_s: achieved between host and device. storage_gb_s: of checkpoints that all ranks write or
+    root of the time. host_gb_s: achieved between host and device; host_memory_gb: of one GPU's share, for what is
+    offloaded. storage_gb_s: of checkpoints that all ranks write or
     read together. spares: nodes in reserve beyond those of ``num_gpus``; without it as many are taken as are worth it.
     """
 
@@ -211,6 +231,8 @@ class ClusterDescription(_Model):
     optimizer_gb_s: PositiveFloat | None = None
     jitter_us: Annotated[float, Field(ge=0)] | None = None
     host_gb_s: PositiveFloat | None = None
+    host_memory_gb: PositiveFloat | None = None
+    disk: DiskDescription | None = None
     failures: FailuresDescription = FailuresDescription()
     storage_gb_s: PositiveFloat | None = None
     spares: NonNegativeInt | None = None
@@ -281,6 +303,10 @@ class ClusterDescription(_Model):
         if self.host_gb_s is not None:
             host = replace(device.host, link_bandwidth=self.host_gb_s * GB, link_efficiency=1.0)
             device = replace(device, host=host)
+        if self.host_memory_gb is not None:
+            device = replace(device, host=replace(device.host, memory_bytes=self.host_memory_gb * GB))
+        if self.disk is not None:
+            device = replace(device, disk=self.disk.disk())
         inter_node = base.inter_node
         if self.nics is not None:
             each = self.nics.bandwidth_gb_s * GB

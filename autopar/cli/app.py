@@ -284,6 +284,10 @@ def profile(
         str | None, typer.Option("--like", help="similar GPU, for one that is not in the catalogue")
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.001, help="spent on each measurement")] = 0.2,
+    disk: Annotated[
+        Path | None,
+        typer.Option("--disk", metavar="FOLDER", help="on a local disk, which is measured too"),
+    ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="page of measured against fitted")] = None,
     json: opt.Json = False,
 ) -> None:
@@ -291,7 +295,7 @@ def profile(
     gc.enable()
     from autopar.cli.profile import run_profile
 
-    run_profile(output, like=like, seconds=seconds, report=report, json=json)
+    run_profile(output, like=like, seconds=seconds, disk=disk, report=report, json=json)
 
 
 @app.command(

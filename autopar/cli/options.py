@@ -23,6 +23,14 @@ class Switch(str, Enum):
     off = "off"
 
 
+class OffloadPlace(str, Enum):
+    """Values of ``--offload``."""
+
+    off = "off"
+    on = "on"
+    disk = "disk"
+
+
 class SequenceLayoutName(str, Enum):
     """Values of ``--sequence-layout``."""
 
@@ -159,8 +167,12 @@ Prefetch = Annotated[
     int | None, typer.Option("--prefetch", min=1, help="blocks ZeRO-3 gathers ahead", rich_help_panel=_PIN)
 ]
 Offload = Annotated[
-    Switch | None,
-    typer.Option("--offload", help="what ZeRO shards in host memory, on every stage", rich_help_panel=_PIN),
+    OffloadPlace | None,
+    typer.Option(
+        "--offload",
+        help="what ZeRO shards, on every stage: on for host memory, disk for files on a local disk",
+        rich_help_panel=_PIN,
+    ),
 ]
 Schedule = Annotated[ScheduleName | None, typer.Option("--schedule", help="of the pipeline", rich_help_panel=_PIN)]
 VirtualStages = Annotated[

@@ -22,7 +22,13 @@ _HEAD = "# Measured by autopar profile. Every figure can be edited; autopar sear
 
 
 def run_profile(
-    output: Path, *, like: str | None = None, seconds: float = 0.2, report: Path | None = None, json: bool = False
+    output: Path,
+    *,
+    like: str | None = None,
+    seconds: float = 0.2,
+    disk: Path | None = None,
+    report: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Measure with every rank of the job; the first one writes and prints. Raises AutoparError."""
     check_files(output, report)
@@ -31,7 +37,7 @@ def run_profile(
     first = dist.get_rank() == 0
     try:
         with progress_on_stderr(quiet=json or not first) as progress:
-            found = profile(progress, like=like, seconds=seconds)
+            found = profile(progress, like=like, seconds=seconds, disk=disk)
         if first:
             _write(_HEAD + yaml.safe_dump(found.description, sort_keys=False), output)
             if json:

@@ -10,7 +10,7 @@ import pydantic
 import typer
 
 from autopar.cli.json_output import print_json
-from autopar.cli.options import ScheduleName, SequenceLayoutName, Switch
+from autopar.cli.options import OffloadPlace, ScheduleName, SequenceLayoutName, Switch
 from autopar.cli.outputs import Outputs, check_files
 from autopar.cli.progress import progress_on_stderr
 from autopar.cost_model.cluster_file import cluster_from_dict
@@ -20,6 +20,7 @@ from autopar.ir.annotations import parse_annotation
 from autopar.ir.bounded_text import parse_json, parse_yaml, read_text
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster, InvalidInput
 from autopar.ir.lengths import LengthHistogram
+from autopar.ir.offload import offload_of
 from autopar.ir.plan import Plan
 from autopar.ir.precision import parse_precision
 from autopar.ir.recipe_pins import parse_pin
@@ -58,7 +59,7 @@ class Request:
     sequence_layout: SequenceLayoutName | None = None
     reshard: Switch | None = None
     prefetch: int | None = None
-    offload: Switch | None = None
+    offload: OffloadPlace | None = None
     schedule: ScheduleName | None = None
     virtual_stages: int | None = None
     microbatch: int | None = None
@@ -137,7 +138,7 @@ class Request:
             sequence_layout=None if self.sequence_layout is None else self.sequence_layout.value,  # type: ignore[arg-type]
             reshard_after_forward=None if self.reshard is None else self.reshard is Switch.on,
             prefetch=self.prefetch,
-            offload=None if self.offload is None else self.offload is Switch.on,
+            offload=None if self.offload is None else offload_of(self.offload.value),
             schedule=None if self.schedule is None else self.schedule.value,  # type: ignore[arg-type]
             virtual_stages=self.virtual_stages,
             microbatch_size=self.microbatch,

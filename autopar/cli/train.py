@@ -126,6 +126,15 @@ def train(
             rich_help_panel=_NUMBERS,
         ),
     ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            "--disk",
+            metavar="FOLDER",
+            help="on a local disk of every node, for parameters and optimiser state that the plan keeps there",
+            rich_help_panel=_RANKS,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -200,6 +209,7 @@ def train(
         data=data, token_dtype=token_dtype, json=json,
         eval_every=eval_every, eval_data=eval_data, eval_batches=eval_batches, keep_alive=keep_alive, failures=failures,
         on_nan=on_nan, max_jump=max_jump, check_copies_every=check_copies_every, exclude_stragglers=exclude_stragglers,
+        disk=None if disk is None else str(disk),
         environment=Environment(interface=network_interface, infiniband=infiniband, debug=debug, timeout_s=timeout),
     )  # fmt: skip
     code = launch(job, ray=ray, cpus_per_rank=cpus_per_rank)

@@ -74,11 +74,16 @@ def prefetch(strategy: Strategy) -> list[str]:
 
 
 def offload(strategy: Strategy) -> list[str]:
-    """Offload of some stages only."""
-    off = [number for number, stage in enumerate(strategy.plan.stages) if stage.offload]
-    if not off or len(off) == strategy.plan.num_stages:
-        return []
-    return [f"Offload is for all stages; the plan has it on {', '.join(map(str, off))} of {strategy.plan.num_stages}."]
+    """Offload of some stages only, and to disk."""
+    stages = strategy.plan.stages
+    off = [number for number, stage in enumerate(stages) if stage.offload]
+    blocks = sum(stage.on_disk or 0 for stage in stages)
+    notes = []
+    if off and len(off) < len(stages):
+        notes.append(f"Offload is for all stages; the plan has it on {', '.join(map(str, off))} of {len(stages)}.")
+    if blocks:
+        notes.append(f"The plan keeps what it offloads of {blocks} blocks on a local disk; here it is in host memory.")
+    return notes
 
 
 def any_offload(strategy: Strategy) -> bool:

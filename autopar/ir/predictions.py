@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from autopar.ir.goodput import GoodputPrediction
@@ -44,7 +46,8 @@ class Prediction(_Model):
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
     in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
     the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it
-    over days with failures, and the intervals and spares that leave most.
+    over days with failures, and the intervals and spares that leave most. offloaded_bytes: in host memory and on disk,
+    of the rank with most there.
     """
 
     step_time_s: float
@@ -60,5 +63,6 @@ class Prediction(_Model):
     stage_weights_s: list[float] = []
     memory_parts_bytes: list[dict[str, int]] = []
     breakdown_s: dict[str, float] = {}
+    offloaded_bytes: dict[Literal["host", "disk"], int] | None = None
     lengths: LengthsPrediction | None = None
     goodput: GoodputPrediction | None = None

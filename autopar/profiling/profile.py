@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar.local_cluster import catalogue_name
 from autopar.profiling.clock import Clock
 from autopar.profiling.compare import Series, compare
 from autopar.profiling.compute import measure_compute
+from autopar.profiling.disk import host_memory_gb, measure_disk
 from autopar.profiling.fit import description_of
 from autopar.profiling.links import measure_links
 from autopar.profiling.samples import Samples
@@ -45,12 +47,15 @@ class Profile:
         return compare(self.samples, self.cluster)
 
 
-def profile(progress: Callable[[str], object], *, like: str | None = None, seconds: float = 0.2) -> Profile:
+def profile(
+    progress: Callable[[str], object], *, like: str | None = None, seconds: float = 0.2, disk: Path | None = None
+) -> Profile:
     """Measure with all ranks of the default group, each of which calls this and gets the same.
 
     like: the catalogue's entry to start from, for a GPU that it does not have. seconds: spent on each measurement,
-    over all passes.
-    Raises InvalidCluster where the GPU is unknown or the nodes have different numbers of ranks.
+    over all passes. disk: folder on a local disk that is measured too.
+    Raises DiskError where that is none, InvalidCluster where the GPU is unknown or the nodes have different numbers of
+    ranks.
     """
     device = this_device()
     gpu = find_gpu(like).name.lower() if like else catalogue_name(device)
@@ -63,7 +68,11 @@ def profile(progress: Callable[[str], object], *, like: str | None = None, secon
             measure_links(samples, clock, cluster, report)
         passes.append(samples)
     samples = Samples.typical(passes)
-    return Profile(samples, description_of(samples, cluster, gpu))
+    description = description_of(samples, cluster, gpu)
+    if disk is not None:
+        own = cluster.gpus_per_node
+        description |= {"host_memory_gb": host_memory_gb(own), "disk": measure_disk(disk, own, progress)}
+    return Profile(samples, description)
 
 
 def _report(progress: Callable[[str], object], number: int, doing: str) -> None:

@@ -161,6 +161,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "experts": experts_words(plan).removeprefix("experts ") or "whole",
         "remat": remat_level(plan),
         "offload": plural(sum(stage.offload for stage in plan.stages), "stage"),
+        "on disk": plural(sum(stage.on_disk or 0 for stage in plan.stages), "block"),
         "sequence": plan.sequence_layout,
         "precision": plan.precision_words,
         "expert capacity": "unlimited" if plan.expert_capacity is None else f"{plan.expert_capacity:g}",

@@ -87,13 +87,14 @@ def _heading(plan: Plan, styles: dict[str, str]) -> RenderableType:
 
 
 def _zero(plan: Plan) -> str:
-    """Levels, the axes they shard over, and how many stages are offloaded."""
+    """Levels, the axes they shard over, how many stages are offloaded, and how many blocks to disk."""
     levels = sorted({plan.zero_of(kind) for kind in range(len(plan.blocks))}, reverse=True)
-    offloaded = sum(stage.offload for stage in plan.stages)
+    offloaded, on_disk = sum(stage.offload for stage in plan.stages), sum(stage.on_disk or 0 for stage in plan.stages)
     return (
         f"zero {' and '.join(map(str, levels))}"
         + (f" over {' × '.join(plan.shard_axes)}" if plan.shard_axes else "")
         + (f", {plural(offloaded, 'stage')} offloaded" if offloaded else "")
+        + (f", of {plural(on_disk, 'block')} to disk" if on_disk else "")
     )
 
 
@@ -111,6 +112,9 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
         + ("" if fits is None else f", which fits with probability {fits:.2f}"),
     )
     parts: list[RenderableType] = [line]
+    if prediction.offloaded_bytes is not None:
+        there = ", ".join(f"{gib(size)} on {place}" for place, size in prediction.offloaded_bytes.items() if size)
+        parts.append(Text(f"of the state of a rank {there.replace('on host', 'in host memory')}", "green"))
     if prediction.lengths is not None:
         parts.append(Text(in_words(prediction.lengths), "green"))
     if prediction.breakdown_s:

@@ -18,12 +18,13 @@ from autopar.ir.placed.assign import assignment_of, check_choices
 from autopar.ir.plan import Plan, Recipe
 from autopar.ir.rule import Assignment
 from autopar.search.outer.best_first import Outer, Progress
-from autopar.search.outer.configuration import Configuration, Inner
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.found_order import best_order
 from autopar.search.outer.infeasible import explain
 from autopar.search.outer.kept_sets import best_kept
 from autopar.search.outer.known_configurations import Known
+from autopar.search.outer.offloads import has_room, no_room, offloads
 from autopar.search.outer.prices import Prices
 from autopar.search.outer.refine import refine
 from autopar.search.predict.predict import Predicted, predict
@@ -91,17 +92,20 @@ def search_captured(
     )
     tried: list[tuple[Configuration, Inner]] = []
     refusal: NoOption | None = None
-    # Host memory is far slower than the device's: it is for what fits no other way, unless it is asked for.
-    for offload in (False, True) if constraints.offload is None else (constraints.offload,):
+    offloaded: Candidate | None = None
+    for offload in offloads(constraints.offload, cluster.device):
         outer = Outer(solver=solver, constraints=constraints, offload=offload, known=known, report=report)
         with nullcontext() if known else solver.ahead.help():
             outer.run()
         best = outer.final()
-        if best is not None:
+        if best is not None and has_room(best):
             break
+        offloaded, best = best or offloaded, None
         tried += outer.closest
         refusal = refusal or outer.refusal
         solver.work = 0
+    if best is None and offloaded is not None:
+        raise no_room(offloaded)
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = best_order(solver, best, outer.candidates)
@@ -319,6 +323,7 @@ def priced_plan(
             last=s.last,
             remat=tuple((levels.index(name), count) for name, count in s.remat_counts),
             offload=s.offload,
+            on_disk=s.on_disk or 0,
         )
         for s in plan.stages
     ]

@@ -29,7 +29,8 @@ class TrainingJob:
     on_nan: "stop", "skip" or "rollback", what to do about a loss or gradient norm that is not finite or has jumped.
     max_jump: above so many times the median of the steps before, it has (None: it never has).
     check_copies_every: steps between comparisons of what several ranks hold (None: no comparison).
-    exclude_stragglers: a supervised job goes on without a rank that is slow.
+    exclude_stragglers: a supervised job goes on without a rank that is slow. disk: folder on a local disk of every
+    node, for what the plan keeps there.
     """
 
     model: str
@@ -58,6 +59,7 @@ class TrainingJob:
     max_jump: float | None = None
     check_copies_every: int | None = None
     exclude_stragglers: bool = False
+    disk: str | None = None
 
     def opened(self) -> OpenedJob:
         """The job with what it names. Raises what would go wrong on every rank, before there are any."""
@@ -70,6 +72,12 @@ class TrainingJob:
         if self.steps < 1:
             raise InvalidInput(f"--steps {self.steps}: expected at least 1")
         plan = Plan.load(self.plan)
+        if self.keep_alive and any(stage.on_disk for stage in plan.stages):
+            raise InvalidInput(
+                "--keep-alive copies the state of every step to host memory, and the plan keeps state on disk, since "
+                "host memory has no room for it.\n"
+                "  try: without --keep-alive, and with checkpoints (--job DIR), from which the same command goes on"
+            )
         source = load_model_file(self.model)
         seq_len = plan.model.seq if self.seq_len is None else self.seq_len
         source.meta_inputs(plan.batch.global_size, seq_len)
@@ -141,6 +149,7 @@ class TrainingJob:
             save=absolute(self.save),
             resume=absolute(self.resume),
             job=absolute(self.job),
+            disk=absolute(self.disk),
             data=self.data if self.data == STDLIB else absolute(self.data),
             eval_data=self.eval_data if self.eval_data == STDLIB else absolute(self.eval_data),
         )

@@ -129,9 +129,9 @@ def _parallel(opened: OpenedJob, warm: Warm) -> ParallelModule:
     """The model under the plan of the job, from what was prepared before this process was forked if it is there."""
     prepared = warm.prepared(opened.plan.to_yaml())
     if prepared is not None:
-        return assemble(warm.model, _example(opened), prepared)
-    plan = opened.plan
-    return autopar.parallelize(warm.model, plan.num_ranks, example_inputs=_example(opened), plan=plan)
+        return assemble(warm.model, _example(opened), prepared, disk=opened.job.disk)
+    plan, disk = opened.plan, opened.job.disk
+    return autopar.parallelize(warm.model, plan.num_ranks, example_inputs=_example(opened), plan=plan, disk=disk)
 
 
 def _same_everywhere(opened: OpenedJob) -> None:

@@ -13,7 +13,9 @@ A weight that is gathered in 8 bits counts as n in place of cn. A stack that add
 place of 4n. So ZeRO-3 moves 1.5 times the bytes of ZeRO-0 in float32. Without resharding after forward it gathers once.
 
 Offload adds, for the 4n/d bytes that a rank has of parameters or gradients, a copy to the device with each gather and
-one to the host with each scatter, and runs AdamW at the bandwidth of host memory.
+one to the host with each scatter, and runs AdamW at the bandwidth of host memory. What is on disk is read before each
+gather; gradients are written after each scatter, and read before it where others are there; and of AdamW 16n/d bytes
+are read and 12n/d written. All of it is ahead of its use or behind it, block by block.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, fields
 
 from autopar.cost_model.communication.collectives import Fabric
 from autopar.cost_model.hardware.device import ITEMSIZE, Device
+from autopar.ir.offload import Offload
 from autopar.ir.redistribution import Collective
 
 _MASTER = 4
@@ -49,7 +52,8 @@ _BRANCH_LAUNCHES = 60
 _PASS_LAUNCHES, _GATHER_LAUNCHES, _SCATTER_LAUNCHES = (20.0, 1.0), (42.0, 2.5), (27.0, 4.0)
 
 # An element of fused AdamW: parameter, gradient and two moments are read, all but the gradient written, in float32.
-ADAMW_BYTES = 28
+ADAMW_READ, ADAMW_WRITTEN = 16, 12
+ADAMW_BYTES = ADAMW_READ + ADAMW_WRITTEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +195,28 @@ def narrow_work(
 
 
 def offload_time(
-    shard_numel: float, device: Device, *, zero: int, reshard: bool = True, trained: float = 1.0
+    shard_numel: float,
+    device: Device,
+    *,
+    zero: int,
+    reshard: bool = True,
+    trained: float = 1.0,
+    offload: Offload = Offload.HOST,
+    num_microbatches: int = 1,
 ) -> SyncTime:
-    """Copies between host and device for the ``shard_numel`` elements that a rank has of offloaded parameters.
+    """Copies between the device and where the ``shard_numel`` elements are that a rank has of offloaded parameters.
 
     trained: share of them that has a gradient.
     """
-    copy = device.host.copy_seconds(_MASTER * shard_numel)
-    return _when(zero, copy, trained * copy, reshard=reshard)
+    size = _MASTER * shard_numel
+    copy = 0.0 if device.is_cpu else device.host.copy_seconds(size)
+    gather, scatter = copy, trained * copy
+    if offload is Offload.DISK:
+        assert device.disk is not None, "of a device with a disk"
+        accumulated = 0.0 if zero == 1 else (num_microbatches - 1) / num_microbatches
+        gather = max(gather, device.disk.seconds(size, 0.0))
+        scatter = max(scatter, device.disk.seconds(accumulated * trained * size, trained * size))
+    return _when(zero, gather, scatter, reshard=reshard)
 
 
 def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
@@ -210,10 +228,15 @@ def exposed_time(communication_s: float, compute_s: float, overlap: float = OVER
     return communication_s - hidden + OVERLAP_SLOWDOWN * hidden
 
 
-def optimizer_time(numel: float, device: Device, *, offload: bool = False) -> float:
-    """Seconds of a fused AdamW step over ``numel`` float32 elements: bound by memory, of the host if offloaded."""
+def optimizer_time(numel: float, device: Device, *, offload: Offload = Offload.NONE) -> float:
+    """Seconds of a fused AdamW step over ``numel`` float32 elements: bound by memory, of the host if offloaded, or by
+    the disk."""
     if offload:
-        return device.host.memory_seconds(ADAMW_BYTES * numel)
+        seconds = device.host.memory_seconds(ADAMW_BYTES * numel)
+        if offload is Offload.DISK:
+            assert device.disk is not None, "of a device with a disk"
+            seconds = max(seconds, device.disk.seconds(ADAMW_READ * numel, ADAMW_WRITTEN * numel))
+        return seconds
     return device.kernel_launch_s + device.optimizer_seconds(ADAMW_BYTES * numel)
 
 

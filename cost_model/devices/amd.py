@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.cost_model.devices.parts import (
     ACCELERATORS,
+    DISK_4,
     EIGHT,
     HOST_H100,
     MAMF,
@@ -52,6 +53,7 @@ MI300X = GpuEntry(
     memory_efficiency=Assumed(0.75, "recalled: stream-like kernels reach 4.0-4.3 of 5.3 TB/s"),
     kernel_launch_us=Assumed(6.0, "a guess, not measured: HIP launches are slower than CUDA's"),
     host=HOST_H100,
+    disk=DISK_4,
     tiling=tiling(304, _MI300X),
     gpus_per_node=EIGHT,
     intra_node=_XGMI_448,

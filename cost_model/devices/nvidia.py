@@ -6,8 +6,11 @@ from dataclasses import replace
 
 from autopar.cost_model.devices.parts import (
     ACCELERATORS,
+    DISK_3,
+    DISK_4,
     EIGHT,
     HOST_A100,
+    HOST_A100_40,
     HOST_H100,
     HOST_V100,
     LAUNCH,
@@ -113,6 +116,7 @@ _HOST_GRACE = HostEntry(
     link_efficiency=Assumed(0.79, "a guess, not measured: as over PCI Express"),
     memory_gb_s=Assumed(256, "recalled: NVIDIA Grace datasheet, 512 GB/s of LPDDR5X for two GPUs"),
     memory_efficiency=Assumed(0.60, "a guess, not measured: AdamW streams seven arrays on the cores of one GPU"),
+    memory_gb=Assumed(240, "recalled: NVIDIA Grace datasheet, 480 GB of LPDDR5X for two GPUs"),
 )
 
 V100 = GpuEntry(
@@ -134,6 +138,7 @@ V100 = GpuEntry(
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
     host=HOST_V100,
+    disk=DISK_3,
     tiling=tiling(80, _V100),
     gpus_per_node=EIGHT,
     intra_node=_nvlink("NVLink 2", 150, 0.80, "taken from A100, whose rings reach 0.78; no V100 measurement of a node"),
@@ -148,13 +153,16 @@ A100_40GB = GpuEntry(
     bandwidth_gb_s=Published(1555, _A100),
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
-    host=HOST_A100,
+    host=HOST_A100_40,
+    disk=DISK_4,
     tiling=_A100_TILING,
     gpus_per_node=EIGHT,
     intra_node=_NVLINK_A100,
     inter_node=_IB_A100,
 )
-A100_80GB = replace(A100_40GB, name="A100-80GB", memory_gb=_OF_80_GB, bandwidth_gb_s=Published(2039, _A100))
+A100_80GB = replace(
+    A100_40GB, name="A100-80GB", memory_gb=_OF_80_GB, bandwidth_gb_s=Published(2039, _A100), host=HOST_A100
+)
 A100_80GB_PCIE = GpuEntry(
     name="A100-80GB-PCIe",
     architecture="ampere",
@@ -174,6 +182,7 @@ A100_80GB_PCIE = GpuEntry(
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
     host=HOST_A100,
+    disk=DISK_4,
     tiling=_A100_TILING,
     gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
     intra_node=_pcie("PCIe 4 x16", 31.5, "recalled: PCI Express 4.0 specification, 16 GT/s x 16 lanes, 128b/130b"),
@@ -189,6 +198,7 @@ H100_SXM = GpuEntry(
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
     host=HOST_H100,
+    disk=DISK_4,
     tiling=_H100_TILING,
     gpus_per_node=EIGHT,
     intra_node=_NVLINK_H100,
@@ -224,6 +234,7 @@ H100_PCIE = GpuEntry(
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
     host=HOST_H100,
+    disk=DISK_4,
     tiling=tiling(114, "recalled: NVIDIA H100 datasheet"),
     gpus_per_node=Assumed(8, "a guess: common 4U servers hold eight cards"),
     intra_node=_pcie("PCIe 5 x16", 63, "recalled: PCI Express 5.0 specification, 32 GT/s x 16 lanes, 128b/130b"),
@@ -251,6 +262,7 @@ B200 = GpuEntry(
     memory_efficiency=MEMORY_EFFICIENCY,
     kernel_launch_us=LAUNCH,
     host=HOST_H100,
+    disk=DISK_4,
     tiling=tiling(148, _B200),
     gpus_per_node=EIGHT,
     intra_node=_NVLINK_B200,

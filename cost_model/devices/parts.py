@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopar.cost_model.hardware.catalogue_entry import (
     Assumed,
+    DiskEntry,
     Fit,
     HostEntry,
     LinkEntry,
@@ -135,8 +136,8 @@ def efa(bandwidth_gb_s: Published | Assumed) -> LinkEntry:
     return replace(network("EFA", bandwidth_gb_s), trees=False)
 
 
-def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> HostEntry:
-    """A host on PCI Express, in GB/s: link of a GPU, its share of the memory bandwidth."""
+def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str, memory_gb: float) -> HostEntry:
+    """A host on PCI Express, in GB/s and GB: link of a GPU, its share of the memory bandwidth and of the memory."""
     return HostEntry(
         link_gb_s=Published(link_gb_s, f"recalled: PCI Express {generation}.0 specification, 16 lanes, 128b/130b"),
         link_efficiency=Assumed(
@@ -144,9 +145,23 @@ def host(generation: int, link_gb_s: float, memory_gb_s: float, memory: str) -> 
         ),
         memory_gb_s=Assumed(memory_gb_s, f"recalled: {memory}, divided among eight GPUs"),
         memory_efficiency=Assumed(0.60, "a guess, not measured: AdamW streams seven arrays on the cores of one GPU"),
+        memory_gb=Assumed(memory_gb, f"recalled: datasheet of the system ({memory}), divided among its GPUs"),
     )
 
 
-HOST_V100 = host(3, 15.75, 32, "2 Xeon of 6 channels DDR4-2666 (DGX-2)")
-HOST_A100 = host(4, 31.5, 51, "2 EPYC 7742 of 8 channels DDR4-3200 (DGX A100)")
-HOST_H100 = host(5, 63, 77, "2 Xeon 8480C of 8 channels DDR5-4800 (DGX H100)")
+def disks(read_gb_s: float, write_gb_s: float, drive: str) -> DiskEntry:
+    """One NVMe drive of 3.84 TB for each GPU, as DGX A100 of 80 GB and later ones have."""
+    return DiskEntry(
+        read_gb_s=Assumed(read_gb_s, f"recalled: datasheet of {drive}, large reads"),
+        write_gb_s=Assumed(write_gb_s, f"recalled: datasheet of {drive}, large writes"),
+        efficiency=Assumed(0.8, "a guess, not measured: a file system and checksums take their share"),
+        capacity_gb=Assumed(3840, "recalled: eight drives of 3.84 TB for eight GPUs (in DGX-2 for sixteen)"),
+    )
+
+
+HOST_V100 = host(3, 15.75, 32, "2 Xeon of 6 channels DDR4-2666 (DGX-2)", 1500 / 16)
+HOST_A100_40 = host(4, 31.5, 51, "2 EPYC 7742 of 8 channels DDR4-3200 (DGX A100 of 40 GB)", 1000 / 8)
+HOST_A100 = host(4, 31.5, 51, "2 EPYC 7742 of 8 channels DDR4-3200 (DGX A100 of 80 GB)", 2000 / 8)
+HOST_H100 = host(5, 63, 77, "2 Xeon 8480C of 8 channels DDR5-4800 (DGX H100)", 2000 / 8)
+DISK_3 = disks(3.2, 1.9, "a drive on PCI Express 3.0 (Samsung PM983)")
+DISK_4 = disks(7.0, 3.8, "a drive on PCI Express 4.0 (Samsung PM1733)")

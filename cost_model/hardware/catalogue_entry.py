@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from autopar.cost_model.hardware.device import GB, Device, Host, Link, MatmulRate
+from autopar.cost_model.hardware.device import GB, Device, Disk, Host, Link, MatmulRate
 from autopar.cost_model.hardware.fitted_constants import FITTED, Fitted
 from autopar.cost_model.hardware.matmul_efficiency import Tile, Tiling
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
@@ -133,12 +134,13 @@ class LinkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEntry:
-    """One GPU's share of its host: GB/s (decimal) of the link in one direction and of memory."""
+    """One GPU's share of its host: GB/s (decimal) of the link in one direction and of memory, and GB of that."""
 
     link_gb_s: Published | Assumed
     link_efficiency: Assumed
     memory_gb_s: Published | Assumed
     memory_efficiency: Assumed
+    memory_gb: Published | Assumed | None = None
 
     def host(self) -> Host:
         """The host, in bytes and seconds."""
@@ -147,6 +149,25 @@ class HostEntry:
             link_efficiency=self.link_efficiency.value,
             memory_bandwidth=self.memory_gb_s.value * GB,
             memory_efficiency=self.memory_efficiency.value,
+            memory_bytes=inf if self.memory_gb is None else self.memory_gb.value * GB,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskEntry:
+    """One GPU's share of the local disks of its node: GB/s (decimal) and GB, and what files achieve of the former."""
+
+    read_gb_s: Published | Assumed
+    write_gb_s: Published | Assumed
+    efficiency: Assumed
+    capacity_gb: Published | Assumed
+
+    def disk(self) -> Disk:
+        """The disk, in bytes and seconds."""
+        return Disk(
+            read_bandwidth=self.read_gb_s.value * self.efficiency.value * GB,
+            write_bandwidth=self.write_gb_s.value * self.efficiency.value * GB,
+            capacity=self.capacity_gb.value * GB,
         )
 
 
@@ -169,6 +190,7 @@ class GpuEntry:
     host: HostEntry
     architecture: Architecture
     gpus_per_tray: Published | Assumed | None = None
+    disk: DiskEntry | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -210,6 +232,7 @@ class GpuEntry:
             tiling=self.tiling.tiling(fitted),
             host=self.host.host(),
             is_cpu=self.is_cpu,
+            disk=None if self.disk is None else self.disk.disk(),
             stack=stack,
             hidden=fitted.hidden,
         )

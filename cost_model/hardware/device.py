@@ -7,13 +7,14 @@ training is assumed to achieve. ``catalogue`` holds the figures with their sourc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 
 from autopar.cost_model.hardware.matmul_efficiency import Tiling
 from autopar.cost_model.stacks.attention_rate import AttentionKernel, by_logarithm
 from autopar.cost_model.stacks.known import AUTOPAR
 from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.errors import InvalidCluster
+from autopar.ir.offload import Offload
 from autopar.ir.redistribution import Collective
 
 GIB = 1 << 30
@@ -71,13 +72,15 @@ class Host:
     """One device's share of its node's CPUs, for what is offloaded.
 
     link_bandwidth: bytes/s between host and device memory in one direction. memory_bandwidth: bytes/s of host memory.
-    Both as specified, with the fractions achieved.
+    Both as specified, with the fractions achieved. memory_bytes: host memory for what is offloaded, infinite if nobody
+    says.
     """
 
     link_bandwidth: float
     link_efficiency: float
     memory_bandwidth: float
     memory_efficiency: float
+    memory_bytes: float = inf
 
     def copy_seconds(self, num_bytes: float) -> float:
         """Seconds to copy ``num_bytes`` to the device or back."""
@@ -86,6 +89,23 @@ class Host:
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds to move ``num_bytes`` to or from host memory."""
         return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """One device's share of its node's local disks, for what fits nowhere else.
+
+    read_bandwidth, write_bandwidth: bytes/s that large pieces achieve while nothing else is moved; what is read and
+    what is written share the disk. capacity: bytes.
+    """
+
+    read_bandwidth: float
+    write_bandwidth: float
+    capacity: float
+
+    def seconds(self, read: float, written: float) -> float:
+        """Seconds to read and to write so many bytes."""
+        return read / self.read_bandwidth + written / self.write_bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +124,9 @@ class Device:
     share of it. 0 where they take no longer than reading and writing it.
     optimizer_bandwidth: bytes/s that a fused optimiser step achieves; None if as other kernels.
     jitter_s: by which the slowest rank is later than the others when they meet after a millisecond of equal work. Noise
-    adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``). stack: the software
-    that runs on it. hidden: share of the collectives that it overlaps with products which takes no time.
+    adds up at random, so after t milliseconds it is sqrt(t) times as much (``straggler_delay_s``). disk: None if it has
+    none. stack: the software that runs on it. hidden: share of the collectives that it overlaps with products which
+    takes no time.
     """
 
     name: str
@@ -122,8 +143,13 @@ class Device:
     optimizer_bandwidth: float | None = None
     bandwidth_by_size: tuple[tuple[float, float], ...] = ()
     jitter_s: float = 0.0
+    disk: Disk | None = None
     stack: Stack = AUTOPAR
     hidden: float = 0.0
+
+    def is_left_by(self, offload: Offload) -> bool:
+        """Whether what is offloaded takes none of the device's memory. A CPU is its own host."""
+        return offload >= (Offload.DISK if self.is_cpu else Offload.HOST)
 
     def exposed(self, collective: Collective) -> float:
         """Share of the time of a collective of activations over tensor-parallel ranks that nothing hides."""

@@ -27,6 +27,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     memory = min(devices, key=lambda device: device.memory_bandwidth * device.memory_efficiency)
     room = min(devices, key=lambda device: device.usable_bytes)
     host = min(devices, key=lambda device: device.host.link_bandwidth * device.host.link_efficiency)
+    disks = [device.disk for device in devices]
     last = [device.matmul_rate(shared[-1]) if shared else device.matmul[-1] for device in devices]
     slowest = min(zip(devices, last, strict=True), key=lambda own: own[1].peak_flops * own[1].efficiency)[0]
     return replace(
@@ -41,7 +42,8 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         kernel_launch_s=max(device.kernel_launch_s for device in devices),
         transcendental_s=max(device.transcendental_s for device in devices),
         jitter_s=max(device.jitter_s for device in devices),
-        host=host.host,
+        host=replace(host.host, memory_bytes=min(device.host.memory_bytes for device in devices)),
+        disk=None if None in disks else min(filter(None, disks), key=lambda disk: disk.seconds(1.0, 1.0)),
         is_cpu=any(device.is_cpu for device in devices),
     )
 

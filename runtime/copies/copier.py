@@ -105,7 +105,7 @@ class Copier:
         if error is not None:
             raise CheckpointError(
                 f"the state could not be copied to {self._places.folder}: {error}\n"
-                "  try: more memory there, or --no-copies"
+                "  try: more memory there, or without --keep-alive, and with checkpoints (--job DIR)"
             ) from error
 
     def _run(self, snapshot: Snapshot, event: Any) -> None:

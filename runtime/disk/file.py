@@ -9,6 +9,9 @@ changed pages back and takes them. So it is always right to use such a tensor, a
 speed, for checksums, and so that an error of the disk is an OSError: a page that cannot be read when it is touched ends
 the process with SIGBUS.
 
+The system notes the time of the last change of a file, also of one by memory. ``write`` sets it to a time long ago:
+what is read while it still says so is what was written, and its checksum has to be the same.
+
 The file has no name, so it ends with the process, and all of its room is taken when it is made, so that a disk that
 fills up later does not matter.
 """
@@ -21,7 +24,6 @@ import os
 import tempfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +33,8 @@ import torch
 # In one call of the system.
 _PIECE_BYTES = 4 << 20
 _MOST_WRITTEN = 1 << 30
+# In nanoseconds: a time of no change.
+_LONG_AGO = 10**9
 
 
 class TensorLayout(NamedTuple):
@@ -44,14 +48,6 @@ class TensorLayout(NamedTuple):
     def num_bytes(self) -> int:
         """Without what fills its last page up."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """CRC-32 of a tensor that was written, and the version that torch gave it: any op in place gives it another."""
-
-    version: int
-    crc: int
 
 
 class TensorFile:
@@ -71,7 +67,7 @@ class TensorFile:
         self._at = dict(zip((layout.name for layout in layouts), starts, strict=True))
         self.tensors = {layout.name: self._tensor(layout) for layout in layouts}
         """By name. Zeros at first."""
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, int] = {}
 
     def __del__(self) -> None:
         # Tensors, which may outlive this, keep what is mapped.
@@ -92,7 +88,6 @@ class TensorFile:
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Give a tensor the elements of another, and do not read what it had. Raises OSError."""
-        self._sums.pop(name, None)
         if value.numel():
             data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
             offset = self._at[name]
@@ -104,28 +99,37 @@ class TensorFile:
         """Bring all of it to memory, and compare it with its checksums; how many bytes. Raises OSError."""
         buffer = memoryview(bytearray(min(_PIECE_BYTES, self.num_bytes)))
         for layout in self._layouts:
-            crc, start = 0, self._at[layout.name]
-            known = self._sums.get(layout.name)
-            version = self.tensors[layout.name]._version
-            for offset in range(start, start + layout.num_bytes, _PIECE_BYTES):
-                wanted = buffer[: min(_PIECE_BYTES, start + layout.num_bytes - offset)]
+            crc, (start, end) = 0, self._place(layout)
+            for offset in range(start, end, _PIECE_BYTES):
+                wanted = buffer[: min(_PIECE_BYTES, end - offset)]
                 if os.preadv(self._descriptor, [wanted], offset) < len(wanted):
                     raise OSError(errno.EIO, f"the file of {layout.name} ends early")
                 crc = zlib.crc32(wanted, crc)
-            if known is not None and known.version == version and known.crc != crc:
+            if self._sums.get(layout.name, crc) != crc and self._is_as_written():
                 raise OSError(errno.EIO, f"{layout.name} is not what was written: its checksum differs")
         return self.num_bytes
 
     def write(self) -> int:
         """Bring all that has changed to the disk; how many bytes there are. Raises OSError."""
+        os.fdatasync(self._descriptor)
+        os.utime(self._descriptor, ns=(_LONG_AGO, _LONG_AGO))
+        # Of what has changed between the two, which the time does not tell.
+        os.fdatasync(self._descriptor)
         whole = memoryview(self._memory)
         for layout in self._layouts:
-            crc, start, version = 0, self._at[layout.name], self.tensors[layout.name]._version
-            for offset in range(start, start + layout.num_bytes, _PIECE_BYTES):
-                crc = zlib.crc32(whole[offset : min(offset + _PIECE_BYTES, start + layout.num_bytes)], crc)
-            self._sums[layout.name] = _Sum(version, crc)
-        os.fdatasync(self._descriptor)
+            crc, (start, end) = 0, self._place(layout)
+            for offset in range(start, end, _PIECE_BYTES):
+                crc = zlib.crc32(whole[offset : min(offset + _PIECE_BYTES, end)], crc)
+            self._sums[layout.name] = crc
         return self.num_bytes
+
+    def _place(self, layout: TensorLayout) -> tuple[int, int]:
+        start = self._at[layout.name]
+        return start, start + layout.num_bytes
+
+    def _is_as_written(self) -> bool:
+        """Whether nothing has changed the file in memory since it was written."""
+        return os.fstat(self._descriptor).st_mtime_ns == _LONG_AGO
 
     def drop(self) -> None:
         """Give back the memory of pages that are on the disk; they are read when they are used."""

@@ -38,14 +38,7 @@ class DiskState:
                 "the plan keeps parameters and optimiser state on disk (stages.on_disk), and no folder is given.\n"
                 "  try: parallelize(..., disk=FOLDER) or --disk FOLDER, on a local disk of every node"
             )
-        path = Path(folder)
-        if not path.is_dir():
-            raise DiskError(
-                f"{path}: no folder is there for what the plan keeps on disk.\n"
-                "  expected: a folder on a local disk of every node"
-            )
-        _check_is_disk(path)
-        self._mover = Mover(path)
+        self._mover = Mover(disk_folder(Path(folder)))
         self._stages: list[DiskBlocks] = []
         self._steps: BlockSteps | None = None
         self._filled: DiskBlock | None = None
@@ -163,13 +156,17 @@ def disk_state(
     return found
 
 
-def _check_is_disk(path: Path) -> None:
-    """Raise DiskError for a folder in memory."""
+def disk_folder(path: Path) -> Path:
+    """``path``, if it is a folder on a disk. Raises DiskError."""
+    if not path.is_dir():
+        raise DiskError(f"{path}: no such folder.\n  expected: one on a local disk of every node")
+    if not os.access(path, os.W_OK):
+        raise DiskError(f"{path}: no file can be made there.\n  expected: a folder on a local disk of every node")
     best, kind = "", ""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return
+        return path
     resolved = os.fspath(path.resolve())
     for line in mounts:
         _, point, own, *_ = line.split(" ")
@@ -178,6 +175,7 @@ def _check_is_disk(path: Path) -> None:
             best, kind = point, own
     if kind in ("tmpfs", "ramfs"):
         raise DiskError(
-            f"{path} is in memory ({kind} at {best}), which what the plan keeps on disk is to save.\n"
+            f"{path} is in memory ({kind} at {best}), which is not where state on disk is to be.\n"
             "  try: a folder on a local disk"
         )
+    return path

@@ -36,6 +36,7 @@ from math import inf
 from typing import NamedTuple
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.search.outer.baselines import Seeds
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
@@ -107,7 +108,7 @@ class Progress(NamedTuple):
 class Outer:
     """State of one outer search.
 
-    offload: whether tensors that ZeRO shards are in host memory.
+    offload: where tensors that ZeRO shards are.
     unproved: the least lower bound of the configurations that were tried; the plans found in them need not be their
     best.
     refusal: the error of the last configuration in which an op had no choice left.
@@ -120,7 +121,7 @@ class Outer:
 
     solver: Solver
     constraints: Constraints
-    offload: bool = False
+    offload: Offload = Offload.NONE
     known: Sequence[Known] = ()
     max_work: int = MAX_WORK
     report: Callable[[Progress], object] = lambda progress: None

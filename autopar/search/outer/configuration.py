@@ -7,6 +7,7 @@ from functools import cached_property
 
 from autopar.ir.list_scheduling import PassTimes
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Pipelining, Schedule
 from autopar.search.predict.predict import Predicted, predict
@@ -24,7 +25,7 @@ class Configuration:
     schedule, virtual_stages: the plainest that the constraints admit; ``complete`` tries the others. passes, turns: see
     ``Pipelining``.
     data_axes: the axes that ZeRO shards over; on others, gradients of sharded parameters are all-reduced.
-    offload: whether tensors that ZeRO shards are in host memory.
+    offload: where tensors that ZeRO shards are.
     constraints: limits on the choices of ops on the axes of ``mesh``.
     """
 
@@ -39,7 +40,7 @@ class Configuration:
     passes: PassTimes | None = None
     turns: bool = False
     batch_axes: tuple[int, ...] | None = None
-    offload: bool = False
+    offload: Offload = Offload.NONE
 
     @property
     def pipelining(self) -> Pipelining:
@@ -63,7 +64,7 @@ class Configuration:
         return f"{'HSDP' if sizes['dp'] > 1 else 'FSDP'}, ZeRO-{self.zero}"
 
     def __str__(self) -> str:
-        zero = f", zero {self.zero}{', offloaded' if self.offload else ''}" if self.zero else ""
+        zero = f", zero {self.zero}{self.offload.words}" if self.zero else ""
         return f"pp={self.num_stages} on {self.mesh}, {self.num_microbatches} microbatches{zero}"
 
 

@@ -166,7 +166,7 @@ class Solver:
                 precision=self.workload.precision if memory.lasting_gradients else "fp32",
                 stack=memory,
                 num_microbatches=configuration.num_microbatches,
-                offload=configuration.offload,
+                offload=self.cluster.device.is_left_by(configuration.offload),
             ).total
 
         return held(dense, whole) + held(experts, rows)
@@ -376,7 +376,7 @@ class Solver:
             return None
         stages = found.stages
         if configuration.offload:
-            stages = tuple(replace(stage, offload=True) for stage in stages)
+            stages = tuple(stage.at(configuration.offload) for stage in stages)
         return Candidate(
             configuration=configuration,
             pricing=inner.pricing,

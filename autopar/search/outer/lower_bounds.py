@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.ir.offload import Offload
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.constraints import Constraints
@@ -16,11 +17,11 @@ LIKELY_BUBBLE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Lower bounds on the plans under ``constraints``. offload: whether tensors that ZeRO shards are in host memory."""
+    """Lower bounds on the plans under ``constraints``. offload: where tensors that ZeRO shards are."""
 
     solver: Solver
     constraints: Constraints
-    offload: bool = False
+    offload: Offload = Offload.NONE
     _known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def ideal_s(self, num_stages: int, num_microbatches: int) -> float:

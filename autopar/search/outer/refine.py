@@ -5,6 +5,7 @@ None of it changes the assignment of ops, except the first, and all but the firs
     inputs      divided on every data axis, if the step is then no more than TOLERANCE longer and no slower than a
                 baseline: a rank loads its own rows alone. The inner problem may leave the inputs whole, as then no
                 count of tokens is summed over ranks
+    disk        the fewest blocks of each stage, whose others are in host memory
     offload     a stage that was offloaded with the others stays so only if it does not fit otherwise; stages are
                 independent, and offload only costs time, so this is exact
     ZeRO stages every combination over the kinds of block that hold most parameters, the other kinds as the plan has
@@ -20,15 +21,18 @@ hold them for the whole step, at stage 2, with the same peak and fewer gathers. 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 
 import numpy as np
 
 from autopar.ir.analysis.op_clusters import BATCH
+from autopar.ir.offload import Offload
 from autopar.search.outer.best_first import TOLERANCE
 from autopar.search.outer.configuration import Candidate
 from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.offloads import least_on_disk
 from autopar.search.predict.to_plan import name_axes
 from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.pricing import Pricing
@@ -58,6 +62,9 @@ def refine(solver: Solver, found: Candidate, most_s: float = inf) -> Candidate:
         whole = _whole(found)
         if _as_good(solver, whole, found, most_s):
             return whole
+    if found.configuration.offload is Offload.DISK and constraints.offload is None:
+        fits, others = partial(_fits, solver), lambda own, stages: _with(own, own.pricing, stages)
+        found = least_on_disk(found, fits, others)
     if found.configuration.offload and constraints.offload is None:
         found = _on_device(solver, found)
     if constraints.zero is None and constraints.reshard_after_forward is None:
@@ -89,9 +96,9 @@ def _with_own_rows(solver: Solver, found: Candidate, most_s: float) -> Candidate
 
 
 def _whole(found: Candidate) -> Candidate:
-    configuration = replace(found.configuration, zero=0, data_axes=(), offload=False)
-    pricing = replace(found.pricing, zero=0, data_axes=(), offload=False)
-    stages = tuple(replace(stage, offload=False) for stage in found.stages)
+    configuration = replace(found.configuration, zero=0, data_axes=(), offload=Offload.NONE)
+    pricing = replace(found.pricing, zero=0, data_axes=(), offload=Offload.NONE)
+    stages = tuple(stage.at(Offload.NONE) for stage in found.stages)
     return _with(replace(found, configuration=configuration), pricing, stages)
 
 
@@ -116,7 +123,7 @@ def _faster(found: Candidate, than: Candidate) -> bool:
 
 def _on_device(solver: Solver, found: Candidate) -> Candidate:
     for number, stage in enumerate(found.stages):
-        stages = (*found.stages[:number], replace(stage, offload=False), *found.stages[number + 1 :])
+        stages = (*found.stages[:number], stage.at(Offload.NONE), *found.stages[number + 1 :])
         other = _with(found, found.pricing, stages)
         if _fits(solver, other):
             found = other

@@ -9,6 +9,7 @@ from math import gcd, prod
 from typing import Any
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.problem.allowed_choices import divides_experts_axes
@@ -22,11 +23,11 @@ _MOVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Configurations that ``constraints`` leave open. offload: whether tensors that ZeRO shards are in host memory."""
+    """Configurations that ``constraints`` leave open. offload: where tensors that ZeRO shards are."""
 
     solver: Solver
     constraints: Constraints
-    offload: bool = False
+    offload: Offload = Offload.NONE
 
     def nodes(self) -> Iterator[tuple[int, Mesh]]:
         """Pipeline degrees and stage meshes. Inside a node, free axes in another order are the same mesh."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.offload import Offload
 from autopar.search.pricing.block_prices import Priced
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage
@@ -26,6 +27,21 @@ def rank_state_bytes(priced: Priced, held: Sequence[Sequence[Stage]]) -> float:
         )
         for own in held
     )
+
+
+def offloaded_bytes(priced: Priced, held: Sequence[Sequence[Stage]]) -> tuple[float, float]:
+    """In host memory and on disk, of the rank with most there, gradients included. held: as above."""
+    host = disk = 0.0
+    for own in held:
+        found = dict.fromkeys(Offload, 0.0)
+        for stage in own:
+            for block in range(stage.first, stage.last + 1):
+                for price in priced.held.get(block, ()):
+                    if price.zero_axes:
+                        kept = price.itemsize * price.numel / price.shards
+                        found[stage.place(block)] += kept * (_TENSORS + 1 if price.requires_grad else 1)
+        host, disk = max(host, found[Offload.HOST]), max(disk, found[Offload.DISK])
+    return host, disk
 
 
 def model_state_bytes(workload: Workload) -> float:

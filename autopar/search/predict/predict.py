@@ -18,7 +18,7 @@ from autopar.ir.rule import Assignment
 from autopar.ir.schedule import Action, Pipelining
 from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
-from autopar.search.predict.kept_state import rank_state_bytes
+from autopar.search.predict.kept_state import offloaded_bytes, rank_state_bytes
 from autopar.search.predict.once_a_step import exposed_gathers, exposed_reductions
 from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
@@ -38,6 +38,7 @@ class Predicted:
     the pipeline, the bytes held in each of its passes, in order. after_s: of a rank of each place in the pipeline,
     seconds from its last pass to the end of its step; working_after_s: of those, seconds in which it does not wait for
     other places. state: bytes of parameters and optimiser state that the fullest rank keeps from step to step.
+    offloaded: bytes in host memory and on disk, of the rank with most there.
     """
 
     step_time_s: float
@@ -53,6 +54,7 @@ class Predicted:
     explain: Callable[[], dict[str, float]] = field(repr=False, compare=False)
     memory_profile: Callable[[int], list[tuple[Action, MemoryParts]]] = field(repr=False, compare=False)
     state: Callable[[], float] = field(repr=False, compare=False)
+    offloaded: Callable[[], tuple[float, float]] = field(repr=False, compare=False)
     costs: StepCosts = field(repr=False, compare=False)
 
     @cached_property
@@ -171,6 +173,7 @@ def predict(
         ),
         memory_profile=partial(_memory_profile, pricing, priced, stages, shape),
         state=partial(rank_state_bytes, priced, held),
+        offloaded=partial(offloaded_bytes, priced, held),
         kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         after_s=tuple(

@@ -113,7 +113,8 @@ def _kept(pricing: Pricing, kind: int, stages: Sequence[Stage]) -> dict[str, lis
 
 def _stage(stage: Stage, levels: Sequence[str]) -> StagePlan:
     remat = {levels[level]: count for level, count in stage.remat if level and count}
-    return StagePlan(first=stage.first, last=stage.last, remat=remat, offload=stage.offload)
+    on_disk = stage.on_disk or None
+    return StagePlan(first=stage.first, last=stage.last, remat=remat, offload=stage.offload, on_disk=on_disk)
 
 
 def data_parallel_size(mesh: Mesh, inputs: Assignment) -> int:
@@ -134,6 +135,7 @@ def prediction_of(
     step = predicted.step_time_s
     share = pricing.batch_size / workload.captured.batch_size
     flops = share * workload.model_flops / step / cluster.num_gpus
+    host, disk = predicted.offloaded()
     return Prediction(
         step_time_s=step,
         tokens_per_s_per_gpu=pricing.num_tokens / step / cluster.num_gpus,
@@ -148,6 +150,7 @@ def prediction_of(
         stage_weights_s=list(predicted.weights_s),
         memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
+        offloaded_bytes={"host": int(host), "disk": int(disk)} if host or disk else None,
         goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size), cluster),
     )
 

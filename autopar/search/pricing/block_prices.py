@@ -25,7 +25,8 @@ from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.rule import Assignment
 from autopar.search.pricing.block_moves import Moves, crossing_bytes, moved_by
 from autopar.search.pricing.kept_graph import gathers_key, kept_costs
-from autopar.search.pricing.pricing import ParameterPrice, Pricing
+from autopar.search.pricing.parameter_price import ParameterPrice
+from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import FULL, BlockCost, Stage, recomputed_bytes
 
@@ -264,14 +265,14 @@ def _known(
 
 
 def evaluate_stages(pricing: Pricing, assignment: tuple[Assignment, ...], stages: Sequence[Stage]) -> Priced:
-    """Price every block for the stage it is in, which may be offloaded."""
-    kinds = {stage.offload for stage in stages}
+    """Price every block for where it is offloaded to."""
+    places = [stage.place(block) for stage in stages for block in range(stage.first, stage.last + 1)]
     made = {
         offload: evaluate(replace(pricing, offload=offload), assignment, shared_once=len(stages) == 1)
-        for offload in kinds
+        for offload in set(places)
     }
-    blocks = [made[stage.offload].blocks[b] for stage in stages for b in range(stage.first, stage.last + 1)]
-    return replace(made[stages[0].offload], blocks=tuple(blocks))
+    blocks = [made[place].blocks[block] for block, place in enumerate(places)]
+    return replace(made[places[0]], blocks=tuple(blocks))
 
 
 def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -30,6 +30,7 @@ from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.memory.model_state import MemoryParts, gathered_bytes, scattered_bytes, state_memory
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.ops.scalings import SCALINGS
 from autopar.ir.placed.layouts import Need
 from autopar.ir.placed.storage import stored, zero_divides
@@ -37,39 +38,15 @@ from autopar.ir.placement import Layout, Shard
 from autopar.ir.primitives.read_parameter import ALONE_BYTES
 from autopar.ir.redistribution import Collective
 from autopar.ir.rule import Assignment
+from autopar.search.pricing.parameter_price import MASTER as MASTER
+from autopar.search.pricing.parameter_price import ParameterPrice, by_zero_stage
 from autopar.search.pricing.placement_codes import decode_need
 from autopar.search.pricing.price_cache import MeshPrices, OpPrices, ParameterSeconds
 from autopar.search.problem.kept_sets import KeptSets
 from autopar.search.problem.workload import ParameterGroup, Tensor, Transfer, Workload
 
-MASTER = 4  # bytes of a stored parameter and of its gradient
-
 # Elements of a parameter whose price stands for those of others.
 _SAMPLE = 1_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterPrice:
-    """One parameter under its uses.
-
-    numel: elements of it on a rank before ZeRO, which cuts them into ``shards``. requires_grad: whether it has a
-    gradient. sync_axes: axes over which its gradient is all-reduced once a step; zero_axes: axes that ZeRO shards it
-    over, for a frozen parameter at stage 3 alone, which gathers it. micro: added to every microbatch (casts,
-    redistributions of later uses), cast_s of it for casts. zero, reshard: stage, and whether stage 3 reshards it after
-    forward. itemsize: bytes of a stored element, of a frozen parameter. gathered: of an element as ZeRO gathers it.
-    """
-
-    numel: float
-    requires_grad: bool
-    sync_axes: tuple[int, ...]
-    zero_axes: tuple[int, ...]
-    micro: OpTime
-    cast_s: float
-    zero: int
-    reshard: bool
-    shards: int
-    itemsize: int = MASTER
-    gathered: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +55,8 @@ class Pricing:
 
     data_axes: axes that divide the step inputs or have every parameter replicated; parameters replicated on one are
     sharded there. Without ZeRO they mean nothing. prefetch: blocks that stage 3 gathers ahead. zero_stages, reshards:
-    of the parameters of each kind of block, instead of ``zero`` and ``reshard``. offload: whether tensors that ZeRO
-    shards are in host memory. named_mesh: the mesh with its axes' names, if those of ``moves`` differ. batches: of a
+    of the parameters of each kind of block, instead of ``zero`` and ``reshard``. offload: where tensors that ZeRO
+    shards are. named_mesh: the mesh with its axes' names, if those of ``moves`` differ. batches: of a
     step, that the captured batch makes. kept: what blocks may keep for their backward, beside the levels.
     """
 
@@ -92,7 +69,7 @@ class Pricing:
     reshard: bool = True
     zero_stages: tuple[int, ...] | None = None
     reshards: tuple[bool, ...] | None = None
-    offload: bool = False
+    offload: Offload = Offload.NONE
     named_mesh: Mesh | None = None
     batches: int = 1
     kept: tuple[KeptSets, ...] = ()
@@ -328,6 +305,7 @@ class Pricing:
             when: dict[str, Any] = {"zero": zero, "reshard": reshard, "trained": own.trained}
             found = sync_time(fabric, own.numel, axes, precision=precision, gathered=own.gathered_bytes, **when)
             if self.offload:
+                when |= {"offload": self.offload, "num_microbatches": self.num_microbatches}
                 found += offload_time(own.numel / self._size(axes), device, **when)
             hidden, exposed = self._overlap(found, axes, zero)
             beside, waited = beside + hidden, waited + exposed
@@ -370,7 +348,7 @@ class Pricing:
             precision=precision,
             num_microbatches=count,
             reshard=price.reshard,
-            offload=self.offload and bool(price.zero_axes),
+            offload=self._leaves_device(price),
             itemsize=price.itemsize,
             stack=self.memory,
             reduced=bool(price.sync_axes or price.zero_axes),
@@ -378,12 +356,16 @@ class Pricing:
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
+    def _leaves_device(self, price: ParameterPrice) -> bool:
+        """Whether what ZeRO shards of a parameter takes no memory of the device."""
+        return bool(price.zero_axes) and self.ops.cluster.device.is_left_by(self.offload)
+
     def optimiser_s(self, price: ParameterPrice) -> float:
         """Seconds of the optimiser over one parameter, without the launch of its kernel."""
         if not price.requires_grad:
             return 0.0
         device = self.ops.cluster.device
-        offload, numel = self.offload and bool(price.zero_axes), price.numel / price.shards
+        offload, numel = self.offload if price.zero_axes else Offload.NONE, price.numel / price.shards
         return optimizer_time(numel, device, offload=offload) - optimizer_time(0.0, device, offload=offload)
 
     def zero_bytes(self, prices: Iterable[ParameterPrice]) -> tuple[float, float, float]:
@@ -410,7 +392,7 @@ class Pricing:
 
     def resting(self, price: ParameterPrice) -> MemoryParts:
         """Bytes held for a parameter after the last backward, its gradient included."""
-        if self.offload and price.zero_axes:
+        if self._leaves_device(price):
             return MemoryParts()
         if self.memory.lasting_gradients and price.zero < 3:
             return self.state(price)
@@ -425,26 +407,3 @@ class Pricing:
         if self.memory.lasting_gradients:
             return 0.0
         return 2 * max((self.resting(price).gradients for price in prices), default=0.0)
-
-
-class Together(NamedTuple):
-    """Tensors that ZeRO shards alike: elements, number, share of elements that train, and bytes when gathered."""
-
-    numel: float
-    num_tensors: int
-    trained: float
-    gathered_bytes: float
-
-
-def by_zero_stage(prices: Iterable[ParameterPrice]) -> dict[tuple[int, bool, tuple[int, ...]], Together]:
-    """(ZeRO stage, whether it is resharded after forward, axes) -> the tensors that ZeRO shards so."""
-    found: dict[tuple[int, bool, tuple[int, ...]], list[ParameterPrice]] = {}
-    for price in prices:
-        if price.zero_axes:
-            found.setdefault((price.zero, price.reshard, price.zero_axes), []).append(price)
-    together = {}
-    for key, own in found.items():
-        numel = sum(price.numel for price in own)
-        trained = sum(price.numel for price in own if price.requires_grad) / numel
-        together[key] = Together(numel, len(own), trained, sum(price.numel * price.gathered for price in own))
-    return together

@@ -50,7 +50,7 @@ class ConstraintOptions(TypedDict, total=False):
     sequence_layout: SequenceLayout | None
     reshard_after_forward: bool | None
     prefetch: int | None
-    offload: bool | None
+    offload: bool | Literal["disk"] | None
     schedule: Schedule | None
     virtual_stages: int | None
     num_microbatches: int | None

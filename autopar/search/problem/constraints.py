@@ -27,6 +27,7 @@ from autopar.cost_model.memory.fit_probability import DEFAULT_MARGIN, share_to_f
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.mesh import Mesh, MeshAxis
+from autopar.ir.offload import Offload
 from autopar.ir.plan import Precision, Recipe
 from autopar.ir.recipe_pins import RecipePin
 from autopar.ir.rematerialisation import LEVELS, Level
@@ -79,7 +80,7 @@ class Constraints:
     sequence_layout: SequenceLayout | None = None
     reshard_after_forward: bool | None = None
     prefetch: int | None = None
-    offload: bool | None = None
+    offload: Offload | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None
     num_microbatches: int | None = None

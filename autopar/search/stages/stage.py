@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.ir.offload import Offload
 from autopar.ir.rematerialisation import LEVELS
 
 FULL = LEVELS.index("full")
@@ -47,18 +48,31 @@ class Stage:
     """Blocks ``first`` to ``last``.
 
     remat: level, as an index into those of ``BlockCost``, and number of blocks at it, from the first block on; the rest
-    are at the first level. offload: whether their tensors that ZeRO shards are in host memory.
+    are at the first level. offload: whether their tensors that ZeRO shards are in host memory. on_disk: number of
+    blocks, the last ones, of which they are on disk instead.
     """
 
     first: int
     last: int
     remat: tuple[tuple[int, int], ...] = ()
     offload: bool = False
+    on_disk: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks."""
         return self.last - self.first + 1
+
+    def at(self, offload: Offload) -> Stage:
+        """The stage with all its blocks there."""
+        on_disk = self.num_blocks if offload is Offload.DISK else 0
+        return replace(self, offload=bool(offload), on_disk=on_disk)
+
+    def place(self, block: int) -> Offload:
+        """Where the tensors of block ``block`` are that ZeRO shards."""
+        if not self.offload:
+            return Offload.NONE
+        return Offload.DISK if block > self.last - self.on_disk else Offload.HOST
 
     def level(self, block: int) -> int:
         """Index of the level of block ``block``."""
