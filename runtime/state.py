@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from autopar.ir.program import ParameterLayout
 from autopar.runtime.mesh import JobMesh
 from autopar.runtime.parameters import local_shard
 from autopar.runtime.torch_private import norms_of_all, scale_all
-
-if TYPE_CHECKING:
-    from autopar.runtime.disk.state import DiskState
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +162,18 @@ def load_full(parameter: torch.Tensor, value: torch.Tensor, name: str, stored: S
         target.copy_(part)
 
 
+class Portions(Protocol):
+    """Divides parameters into portions whose gradients are in memory together."""
+
+    def portions(
+        self, parameters: Sequence[tuple[nn.Parameter, Stored]], *, changed: bool
+    ) -> Iterable[Sequence[tuple[nn.Parameter, Stored]]]:
+        """changed: whether they are changed before the next portion is asked for."""
+
+
 @torch.no_grad()
 def gradient_norm(
-    parameters: Sequence[tuple[nn.Parameter, Stored]], mesh: JobMesh, disk: DiskState | None = None
+    parameters: Sequence[tuple[nn.Parameter, Stored]], mesh: JobMesh, disk: Portions | None = None
 ) -> torch.Tensor:
     """The 2-norm of the gradients over all parameters of all stages. disk: where some of them are.
 
@@ -185,7 +191,7 @@ def gradient_norm(
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh, disk: DiskState | None = None
+    parameters: Sequence[tuple[nn.Parameter, Stored]], max_norm: float, mesh: JobMesh, disk: Portions | None = None
 ) -> torch.Tensor:
     """Scale gradients in place so that their 2-norm over all parameters of all stages is at most ``max_norm``.
 

@@ -66,6 +66,15 @@ def test_round_trip(tmp_path: Path) -> None:
             changed(stages=[{"first": 0, "last": 3, "offload": True}]),
             "stages.0.offload: what ZeRO shards is offloaded, and the plan is at zero 0",
         ),
+        (
+            changed(zero=1, stages=[{"first": 0, "last": 3, "on_disk": 2}]),
+            "stages.0.on_disk: 2 blocks, and the stage offloads nothing",
+        ),
+        (
+            changed(zero=1, stages=[{"first": 0, "last": 3, "offload": True, "on_disk": 5}]),
+            "stages.0.on_disk: 5 blocks; the stage has 4",
+        ),
+        (changed(zero=1, stages=[{"first": 0, "last": 3, "offload": True, "on_disk": 0}]), "on_disk"),
         (changed(colour="red"), "colour: Extra inputs are not permitted"),
         (changed(mesh={"tp": 0}), "mesh.tp"),
         (changed(inputs=["cp"]), "'cp' is not a mesh axis"),

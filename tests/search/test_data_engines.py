@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import Disk
 from autopar.ir.capture.capture import capture
-from autopar.ir.errors import InfeasiblePlan
+from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
+from autopar.ir.offload import Offload
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, predict_plan, search_captured
@@ -79,14 +81,61 @@ def test_what_fits_no_other_way_is_offloaded() -> None:
     plan = found(cluster(3.2), lean)
     assert [stage.offload for stage in plan.stages] == [True]
     with pytest.raises(InfeasiblePlan):
-        search_captured(captured(), cluster(3.2), replace(lean, offload=False))
+        search_captured(captured(), cluster(3.2), replace(lean, offload=Offload.NONE))
     roomy = found(cluster(80), lean)
     assert not any(stage.offload for stage in roomy.stages)
-    pinned = found(cluster(80), replace(lean, offload=True))
+    pinned = found(cluster(80), replace(lean, offload=Offload.HOST))
     assert all(stage.offload for stage in pinned.stages)
     assert pinned.prediction is not None and roomy.prediction is not None
     assert pinned.prediction.step_time_s > roomy.prediction.step_time_s
     assert pinned.prediction.peak_memory_bytes < roomy.prediction.peak_memory_bytes
+
+
+def with_host(usual: Cluster, bytes_a_parameter: float, *, disk: float = 0.0) -> Cluster:
+    """Host memory, and a disk of so many bytes, of one device's share."""
+    host = replace(usual.device.host, memory_bytes=bytes_a_parameter * NUMEL)
+    own = Disk(read_bandwidth=5e9, write_bandwidth=3e9, capacity=disk * NUMEL) if disk else None
+    return replace(usual, device=replace(usual.device, host=host, disk=own))
+
+
+def test_what_host_memory_has_no_room_for_is_on_disk() -> None:
+    # 16 bytes a parameter of eight ranks: 2 of a rank.
+    lean = replace(DATA_ONLY, remat="none")
+    roomy = found(with_host(cluster(3.2), 2.1, disk=8), lean)
+    assert [(stage.offload, stage.on_disk) for stage in roomy.stages] == [(True, None)]
+    half = found(with_host(cluster(3.2), 1.1, disk=8), lean)
+    (stage,) = half.stages
+    assert stage.on_disk is not None and DEPTH / 2 - 1 <= stage.on_disk <= DEPTH / 2 + 1
+    none = found(with_host(cluster(3.2), 0.01, disk=8), lean)
+    assert none.stages[0].on_disk == none.stages[0].last + 1
+    assert roomy.prediction and half.prediction and none.prediction
+    assert roomy.prediction.step_time_s < half.prediction.step_time_s < none.prediction.step_time_s
+    there = half.prediction.offloaded_bytes
+    assert there is not None and there["host"] <= 1.1 * NUMEL and there["disk"] <= 1.1 * NUMEL
+    assert sum(there.values()) == pytest.approx(2 * NUMEL, rel=1e-3)
+
+
+def test_what_has_room_nowhere_says_how_much_there_would_have_to_be() -> None:
+    lean = replace(DATA_ONLY, remat="none")
+    with pytest.raises(InfeasiblePlan, match="GiB a rank to host memory, of which there are"):
+        found(with_host(cluster(3.2), 1.1), lean)
+    with pytest.raises(InfeasiblePlan, match="to disk, of which there are"):
+        found(with_host(cluster(3.2), 0.01, disk=1.0), lean)
+
+
+def test_a_disk_is_asked_for_where_there_is_one() -> None:
+    pinned = found(with_host(cluster(80), 100, disk=8), replace(DATA_ONLY, offload=Offload.DISK))
+    assert pinned.stages[0].on_disk == pinned.stages[0].last + 1
+    with pytest.raises(InvalidCluster, match=r"disk: \{read_gb_s"):
+        found(with_host(cluster(80), 100), replace(DATA_ONLY, offload=Offload.DISK))
+
+
+def test_a_cpu_has_no_host_memory_beside_its_own() -> None:
+    usual = make_cluster("cpu", 8).with_memory(int(3.2 * NUMEL))
+    with pytest.raises(InfeasiblePlan):
+        search_captured(captured(), usual, replace(DATA_ONLY, remat="none"))
+    plan = found(with_host(usual, 100, disk=8), replace(DATA_ONLY, remat="none"))
+    assert plan.stages[0].on_disk
 
 
 def test_pins_of_level_three() -> None:

@@ -348,7 +348,7 @@ class Pricing:
             precision=precision,
             num_microbatches=count,
             reshard=price.reshard,
-            offload=self._leaves_device(price),
+            offload=self._is_off_device(price),
             itemsize=price.itemsize,
             stack=self.memory,
             reduced=bool(price.sync_axes or price.zero_axes),
@@ -356,7 +356,7 @@ class Pricing:
         )
         return memory if price.requires_grad else MemoryParts(parameters=memory.parameters)
 
-    def _leaves_device(self, price: ParameterPrice) -> bool:
+    def _is_off_device(self, price: ParameterPrice) -> bool:
         """Whether what ZeRO shards of a parameter takes no memory of the device."""
         return bool(price.zero_axes) and self.ops.cluster.device.is_left_by(self.offload)
 
@@ -392,7 +392,7 @@ class Pricing:
 
     def resting(self, price: ParameterPrice) -> MemoryParts:
         """Bytes held for a parameter after the last backward, its gradient included."""
-        if self._leaves_device(price):
+        if self._is_off_device(price):
             return MemoryParts()
         if self.memory.lasting_gradients and price.zero < 3:
             return self.state(price)
