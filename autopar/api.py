@@ -32,7 +32,7 @@ from autopar.ir.precision import parse_precision
 from autopar.ir.program import StageProgram
 from autopar.ir.recipe_pins import pins_of
 from autopar.ir.rematerialisation import parse_bytes, parse_remat
-from autopar.local_cluster import local_cluster
+from autopar.local_cluster import local_cluster, with_disk
 from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
@@ -334,6 +334,7 @@ class _Request:
         if self.compile:
             limits = replace(limits, whole_backward=True)
         cluster = self.mesh if isinstance(self.mesh, Cluster) else local_cluster(dist.get_world_size(), this_device())
+        cluster = with_disk(cluster, self.disk)
         if isinstance(self.mesh, DeviceMesh):
             limits = self._within_mesh(limits, self.mesh)
         found = search_captured(captured, cluster, limits)

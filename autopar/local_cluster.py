@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from dataclasses import replace
 
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.hardware.device import Disk
 from autopar.ir.errors import InvalidCluster
+
+# Bytes/s of one rank, a guess: ``autopar profile --disk`` measures it.
+_DISK_BANDWIDTH = 5e8
 
 # Words of a device's name, most special first, and its name in the catalogue.
 _NAMES = (
@@ -37,6 +43,15 @@ def local_cluster(num_ranks: int, device: torch.device) -> Cluster:
     """
     per_node = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     return make_cluster(catalogue_name(device), num_ranks, per_node)
+
+
+def with_disk(cluster: Cluster, folder: str | os.PathLike[str] | None) -> Cluster:
+    """The cluster with the disk of ``folder`` where it says nothing of one: what is free there, at a guessed speed."""
+    if folder is None or cluster.device.disk is not None or not os.path.isdir(folder):
+        return cluster
+    free = shutil.disk_usage(folder).free / cluster.gpus_per_node
+    disk = Disk(read_bandwidth=_DISK_BANDWIDTH, write_bandwidth=_DISK_BANDWIDTH, capacity=free)
+    return replace(cluster, device=replace(cluster.device, disk=disk))
 
 
 def catalogue_name(device: torch.device) -> str:

@@ -135,7 +135,16 @@ NARROW_PLANS = {
     f"{name} 50% bf16": (ranks, {**constraints, "remat": 0.5, "precision": "bf16"})
     for name, (ranks, constraints) in _KEPT.items()
 }
-KEPT_PLANS |= NARROW_PLANS
+# Parameters, gradients and optimiser state on disk.
+DISK_PLANS = {
+    f"{name} disk": (ranks, {**constraints, "offload": "disk", "disk": tempfile.gettempdir()})
+    for name, (ranks, constraints) in _KEPT.items()
+}
+NARROW_PLANS |= {
+    f"{name} bf16": (ranks, {**constraints, "precision": "bf16"}) for name, (ranks, constraints) in DISK_PLANS.items()
+}
+DISK_PLANS |= {name: plan for name, plan in NARROW_PLANS.items() if "disk" in name}
+KEPT_PLANS |= NARROW_PLANS | DISK_PLANS
 PLANS |= KEPT_PLANS
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
 COUPLED = frozenset({"clip", "resnet"})
@@ -173,7 +182,7 @@ MOE_MODELS = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepsee
 # Every model under these, and these models under every plan but some of what blocks keep: ``make parity``. --full: all
 # under all.
 CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")
-CORE_KEPT = ("dp2 tp2 50%", "pp2 zb-v 50%")
+CORE_KEPT = ("dp2 tp2 50%", "pp2 zb-v 50%", "dp2 zero3 disk", "pp2 zb-v disk")
 CORE_MODELS = ("llama", "t5", "mixtral")
 
 

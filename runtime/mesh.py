@@ -116,10 +116,14 @@ class JobMesh:
         """The mesh that FSDP shards a parameter over: those of ``shard_axes`` in ``zero_axes`` as one dimension, before
         it the others as one.
 
-        One-dimensional where nothing replicates; None where nothing is sharded.
+        One-dimensional where nothing replicates; of one rank where it shards over axes of size 1; None where nothing is
+        sharded.
         """
-        inside = self.flat([axis for axis in zero_axes if axis in shard_axes])
+        own = [axis for axis in zero_axes if axis in shard_axes]
+        inside = self.flat(own)
         across = self.flat([axis for axis in zero_axes if axis not in shard_axes])
+        if inside is None and own:
+            return self.device_mesh[self.stage_mesh.names[own[0]]]
         return inside if inside is None or across is None else beside([across, inside])
 
     def group(self, axes: Sequence[int]) -> dist.ProcessGroup | None:

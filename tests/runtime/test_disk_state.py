@@ -60,6 +60,8 @@ def on_disk(plan: Plan, most: int = 99) -> Plan:
 
 def parallel(folder: str | None, constraints: dict[str, Any], most: int) -> Any:
     model, cluster = Net(), make_cluster("cpu", dist.get_world_size())
+    if not most:
+        constraints = {name: value for name, value in constraints.items() if name != "offload"}
     plan = autopar.search(model, cluster, example_inputs=batch(0), **constraints)
     plan = on_disk(plan, most) if most else plan
     return autopar.parallelize(model, cluster, example_inputs=batch(0), plan=plan, disk=folder)
@@ -102,6 +104,8 @@ CONSTRAINTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1 microbatches": (2, {"dp": 2, "zero": 1, "num_microbatches": 2}),
     "zero3 full": (2, {**ZERO3, "remat": "full", "prefetch": 2}),
     "dp2 pp2 zb-h1": (4, {**ZERO3, "pp": 2, "schedule": "zb-h1", "num_microbatches": 4}),
+    "one rank": (1, {"zero": 3, "offload": "on", "num_microbatches": 2}),
+    "pp2": (2, {"pp": 2, "offload": "on", "num_microbatches": 4}),
     "dp2 tp2": (4, {"dp": 2, "tp": 2, "zero": 2}),
 }
 

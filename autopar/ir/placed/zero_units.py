@@ -125,7 +125,10 @@ def _dividing_stages(placed: PlacedModel, name: str, blocks: frozenset[int]) -> 
     stages = stages_that_read(placed, blocks)
     if len(set(map(plan.pipelining.rank_of, stages))) < len(stages):
         return ()
-    if prod(mesh.sizes[axis] for axis in placed.storage[name].zero_axes if axis in placed.shard_axes) == 1:
+    axes = [axis for axis in placed.storage[name].zero_axes if axis in placed.shard_axes]
+    # Over one rank there is nothing to shard, but what is offloaded is in host memory all the same.
+    offloaded = all(plan.stages[stage].offload for stage in stages)
+    if not axes or (prod(mesh.sizes[axis] for axis in axes) == 1 and not offloaded):
         return ()
     block = _block_alone(placed, blocks, stages[0])
     # Copies on several stages have to be cut alike.

@@ -55,7 +55,7 @@ def refine(solver: Solver, found: Candidate, most_s: float = inf) -> Candidate:
     That is a faster one, or a simpler one of at most ``most_s`` seconds.
     """
     found = _with_own_rows(solver, found, most_s)
-    if not found.configuration.zero or found.pricing.zero_degree == 1:
+    if not found.configuration.zero or (found.pricing.zero_degree == 1 and not found.configuration.offload):
         return found
     constraints = found.configuration.constraints
     if constraints.zero is None and constraints.may_be_whole():

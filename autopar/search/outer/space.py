@@ -8,7 +8,7 @@ from itertools import combinations, product
 from math import gcd, prod
 from typing import Any
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.offload import Offload
 from autopar.search.outer.configuration import Configuration
 from autopar.search.outer.configuration_solver import Solver
@@ -36,7 +36,13 @@ class Space:
             if num_stages <= num_blocks and num_gpus % num_stages == 0:
                 for mesh in self.constraints.meshes(num_gpus // num_stages):
                     if not self._permuted(mesh):
-                        yield num_stages, mesh
+                        yield num_stages, self._with_data(mesh)
+
+    def _with_data(self, mesh: Mesh) -> Mesh:
+        """A mesh with an axis of one rank for ZeRO, which is what offloads, where there is none to shard over."""
+        if not self.offload or any(self.constraints.shard_axes(mesh)):
+            return mesh
+        return Mesh((MeshAxis("dp", 1), *mesh.axes))
 
     def _permuted(self, mesh: Mesh) -> bool:
         """Whether a mesh inside a node has free axes in another order than the one that is tried."""

@@ -208,7 +208,7 @@ class Pricing:
         divides = zero_divides(zero, requires_grad=requires_grad, shape=(numel,))
         zero_axes = tuple(axis for axis in self.data_axes if layout[axis].is_replicate()) if divides else ()
         shards = self._size(zero_axes)
-        if shards == 1:
+        if shards == 1 and not self.offload:
             # Nothing is divided: the parameter costs as much as without ZeRO.
             zero_axes, zero = (), 0
         elif zero == 1 and self.num_microbatches == 1:
