@@ -118,17 +118,26 @@ def kill_launcher(job: Job, draw: random.Random) -> bool:
     return True
 
 
-def _steps_since_it_went_on(job: Job) -> int:
-    """Steps reported since ranks last started."""
-    since = max((at for at, line in job.lines if "going on from" in line), default=0.0)
+def _steps_of_these_ranks(job: Job) -> int:
+    """Steps reported since the youngest rank that runs was started: it may not have said so yet."""
+    since = max(map(_started, job.ranks()), default=0.0)
     return sum(one.reported and one.at > since for one in job.seen)
+
+
+def _started(pid: int) -> float:
+    """When a process was started, by the clock that ``time.monotonic`` reads; the start of time for one that is gone."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def lose_host(job: Job, draw: random.Random) -> bool:
     """All of its processes and its memory end. Without the host of the store the whole job is started again."""
     host = draw.randrange(job.setting.hosts)
     # A host that has just come back has no copy yet: that of a step is complete when the next one ends.
-    partner_left = len(job.hosts_with_ranks()) > 1 and _steps_since_it_went_on(job) >= 2
+    partner_left = len(job.hosts_with_ranks()) > 1 and _steps_of_these_ranks(job) >= 2
     job.kill(host)
     job.forget(host)
     if host == 0:
