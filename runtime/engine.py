@@ -107,6 +107,8 @@ class Engine:
         self.stored = {name: self._stored(name, layout) for name, layout in self.layouts.items()}
         self.disk = agree(lambda: disk_state(disk, self.local, self.stored, self.mesh, plan.prefetch))
         agree(lambda: fill(model, self.layouts, self.buffers, values or {}, self._put, seed))
+        if self.disk is not None:
+            self.disk.finish()
         self._reduce_gradients()
         self._copies = NarrowCopies([stage.module for stage in self.local], self.tensor)
         self.randomness = Randomness(seed, self.device)

@@ -109,12 +109,16 @@ class TensorFile:
                 raise OSError(errno.EIO, f"{layout.name} is not what was written: its checksum differs")
         return self.num_bytes
 
-    def write(self) -> int:
-        """Bring all that has changed to the disk; how many bytes there are. Raises OSError."""
+    def flush(self) -> None:
+        """Bring all that has changed to the disk. Raises OSError."""
         os.fdatasync(self._descriptor)
+
+    def write(self) -> int:
+        """Bring all that has changed to the disk, and take its checksums; how many bytes there are. Raises OSError."""
+        self.flush()
         os.utime(self._descriptor, ns=(_LONG_AGO, _LONG_AGO))
         # Of what has changed between the two, which the time does not tell.
-        os.fdatasync(self._descriptor)
+        self.flush()
         whole = memoryview(self._memory)
         for layout in self._layouts:
             crc, (start, end) = 0, self._place(layout)

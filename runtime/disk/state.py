@@ -113,7 +113,7 @@ class DiskState:
             try:
                 while not done.wait(_FLUSH_S):
                     for file in files:
-                        file.write()
+                        file.flush()
                         file.drop()
             except OSError as error:
                 failures.append(error)
