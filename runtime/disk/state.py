@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ class DiskState:
                 "  try: parallelize(..., disk=FOLDER) or --disk FOLDER, on a local disk of every node"
             )
         self._mover = Mover(disk_folder(Path(folder)))
+        # Says where, if a page cannot be read that nothing has read ahead.
+        faulthandler.enable()
         self._stages: list[DiskBlocks] = []
         self._steps: BlockSteps | None = None
         self._filled: DiskBlock | None = None
