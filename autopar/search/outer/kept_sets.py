@@ -103,9 +103,7 @@ def _inner(found: Candidate, pricing: Pricing) -> Inner:
 def kept_sets(pricing: Pricing, assignment: tuple[Assignment, ...], *, on_host: bool = True) -> tuple[KeptSets, ...]:
     """Sets for the blocks of a plan, those that keep most first. on_host: and then those with some in host memory,
     where the software and the device have that."""
-    device = pricing.ops.cluster.device
-    # The host of a CPU has no other memory.
-    uses_host = on_host and device.stack.keeps_on_host and not device.is_cpu
+    uses_host = on_host and pricing.ops.cluster.device.may_keep_on_host
     sets: dict[_Kept, str] = {}
     kinds = pricing.workload.repetition.kinds
     for every in _frontiers(pricing, assignment, host=uses_host):
