@@ -94,8 +94,8 @@ _NOTHING = MemoryParts()
 class _Rank:
     """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, of
     those on their way to host memory after a forward, and of what is held from the input-gradient to the
-    weight-gradient pass; peaks: (stage, kind of pass, whether it is the
-    first backward of the step) -> peak of the backward. work: what an action computes.
+    weight-gradient pass; peaks: (stage, kind of pass, whether it is the first backward of the step) -> peak of the
+    backward. work: what an action computes.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
