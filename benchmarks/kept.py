@@ -32,7 +32,8 @@ from autopar.ir.rematerialisation import LEVELS
 from autopar.load_model import load_model_file
 from autopar.passes.normalise import normalise
 from autopar.search.api import estimate_captured, priced_plan
-from autopar.search.pricing.block_prices import evaluate_stages, layouts_of
+from autopar.search.pricing.block_moves import layouts_of
+from autopar.search.pricing.block_prices import evaluate_stages
 from autopar.search.pricing.kept_graph import kept_graph
 from autopar.search.problem.constraints import Constraints
 

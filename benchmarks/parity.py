@@ -30,12 +30,14 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import Shard
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 from issued import compared
 from models import CASES, Case
-from traces import TEN, Trace, describe, relative, train_alone, train_parallel
+from traces import TEN, Trace, describe, planned, relative, train_alone, train_parallel
 
 import autopar
 from autopar.ir.errors import InfeasiblePlan
+from tests.runtime.kept_plans import on_host
 
 # Cells that one group of processes runs. Each makes process groups, whose threads live as long as the processes.
 CELLS_OF_A_GROUP = 32
@@ -144,7 +146,14 @@ NARROW_PLANS |= {
     f"{name} bf16": (ranks, {**constraints, "precision": "bf16"}) for name, (ranks, constraints) in DISK_PLANS.items()
 }
 DISK_PLANS |= {name: plan for name, plan in NARROW_PLANS.items() if "disk" in name}
-KEPT_PLANS |= NARROW_PLANS | DISK_PLANS
+# Everything that they keep waits in host memory.
+HOST_PLANS = {
+    f"{name} host{end}": (ranks, {**constraints, "remat": 0.5, **precision})
+    for name, (ranks, constraints) in _KEPT.items()
+    for end, precision in (("", {}), (" bf16", {"precision": "bf16"}))
+}
+NARROW_PLANS |= {name: HOST_PLANS[name] for name in HOST_PLANS if name.endswith("bf16")}
+KEPT_PLANS |= NARROW_PLANS | DISK_PLANS | HOST_PLANS
 PLANS |= KEPT_PLANS
 # Models whose samples depend on each other (batch statistics, contrast): one microbatch is the whole batch.
 COUPLED = frozenset({"clip", "resnet"})
@@ -182,7 +191,7 @@ MOE_MODELS = frozenset({"mixtral", "mixtral_aux", "qwen3_moe", "olmoe", "deepsee
 # Every model under these, and these models under every plan but some of what blocks keep: ``make parity``. --full: all
 # under all.
 CORE_PLANS = ("tp2 sp", "dp2 pp2", "free")
-CORE_KEPT = ("dp2 tp2 50%", "pp2 zb-v 50%", "dp2 zero3 disk", "pp2 zb-v disk")
+CORE_KEPT = (*("dp2 tp2 50%", "pp2 zb-v 50%", "dp2 zero3 disk", "pp2 zb-v disk", "dp2 zero3 host", "pp4 zb-h1 host"),)
 CORE_MODELS = ("llama", "t5", "mixtral")
 
 
@@ -208,9 +217,10 @@ def run_cell(model: str, plan: str, references: dict[str, Trace]) -> Cell:
     start = time.perf_counter()
     unrecorded: list[str] = []
     try:
-        trace, chosen = train_parallel(
-            case, PLANS[plan][0], constraints_of(case, plan), watch=lambda parallel: compared(parallel, unrecorded)
-        )
+        ranks, constraints = PLANS[plan][0], constraints_of(case, plan)
+        if plan in HOST_PLANS:
+            constraints = {"plan": on_host(planned(case, ranks, constraints))}
+        trace, chosen = train_parallel(case, ranks, constraints, watch=lambda parallel: compared(parallel, unrecorded))
     except InfeasiblePlan as error:
         return Cell(model=model, plan=plan, impossible=str(error).splitlines()[0])
     if dist.get_rank():

@@ -155,6 +155,12 @@ def zero_gradients(case: Case, model: nn.Module, step: int) -> set[str]:
     return {name for name, norm in norms.items() if norm < 1e-12 * max(norms.values())}
 
 
+def planned(case: Case, ranks: int, constraints: dict[str, Any]) -> Plan:
+    """The plan that a search under ``constraints`` finds. All ranks together."""
+    extra: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn is not None else {}
+    return autopar.parallelize(build(case), ranks, example_inputs=case.batch(0), **extra, **constraints).plan
+
+
 def train_parallel(
     case: Case,
     ranks: int,

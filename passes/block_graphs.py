@@ -6,7 +6,7 @@ Parameters and buffers that one block alone uses are read inside it by their dot
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -54,17 +54,19 @@ class BlockGraphs:
                 remat = self.cut.program.placed.remat_of(index)
                 programs.append(self._extract(block.name, block.kind, nodes, shared, remat, set(nodes)))
                 if remat == "listed":
-                    self._mark(index, nodes, programs[-1].graph)
+                    programs[-1] = replace(programs[-1], host=self.cut.program.placed.host_of(index))
+                    self._mark(index, nodes, programs[-1])
         return tuple(programs)
 
-    def _mark(self, block: int, nodes: Sequence[fx.Node], graph: fx.Graph) -> None:
-        """Say of each op of the graph of a block, which has those of ``nodes`` in order, what becomes of it in
-        recomputation."""
+    def _mark(self, block: int, nodes: Sequence[fx.Node], made: BlockProgram) -> None:
+        """Say of each op of the program of a block, which has those of ``nodes`` in order, what becomes of it in
+        recomputation, and whether what is kept of it waits in host memory."""
         program = self.cut.program
-        for node, own in zip(nodes, call_nodes(graph), strict=False):
+        for node, own in zip(nodes, call_nodes(made.graph), strict=False):
             what = program.origin.get(node) or program.moves.get(node)
             if what is not None and not is_getitem(node):
                 own.meta["recomputation"] = self.recomputed.of(block, what)
+                own.meta["on_host"] = bool(made.host) and self.recomputed.on_host(block, what)
 
     def totals(self, stage: int) -> tuple[BlockProgram, ...]:
         """The sums over the batch that ``stage`` has to run on every microbatch before the first, dependencies

@@ -24,7 +24,9 @@ from autopar.ir.rematerialisation import Remat
 from autopar.ir.sizes import Ratio, Size
 from autopar.ir.torch_private import own_buffers, own_modules, own_parameters, pytree
 from autopar.runtime.compiled import compile_block
+from autopar.runtime.host_activations import HostMemory
 from autopar.runtime.rematerialised import mark, rematerialised
+from autopar.runtime.split_activations import Waiting
 from autopar.runtime.tiled import Tiled, TiledCalls, tiles_of
 
 
@@ -106,7 +108,8 @@ class CodeLibrary:
         self._tiled = TiledCalls()
         self._functions: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._traits: dict[fx.GraphModule, _Traits] = {}
-        self._callables: dict[tuple[fx.GraphModule, Remat], Callable[..., Any]] = {}
+        self._callables: dict[tuple[fx.GraphModule, Remat, tuple[int, ...] | None], Callable[..., Any]] = {}
+        self.host = HostMemory(device)
 
     def function(
         self, program: BlockProgram, shared: Container[str]
@@ -153,6 +156,7 @@ class CodeLibrary:
                 args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
                 copied[node] = graph.create_node("call_function", target, args, kwargs)
                 copied[node].meta["recomputation"] = node.meta.get("recomputation", Recomputation.RUNS)
+                copied[node].meta["on_host"] = node.meta.get("on_host", False)
             elif node.op == "output":
                 graph.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
         bind_groups(graph, self._group_names)
@@ -170,9 +174,12 @@ class CodeLibrary:
             self._traits[self._functions[key]] = traits
         return self._functions[key], tuple(state.values()), tuple(sizes), tuple(values.values())
 
-    def callable(self, function: fx.GraphModule, remat: Remat) -> Callable[..., Any]:
-        """``function`` at a level of rematerialisation, compiled if asked for."""
-        key = (function, remat)
+    def callable(
+        self, function: fx.GraphModule, remat: Remat, on_host: tuple[int, ...] | None = None
+    ) -> Callable[..., Any]:
+        """``function`` at a level of rematerialisation, compiled if asked for. on_host: numbers of the arguments that
+        wait in host memory; None if nothing of it does."""
+        key = (function, remat, on_host)
         if key not in self._callables:
             traits = self._traits[function]
             wrap = partial(
@@ -182,6 +189,7 @@ class CodeLibrary:
                 compiled=traits.compiled,
                 keeps_work=traits.keeps_work,
                 splits_backward=self._splits,
+                waiting=None if on_host is None else Waiting(self.host, on_host),
             )
             if traits.compiled:
                 self._callables[key] = compile_block(function, wrap)

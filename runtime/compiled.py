@@ -36,6 +36,11 @@ def check_compiles(plan: Plan) -> None:
             "block are recomputed.\n"
             "  try: compile=False, or a plan with remat selective or full"
         )
+    if plan.uses_host:
+        raise PlanMismatch(
+            "activations of the plan wait in host memory (host of its blocks), which those of compiled blocks cannot.\n"
+            "  try: compile=False, or a plan whose blocks have no host"
+        )
 
 
 def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autopar.ir.primitives.computed_once import Results, Work, keeping
 from autopar.ir.torch_private import TorchDispatchMode, pytree
+from autopar.runtime.host_activations import BlockOnHost, OnHost
 
 # Kernels whose results are dear to compute or to communicate.
 _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
@@ -36,10 +37,12 @@ class Mark:
 
     kept: by all of them; by products, attentions and collectives, which are costly; by reductions between ranks, as a
     product that runs again may have taken maxima over them, which are small. unread: that nothing in backward reads.
+    on_host: what is kept waits in host memory.
     """
 
     kept: Literal["all", "costly", "reductions", "none"] = "none"
     unread: Literal["all", "products", "none"] = "none"
+    on_host: bool = False
 
     def keeps(self, kernel: Any) -> bool:
         """Whether a kernel's results are kept."""
@@ -79,7 +82,8 @@ def marked(target: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
         with _Watch(run, mark):
             return target(*args, **kwargs)
 
-    return named(call, target, f"{mark.kept} kept, {mark.unread} unread")
+    where = " on host" if mark.on_host else ""
+    return named(call, target, f"{mark.kept} kept{where}, {mark.unread} unread")
 
 
 def named(call: Callable[..., Any], target: Callable[..., Any], how: str) -> Callable[..., Any]:
@@ -106,9 +110,10 @@ class _Like(NamedTuple):
 
 
 class Run:
-    """One forward of a block, and its recomputation."""
+    """One forward of a block, and its recomputation. host: where what waits in host memory does."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: BlockOnHost | None = None) -> None:
+        self._host, self._to_host = host, list[int]()
         self._kept: list[Any] = []
         self._results: list[Results] = []
         self._next = 0
@@ -119,6 +124,10 @@ class Run:
         """Within it marked calls, and what is ``computed_once``, leave what is kept."""
         with self._watching(), keeping(self._compute):
             yield
+        # Only now is what collectives make there for certain.
+        for number in self._to_host:
+            assert self._host is not None
+            self._kept[number] = pytree.tree_map_only(Tensor, self._host.put, self._kept[number])
 
     @contextmanager
     def recomputation(self) -> Iterator[None]:
@@ -152,6 +161,8 @@ class Run:
         if not self._recomputes:
             made = kernel(*args, **kwargs)
             # Autograd writes to the tensors that are made themselves.
+            if keeps and mark.on_host:
+                self._to_host.append(len(self._kept))
             self._kept.append(pytree.tree_map_only(Tensor, Tensor.detach if keeps else _like, made))
             return made
         if self._next == len(self._kept) or self._kept[self._next] is None:
@@ -160,7 +171,9 @@ class Run:
             )
         given, self._kept[self._next] = self._kept[self._next], None
         self._next += 1
-        return given if keeps else pytree.tree_map_only(_Like, _Like.nothing, given, is_leaf=_is_like)
+        if keeps:
+            return pytree.tree_map_only(OnHost, OnHost.take, given) if mark.on_host else given
+        return pytree.tree_map_only(_Like, _Like.nothing, given, is_leaf=_is_like)
 
 
 _run: ContextVar[Run | None] = ContextVar("autopar run of a block that recomputes", default=None)

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.program import TensorSpec
+from autopar.ir.schedule import Action as OurAction
 from autopar.ir.schedule import Pipelining
+from autopar.runtime.host_passes import HostPasses
 from autopar.runtime.local_stage import LocalStage
 from autopar.runtime.randomness import Randomness
 from autopar.runtime.split_backward import WeightPass, backward_to_inputs
@@ -34,7 +36,14 @@ class _Stage(Stage):
     The base class would let FSDP reduce everything after the last backward; told in time, it overlaps.
     """
 
-    def __init__(self, stage: LocalStage, device: torch.device, group: dist.ProcessGroup, random: Randomness) -> None:
+    def __init__(
+        self,
+        stage: LocalStage,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        random: Randomness,
+        passes: HostPasses,
+    ) -> None:
         program = stage.program
         outputs = (torch.empty((), device="meta"),) if program.loss is not None else _on_meta(program.sent)
         super().__init__(
@@ -46,7 +55,7 @@ class _Stage(Stage):
             output_args=outputs,
             group=group,
         )
-        self._stage, self._random = stage, random
+        self._stage, self._random, self._passes = stage, random, passes
         self._inputs = {_PREFIX + name: name for name in program.given}
         self._sending: dict[int, list[dist.Work]] = {}
         self._returning: list[dist.Work] = []
@@ -55,8 +64,11 @@ class _Stage(Stage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._stage.module.begin(fwd_chunk_id)
+        self._passes.begin(OurAction(self.stage_index, "F", fwd_chunk_id))
         with self._random.of(self._stage.module, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._passes.end_forward(self.stage_index, fwd_chunk_id)
+        return found
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.submod(*args, **{name: kwargs[given] for given, name in self._inputs.items()})
@@ -69,11 +81,13 @@ class _Stage(Stage):
         # Its outputs have arrived, or their gradients could not have come back.
         for work in self._sending.pop(bwd_chunk_id, ()):
             work.wait()
+        self._passes.begin(OurAction(self.stage_index, "B" if full_backward else "I", bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._passes.begin(OurAction(self.stage_index, "W", bwd_chunk_id))
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._end(bwd_chunk_id)
 
@@ -116,6 +130,7 @@ class _Stage(Stage):
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(microbatch, ()):
                 info.buffer = None
+        self._passes.end_backward(self.stage_index, microbatch)
 
     # Tensors to and from other stages.
 
@@ -170,7 +185,8 @@ class Pipeline:
         device: torch.device,
         randomness: Randomness,
     ) -> None:
-        self.stages = [_Stage(stage, device, group, randomness) for stage in stages]
+        passes_of_host = HostPasses(stages[0].module.host, shape.orders()[shape.rank_of(stages[0].program.stage)])
+        self.stages = [_Stage(stage, device, group, randomness, passes_of_host) for stage in stages]
         count = shape.num_microbatches
         self._schedule = Schedule(  # type: ignore[no-untyped-call]  # torch does not annotate it
             list(self.stages), count, loss_fn=_given_loss, scale_grads=False

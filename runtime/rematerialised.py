@@ -5,7 +5,8 @@
                 other ops are recomputed, gathers from other ranks too
     alternate   the same without every second matrix product, which is recomputed
     full        saves the block's inputs
-    listed      saves what the plan lists, and the block's inputs; the rest is recomputed if anything needs it
+    listed      saves what the plan lists, and the block's inputs; the rest is recomputed if anything needs it. The plan
+                may have some of it wait in host memory (``autopar.runtime.host_activations``)
 
 A loss in chunks (``ir/lowered/chunked_loss.py``) makes its gradients forward; they are saved at every level.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -32,8 +34,9 @@ from autopar.ir.placed.recomputed import Recomputation
 from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.rematerialisation import Remat
 from autopar.ir.torch_private import OpOverload
+from autopar.runtime.host_activations import BlockOnHost
 from autopar.runtime.kept_results import Mark, Run, is_costly, marked, named
-from autopar.runtime.split_activations import Contexts, held, recomputed
+from autopar.runtime.split_activations import Waiting, held, recomputed
 
 # Key of a note in a compiler's graph.
 _NOTE = "autopar"
@@ -47,22 +50,24 @@ def rematerialised(
     compiled: bool = False,
     keeps_work: bool = False,
     splits_backward: bool = False,
+    waiting: Waiting | None = None,
 ) -> Callable[..., Any]:
     """``call`` at a level of rematerialisation. preserve_rng_state: it draws random numbers. compiled: it will be.
 
     keeps_work: what is ``computed_once`` is saved though nothing else is. splits_backward: whether its backward may run
-    in an input-gradient and a weight-gradient pass; it is not compiled then.
+    in an input-gradient and a weight-gradient pass; it is not compiled then. waiting: what of it waits in host memory;
+    it is not compiled then either.
     """
     if remat == "none":
         return held(call) if splits_backward else call
-    contexts: Contexts | None = None
+    contexts: Callable[..., Any] | None = None
     if compiled:
         # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
         contexts = partial(create_selective_checkpoint_contexts, _POLICIES[remat]) if remat in _POLICIES else None
     elif remat != "full" or keeps_work:
         contexts = _contexts
-    if splits_backward:
-        return recomputed(call, preserve_rng_state=preserve_rng_state, contexts=contexts)
+    if splits_backward or waiting is not None:
+        return recomputed(call, preserve_rng_state=preserve_rng_state, contexts=contexts, waiting=waiting)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if contexts is not None:
         options["context_fn"] = contexts
@@ -73,8 +78,8 @@ def rematerialised(
     return run
 
 
-def _contexts() -> Any:
-    run = Run()
+def _contexts(host: BlockOnHost | None = None) -> Any:
+    run = Run(host)
     return run.forward(), run.recomputation()
 
 
@@ -86,6 +91,9 @@ def mark(graph: fx.Graph, remat: Remat, *, compiled: bool) -> None:
             own = _LISTED.get(node.meta.get("recomputation", Recomputation.RUNS))
             if own is not None and compiled:
                 node.target = _annotated(node.target, own.kept)
+            elif own is not None and own.kept != "none":
+                on_host = bool(node.meta.get("on_host", False))
+                node.target = marked(node.target, replace(own, on_host=on_host))
             elif own is not None:
                 is_unread_product = own.unread == "all" and is_product(_product_of(node))
                 node.target = marked(node.target, Mark(unread="products") if is_unread_product else own)

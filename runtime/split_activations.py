@@ -11,19 +11,20 @@ for both passes; ``torch.utils.checkpoint`` recomputes it anew in each backward,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from autopar.runtime.host_activations import BlockOnHost, HostMemory, OnHost
 from autopar.runtime.torch_private import node_of_backward
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Contexts = Callable[[BlockOnHost | None], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class _Saved:
@@ -91,18 +92,35 @@ def held(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What of a function waits in host memory: what its calls mark, and its arguments number ``inputs``."""
+
+    memory: HostMemory
+    inputs: tuple[int, ...]
+
+
 def recomputed(
-    call: Callable[..., Any], *, preserve_rng_state: bool, contexts: Contexts | None = None
+    call: Callable[..., Any],
+    *,
+    preserve_rng_state: bool,
+    contexts: Contexts | None = None,
+    waiting: Waiting | None = None,
 ) -> Callable[..., Any]:
-    """``call``, which is recomputed. contexts: of its forward, and of its recomputation."""
+    """``call``, which is recomputed. contexts: of its forward, and of its recomputation. waiting: what of it waits in
+    host memory in between."""
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return call(*args)
-        first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
-        own = _Call(call, args, second, _RandomState(args) if preserve_rng_state else None)
+        host = None if waiting is None else BlockOnHost(waiting.memory)
+        first, second = (nullcontext(), nullcontext()) if contexts is None else contexts(host)
+        own = _Call(call, args, second, _RandomState(args) if preserve_rng_state else None, host)
         with saved_tensors_hooks(own.save, _unpack), first:
-            return call(*args)
+            made = call(*args)
+        if waiting is not None:
+            own.end_forward(waiting.inputs)
+        return made
 
     return run
 
@@ -126,6 +144,16 @@ class _RandomState:
             yield
 
 
+class _Input(NamedTuple):
+    """An argument that waits in host memory."""
+
+    value: OnHost
+    requires_grad: bool
+
+    def take(self) -> Tensor:
+        return self.value.take().requires_grad_(self.requires_grad)
+
+
 class _Call:
     """One forward of a block, to be recomputed."""
 
@@ -135,9 +163,22 @@ class _Call:
         args: tuple[Any, ...],
         context: AbstractContextManager[Any],
         random: _RandomState | None,
+        host: BlockOnHost | None = None,
     ) -> None:
         self._saved: list[weakref.ref[_Saved]] = []
         self._todo: tuple[Any, ...] | None = (call, args, context, random)
+        self._host = host
+
+    def end_forward(self, inputs: Sequence[int]) -> None:
+        """The forward has ended, and arguments number ``inputs`` may go to host memory."""
+        assert self._todo is not None and self._host is not None
+        call, args, *rest = self._todo
+        kept = list(args)
+        for number in inputs:
+            sent = self._host.put(args[number])
+            kept[number] = _Input(sent, args[number].requires_grad) if isinstance(sent, OnHost) else args[number]
+        self._todo = call, tuple(kept), *rest
+        self._host.end_forward()
 
     def save(self, value: Tensor) -> _Saved:
         """A place for what autograd saves; not for the tensor itself."""
@@ -150,6 +191,9 @@ class _Call:
         if self._todo is None:
             return
         (call, args, context, random), self._todo = self._todo, None
+        if self._host is not None:
+            self._host.begin_backward()
+            args = tuple(arg.take() if isinstance(arg, _Input) else arg for arg in args)
         filled = 0
 
         def fill(value: Tensor) -> None:

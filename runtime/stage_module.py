@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.kept_lists import INPUTS
 from autopar.ir.lowered.random import is_random
 from autopar.ir.ops.expert_ffn import recorded_loads
 from autopar.ir.primitives.read_parameter import scale_gradient
 from autopar.ir.program import StageProgram
 from autopar.ir.program_sizes import SizeValues
 from autopar.runtime.blocks import BlockModule, CodeLibrary, Slot, attach
+from autopar.runtime.host_activations import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ class StageModule(nn.Module):
         attach(module, name, value, persistent=buffer is None or buffer.persistent)
         self._owner[name] = module
 
+    @property
+    def host(self) -> HostMemory:
+        """Where activations wait in host memory, of all stages of this rank."""
+        return self._library.host
+
     def has(self, name: str) -> bool:
         """Whether the stage holds a parameter or buffer, by original name."""
         return name in self._owner
@@ -116,11 +123,15 @@ class StageModule(nn.Module):
             last_use.update(dict.fromkeys((*block.inputs, *block.outputs), number))
         for name in (*results, *program.buffer_updates.values()):
             last_use[name] = len(program.blocks)
+        # What is received, given or constant is held elsewhere until the backward.
+        made = {name for block in program.blocks if block.kind >= 0 for name in block.outputs}
         calls = []
         for number, block in enumerate(program.blocks):
             module = self._block(block.name)
             function, state, sizes, inputs = self._library.function(block, self._owner)
-            call = self._library.callable(function, block.remat)
+            first = len(state) + len(sizes)
+            waiting = [first + n for n, name in enumerate(inputs) if INPUTS in block.host and name in made]
+            call = self._library.callable(function, block.remat, tuple(waiting) if block.host else None)
             trained = [number for number, name in enumerate(state) if name in program.trained]
             module.add_variant(variant, function, call, [self.slot(name) for name in state], sizes, trained)
             self.is_random |= any(map(is_random, block.graph.nodes))
@@ -168,6 +179,7 @@ class StageModule(nn.Module):
         values.update(zip(variant.received, received, strict=True))
         # The environment is all that keeps a value for later blocks; autograd keeps what backward needs.
         del received, inputs
+        self.host.begin_forward()
         with recorded_loads() as loads:
             for call in variant.calls:
                 results = call.block(*[values[name] for name in call.inputs])
@@ -182,4 +194,5 @@ class StageModule(nn.Module):
         found = tuple(values[name] for name in variant.results)
         if variant.gives_loss and self.loss_scale != 1.0:
             found = tuple(scale_gradient(value, self.loss_scale) for value in found)
+        self.host.end_forward(found)
         return found

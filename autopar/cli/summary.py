@@ -10,8 +10,8 @@ from autopar.report.words import microbatch_size, remat_level
 
 # Every key, in order; all but ``feasible`` are null where no plan fits.
 KEYS = (
-    "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "fit_probability",
-    "feasible", "pp",
+    "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes",
+    "host_activation_bytes", "fit_probability", "feasible", "pp",
     "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero", "remat",
     "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
     "goodput",
@@ -29,6 +29,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "model_tflops_per_gpu": prediction.model_tflops_per_gpu,
         "mfu": prediction.mfu,
         "peak_memory_bytes": prediction.peak_memory_bytes,
+        "host_activation_bytes": max(prediction.stage_host_bytes or [0]),
         "fit_probability": prediction.fit_probability,
         "feasible": True,
         "pp": plan.num_pipeline_ranks,

@@ -27,7 +27,7 @@ def kept_sets(strategy: Strategy) -> list[str]:
         return []
     return [
         f"Blocks that keep the tensors which the plan lists ({', '.join(strategy.kept_sets)}) are rematerialised in "
-        "full: they keep less and take longer."
+        "full: they keep their inputs alone, on the device, and take longer."
     ]
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from autopar.ir import plan_page
 from autopar.ir.bounded_text import bad_fields, parse_yaml, read_text
 from autopar.ir.errors import InvalidPlan
+from autopar.ir.kept_lists import check_lists
 from autopar.ir.mesh import Mesh, MeshAxis
 from autopar.ir.ops.scalings import Recipe as Recipe
 from autopar.ir.predictions import LengthsPrediction as LengthsPrediction
@@ -85,6 +86,7 @@ class BlockPlan(_Model):
     kept: name -> what such a block keeps for its backward where ``remat`` of a stage has the name: results of ops, by
     key, and, as ``key(0)``, operands of ops as they read them after a redistribution, by number. What else is needed is
     computed again. A kind of block without a set of that name keeps everything.
+    host: name -> what of that set, and ``inputs`` for the block's own, waits in host memory for the backward.
     zero, reshard_after_forward: of the parameters that only this block uses, instead of the plan's.
     """
 
@@ -93,6 +95,7 @@ class BlockPlan(_Model):
     ops: dict[str, dict[str, Annotated[str, Field(min_length=1)]]] = {}
     recipes: dict[str, Recipe] = {}
     kept: dict[str, list[str]] = {}
+    host: dict[str, list[str]] | None = None
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reshard_after_forward: bool | None = None
 
@@ -174,6 +177,11 @@ class Plan(_Model):
         return stage.remat_of(block - stage.first)
 
     @property
+    def uses_host(self) -> bool:
+        """Whether activations of some block wait in host memory."""
+        return any(block.host and block.host.get(name) for block in self.blocks for name in self.kept_sets)
+
+    @property
     def kept_sets(self) -> tuple[str, ...]:
         """Names of the sets of tensors that blocks keep."""
         used = (name for stage in self.stages for name, count in stage.remat.items() if count)
@@ -189,7 +197,7 @@ class Plan(_Model):
             sets = sum(stage.remat.values()) - sum(levels.values())
             levels["full"] = levels.get("full", 0) + sets
             stages.append(stage.model_copy(update={"remat": levels}))
-        blocks = [block.model_copy(update={"kept": {}}) for block in self.blocks]
+        blocks = [block.model_copy(update={"kept": {}, "host": None}) for block in self.blocks]
         return self.model_copy(update={"stages": stages, "blocks": blocks})
 
     def zero_of(self, kind: int) -> int:
@@ -294,9 +302,7 @@ class Plan(_Model):
     def _check_rematerialisation(self) -> None:
         sets = {name for block in self.blocks for name in block.kept}
         for kind, block in enumerate(self.blocks):
-            for name in block.kept:
-                if name in LEVELS:
-                    raise ValueError(f"blocks.{kind}.kept.{name}: that is a level; expected another name")
+            check_lists(f"blocks.{kind}", block.kept, block.host or {})
         for number, stage in enumerate(self.stages):
             for name in stage.remat:
                 if name not in sets and name not in LEVELS[1:]:
@@ -316,14 +322,13 @@ class Plan(_Model):
         if self.prediction is None:
             return
         expected = {
-            "stage_memory_bytes": self.num_pipeline_ranks,
-            "memory_parts_bytes": self.num_pipeline_ranks,
+            **dict.fromkeys(("stage_memory_bytes", "memory_parts_bytes", "stage_host_bytes"), self.num_pipeline_ranks),
             **dict.fromkeys(
                 ("stage_forward_s", "stage_backward_s", "stage_inputs_s", "stage_weights_s"), self.num_stages
             ),
         }
         for name, count in expected.items():
-            found = len(getattr(self.prediction, name))
+            found = len(getattr(self.prediction, name) or ())
             if found not in (0, count):
                 raise ValueError(f"prediction.{name}: has {found} values, expected {count}, or none")
         for one, other in (("stage_forward_s", "stage_backward_s"), ("stage_inputs_s", "stage_weights_s")):

@@ -44,7 +44,8 @@ class Prediction(_Model):
 
     stage_forward_s, stage_backward_s: of every stage; stage_inputs_s, stage_weights_s: of the parts of its backward, if
     the schedule splits it. stage_memory_bytes, memory_parts_bytes: of a rank of each place
-    in the pipeline, which holds one stage or several. All of a step whose rows are whole documents; of packed ones if
+    in the pipeline, which holds one stage or several; stage_host_bytes: the most activations that it has in host
+    memory, if there are any. All of a step whose rows are whole documents; of packed ones if
     the search was given ``lengths``, which is then the prediction over batches of them. goodput: what is left of it
     over days with failures, and the intervals and spares that leave most. offloaded_bytes: in host memory and on disk,
     of the rank with most there.
@@ -62,6 +63,7 @@ class Prediction(_Model):
     stage_inputs_s: list[float] = []
     stage_weights_s: list[float] = []
     memory_parts_bytes: list[dict[str, int]] = []
+    stage_host_bytes: list[int] | None = None
     breakdown_s: dict[str, float] = {}
     offloaded_bytes: dict[Literal["host", "disk"], int] | None = None
     lengths: LengthsPrediction | None = None

@@ -46,6 +46,7 @@ class BlockProgram:
     kind: number of the distinct block; blocks of one kind have the same code.
     remat: what is kept for backward. Where it is listed, ``meta["recomputation"]`` of an op of the graph says what
         becomes of it in recomputation (``ir.placed.recomputed.Recomputation``); without it, it runs.
+    host: what of that waits in host memory, as the plan lists it; ``meta["on_host"]`` says it of an op.
     """
 
     name: str
@@ -56,6 +57,7 @@ class BlockProgram:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     remat: Remat = "none"
+    host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

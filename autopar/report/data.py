@@ -96,6 +96,7 @@ def _block(plan: Plan, number: int, rows: list[Row]) -> dict[str, Json]:
         "last": first + block.repeats - 1,
         "rows": rows,
         "kept": block.kept,
+        "host": block.host or {},
     }
 
 
@@ -122,6 +123,7 @@ def _stage(plan: Plan, number: int) -> dict[str, Json]:
         "backward_s": prediction and of(prediction.stage_backward_s),
         "memory_bytes": prediction and of(prediction.stage_memory_bytes, rank),
         "memory_parts_bytes": prediction and of(prediction.memory_parts_bytes, rank),
+        "host_bytes": prediction and of(prediction.stage_host_bytes or (), rank),
     }
 
 

@@ -109,7 +109,8 @@ def _prediction(plan: Plan, planned: Planned | None) -> RenderableType:
         f"   {significant(prediction.tokens_per_s_per_gpu)} {counted(plan)}/s/GPU"
         f"   {significant(prediction.model_tflops_per_gpu)} TFLOP/s/GPU"
         f"   MFU {percent(prediction.mfu)}   peak memory {gib(prediction.peak_memory_bytes)}"
-        + ("" if fits is None else f", which fits with probability {fits:.2f}"),
+        + ("" if fits is None else f", which fits with probability {fits:.2f}")
+        + (f"   in host memory {gib(max(prediction.stage_host_bytes))}" if prediction.stage_host_bytes else ""),
     )
     parts: list[RenderableType] = [line]
     if prediction.offloaded_bytes is not None:
@@ -210,4 +211,7 @@ def _add_block(table: Table, plan: Plan, block: BlockPlan, styles: dict[str, str
         shown = list(listed if most >= len(block.ops) else listed[:most])
         more = f", … {len(listed) - len(shown)} more" if len(listed) > len(shown) else ""
         words = f"{name} keeps {', '.join(shown) or 'its inputs'}{more}"
+        if host := (block.host or {}).get(name):
+            shown, left = (host, 0) if most >= len(block.ops) else (host[:most], len(host[most:]))
+            words += f"; in host memory: {', '.join(shown)}" + (f", … {left} more" if left else "")
         table.add_row("", Text(words, "dim"), *("" for _ in plan.mesh))

@@ -12,7 +12,8 @@ from autopar.ir.lowered.attention import QUERIES, is_attention
 from autopar.ir.plan import Plan
 from autopar.ir.rule import Assignment, factors_of_choice
 from autopar.ir.sequence import Span, spans
-from autopar.search.pricing.block_prices import evaluate, layouts_of
+from autopar.search.pricing.block_moves import layouts_of
+from autopar.search.pricing.block_prices import evaluate
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.constraints import role_of_axis
 from autopar.search.problem.kept_sets import level_names
@@ -168,14 +169,19 @@ def _kept(plan: Plan, pricing: Pricing, assignment: tuple[Assignment, ...], plac
     blocks = evaluate(pricing, assignment, shared_once=plan.num_stages == 1).blocks
     kinds = pricing.workload.repetition
     sizes: dict[tuple[str, str], list[float]] = {}
+    on_host: dict[tuple[str, str], float] = {}
+    levels = level_names(pricing.kept)
     for number, block in enumerate(blocks):
         if plan.pipelining.rank_of(plan.stage_of(number)) == place:
             level = plan.remat_of(number)
             name = kinds.kinds[kinds.blocks[number].kind].name
-            sizes.setdefault((name, level), []).append(block.saved_bytes[level_names(pricing.kept).index(level)])
+            sizes.setdefault((name, level), []).append(block.saved_bytes[levels.index(level)])
+            on_host[name, level] = block.host[levels.index(level)].num_bytes
     for (name, remat), own in sizes.items():
         several = f"{len(own)} of {name}, {gib(own[0])} each" if len(own) > 1 else name
-        yield Held("activations", f"{several}, remat {remat}", sum(own), inside=True)
+        host = on_host[name, remat]
+        beside = f"; {gib(host)} of each in host memory" if host else ""
+        yield Held("activations", f"{several}, remat {remat}{beside}", sum(own), inside=True)
 
 
 def _inside(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Iterator[Held]:

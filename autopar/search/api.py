@@ -116,7 +116,7 @@ def search_captured(
     return SearchResult(
         plan=plan.model_copy(update={"expert_capacity": constraints.expert_capacity}),
         predicted=best.predicted,
-        optimality_gap=max(0.0, 1.0 - outer.bound / step),
+        optimality_gap=max(0.0, 1.0 - _bound_s(outer) / step),
         num_configurations=solver.num_solved,
         num_skipped=outer.num_skipped,
         search_time_s=time.perf_counter() - start,
@@ -328,6 +328,19 @@ def priced_plan(
         for s in plan.stages
     ]
     return pricing, assignment, stages
+
+
+def _bound_s(outer: Outer) -> float:
+    """Lower bound on a step of every plan: that of the search, which has levels of rematerialisation alone, or where
+    activations may wait in host memory one without recomputation."""
+    if not outer.solver.cluster.device.may_keep_on_host:
+        return outer.bound
+    partials = [
+        (num_stages, num)
+        for num_stages, mesh in outer.space.nodes()
+        for num in outer.space.microbatches(mesh, outer.constraints)
+    ]
+    return min(outer.bound, *(outer.bounds.ideal_s(*partial, on_host=True) for partial in partials))
 
 
 def _check_microbatches(workload: Workload, constraints: Constraints) -> None:

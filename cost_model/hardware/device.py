@@ -194,6 +194,11 @@ class Device:
         return num_bytes / (self.optimizer_bandwidth or self.memory_bandwidth * self.memory_efficiency)
 
     @property
+    def may_keep_on_host(self) -> bool:
+        """Whether activations may wait in host memory, which is other memory than that of the device."""
+        return self.stack.keeps_on_host and not self.is_cpu
+
+    @property
     def usable_bytes(self) -> int:
         """Memory left for a training program."""
         return self.memory_bytes - self.reserved_bytes

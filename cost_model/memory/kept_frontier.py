@@ -29,6 +29,7 @@ from typing import Any
 import networkx as nx
 
 from autopar.ir.analysis.forward_graph import ForwardGraph, Op, Tensor
+from autopar.ir.kept_lists import INPUTS
 
 PICOSECONDS = 10**12
 
@@ -39,11 +40,12 @@ _SOURCE, _SINK = "source", "sink"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedForward:
     """The forward of a block on one rank. num_bytes: of every tensor. picoseconds: of every op that may run again, what
-    it communicates included."""
+    it communicates included. inputs: what the block reads of earlier blocks."""
 
     graph: ForwardGraph
     num_bytes: Mapping[Tensor, int]
     picoseconds: Mapping[Op, int]
+    inputs: frozenset[Tensor] = frozenset()
 
     def keeping(self, kept: Container[Tensor]) -> KeptSet:
         """What it costs to keep no more than ``kept`` and what comes from outside the block."""
@@ -55,6 +57,15 @@ class PricedForward:
             num_bytes=sum(self.num_bytes[tensor] for tensor in held),
             picoseconds=sum(self.picoseconds[name] for name in again),
         )
+
+    def on_host(self, kept: KeptSet, listed: Container[str]) -> tuple[int, int]:
+        """Bytes of ``kept`` that wait in host memory where a plan lists these names, and bytes of inputs among them. An
+        op sends all that is kept of what it makes."""
+        makers = self.graph.makers
+        ops = {makers[tensor] for tensor in self.graph.named(listed) & kept.kept if tensor in makers}
+        made = sum(self.num_bytes[tensor] for tensor in kept.kept if makers.get(tensor) in ops)
+        inputs = sum(self.num_bytes[tensor] for tensor in self.inputs & kept.kept) if INPUTS in listed else 0
+        return made + inputs, inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,7 @@ AUTOPAR = Stack(
     gathers_narrow=frozenset({"weights", "activations"}),
     any_order=True,
     keeps_any=True,
+    keeps_on_host=True,
     why="torch 2.11 takes cuDNN's attention on an H100 and an H200 of itself (benchmarks/kernels.py), "
     "else FlashAttention-2",
 )
@@ -81,6 +82,7 @@ COMPILED = replace(
     reductions=NORMS,
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_COMPILED_BIASES,
+    keeps_on_host=False,
     why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms, but not of casts, as "
     "it does not look into the backward of an 8-bit layer",
 )

@@ -47,7 +47,8 @@ class Stack:
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
     one microbatch travel to experts and back while another microbatch is computed. any_order: whether a pipeline runs
     its passes in any order that a plan has, and not in those of named schedules alone. keeps_any: whether a block keeps
-    any tensors for its backward, and not those of a level alone. why: where all this is from.
+    any tensors for its backward, and not those of a level alone; keeps_on_host: whether some of them may wait in host
+    memory. why: where all this is from.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Stack:
     gathers_ahead: bool = False
     any_order: bool = False
     keeps_any: bool = False
+    keeps_on_host: bool = False
     hides_dispatch: bool = False
 
     @property

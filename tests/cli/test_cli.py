@@ -60,10 +60,10 @@ def example_inputs(batch_size=16, seq_len=8):
 """
 
 JSON_KEYS = {
-    "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "fit_probability",
-    "feasible", "pp", "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size", "num_microbatches", "zero",
-    "remat", "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided", "lengths",
-    "goodput",
+    "step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_memory_bytes", "host_activation_bytes",
+    "fit_probability", "feasible", "pp", "cluster", "mesh", "schedule", "virtual_stages", "microbatch_size",
+    "num_microbatches", "zero", "remat", "capture_time_s", "search_time_s", "optimality_gap", "breakdown_s", "divided",
+    "lengths", "goodput",
 }  # fmt: skip
 
 

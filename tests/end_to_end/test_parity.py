@@ -27,6 +27,9 @@ CELLS = [
     ("clip", "zero2"),
     ("llama", "dp2 tp2 pp2"),
     ("mlp", "free"),
+    ("llama", "dp2 zero3 host"),
+    ("mixtral", "pp2 zb-v host"),
+    ("t5", "pp4 zb-h1 host"),
 ]
 
 

@@ -61,6 +61,14 @@ def test_round_trip(tmp_path: Path) -> None:
             changed(blocks=[{"name": "layers.*", "repeats": 4, "kept": {"full": []}}]),
             "blocks.0.kept.full: that is a level; expected another name",
         ),
+        (
+            changed(blocks=[{"name": "layers.*", "repeats": 4, "kept": {"a": []}, "host": {"b": []}}]),
+            "blocks.0.host.b: expected a name that the block lists under kept, which has a",
+        ),
+        (
+            changed(blocks=[{"name": "layers.*", "repeats": 4, "kept": {"a": ["up/linear"]}, "host": {"a": ["gelu"]}}]),
+            "blocks.0.host.a.0: 'gelu' is not kept; expected inputs, up/linear",
+        ),
         (changed(zero=1, reshard_after_forward=False), "reshard_after_forward: false is about ZeRO-3"),
         (
             changed(stages=[{"first": 0, "last": 3, "offload": True}]),
@@ -110,6 +118,17 @@ def test_sets_that_blocks_keep_come_after_the_levels() -> None:
     assert [plan.remat_of(number) for number in range(4)] == ["full", "less", "more", "none"]
     assert plan.kept_sets == ("less", "more")
     assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert "host" not in plan.to_yaml()
     levels = plan.in_levels()
     assert [levels.remat_of(number) for number in range(4)] == ["full", "full", "full", "none"]
     assert not levels.kept_sets
+
+
+def test_what_waits_in_host_memory_is_part_of_a_set() -> None:
+    block = {"name": "layers.*", "repeats": 4, "kept": {"less": ["mlp.up/linear"]}, "host": {"less": ["inputs"]}}
+    plan = Plan.from_yaml(changed(blocks=[block], stages=[{"first": 0, "last": 3, "remat": {"less": 1}}]))
+    assert plan.uses_host
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    unused = Plan.from_yaml(changed(blocks=[block]))
+    assert not unused.uses_host
+    assert not plan.in_levels().uses_host

@@ -107,6 +107,11 @@ class PlacedModel:
         listed = self.plan.blocks[kind].kept.get(self.plan.remat_of(block))
         return None if listed is None else frozenset(listed)
 
+    def host_of(self, block: int) -> frozenset[str]:
+        """What of that waits in host memory, as the plan lists it."""
+        host = self.plan.blocks[self.analysis.repetition.blocks[block].kind].host or {}
+        return frozenset(host.get(self.plan.remat_of(block), ()))
+
     def lowering(self, op: fx.Node) -> str | None:
         """Name of the lowering of ``op``, None if it is the op itself on shards."""
         if self.zigzag is not None and op in self.zigzag.attentions:

@@ -62,6 +62,13 @@ class Recomputed:
         """Whether collectives of an op or a move run again."""
         return self.of(block, what) is Recomputation.RUNS
 
+    def on_host(self, block: int, what: fx.Node | Move) -> bool:
+        """Whether what is kept of an op or a move of such a block waits in host memory."""
+        graph, _, _ = self._in(block)
+        named = graph.named(self.operands.placed.host_of(block))
+        makers = graph.makers
+        return any(makers.get(tensor) in (what, (what, INSIDE)) for tensor in named)
+
     def _made(self, block: int) -> frozenset[fx.Node]:
         """The tensors that ops of a block make."""
         return frozenset(self.operands.placed.analysis.repetition.blocks[block].nodes)

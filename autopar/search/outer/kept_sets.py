@@ -4,6 +4,10 @@ The search knows four levels. Of the best plans that rematerialise, the frontier
 placement (``autopar.cost_model.memory.kept_frontier``). Where the kind that recomputes most goes from one corner to the
 next as the price of memory rises, every kind has a best corner; those are a set of the plan. Stages are cut anew with
 the sets beside the levels.
+
+What a corner keeps may wait in host memory, all of it, or as much as the copies are hidden of: that takes no memory of
+the device, and the seconds that the copies add (``autopar.cost_model.communication.host_copies``). Such points are part
+of the frontier where they are below it.
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
 
-from autopar.cost_model.memory.kept_frontier import KeptSet, PricedForward, frontier
+from autopar.cost_model.memory.kept_frontier import PICOSECONDS, KeptSet, PricedForward, frontier
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.rule import Assignment
 from autopar.search.outer.configuration import Candidate, Inner
 from autopar.search.outer.configuration_solver import Solver
-from autopar.search.pricing.block_prices import layouts_of
+from autopar.search.outer.host_choices import host_links
+from autopar.search.outer.offloads import has_room
+from autopar.search.pricing.block_moves import layouts_of
+from autopar.search.pricing.block_prices import evaluate
 from autopar.search.pricing.kept_graph import kept_graph
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.kept_sets import KeptSets
@@ -61,18 +68,23 @@ def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:
     """The plan with its stages cut for all sets; None if it recomputes nothing, or nothing fits."""
     if not found.is_rematerialised:
         return None
-    pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment))
-    return solver.filled(found.configuration, _inner(found, pricing))
+    for on_host in (True, False):
+        pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment, on_host=on_host))
+        own = solver.filled(found.configuration, _inner(found, pricing))
+        if own is None or has_room(own) or not any(own.predicted.host_bytes):
+            return own
+    return None
 
 
 def with_share(solver: Solver, found: Candidate, share: float) -> Candidate:
     """The plan whose blocks all keep a share at most of what autograd would save, as far as they can. Raises
     InfeasiblePlan if that does not fit."""
     listed = []
-    for points in _frontiers(found.pricing, found.assignment):
+    (every,) = _frontiers(found.pricing, found.assignment)
+    for points in every:
         fitting = (point for point in points if point.num_bytes <= share * points[0].num_bytes)
         listed.append(next(fitting, points[-1]).listed)
-    sets = KeptSets(name=f"keep{100 * share:g}", listed=tuple(listed))
+    sets = KeptSets(name=f"keep{100 * share:g}", listed=tuple(listed), host=((),) * len(listed))
     inner = _inner(found, replace(found.pricing, kept=(sets,)))
     best = replace(solver, levels=()).filled(found.configuration, inner)
     if best is None:
@@ -88,44 +100,75 @@ def _inner(found: Candidate, pricing: Pricing) -> Inner:
     return Inner(pricing=pricing, assignment=found.assignment, objective=0.0, shared_once=configuration.num_stages == 1)
 
 
-def kept_sets(pricing: Pricing, assignment: tuple[Assignment, ...]) -> tuple[KeptSets, ...]:
-    """Sets for the blocks of a plan, those that keep most first."""
-    every, kinds = _frontiers(pricing, assignment), pricing.workload.repetition.kinds
-    main = max(zip(every, kinds, strict=True), key=lambda own: own[0][-1].picoseconds * own[1].repeats)[0]
-    # Picoseconds a byte, at which one corner costs as much as the next.
-    turns = [(b.picoseconds - a.picoseconds) / (a.num_bytes - b.num_bytes) for a, b in pairwise(main)]
-    prices = [*(sqrt(a * b) for a, b in pairwise(turns)), *(2 * price for price in turns[-1:])]
-    sets: dict[tuple[tuple[str, ...] | None, ...], str] = {}
-    for corner, price in zip(main[1:], prices, strict=True):
-        best = [min(own, key=lambda point: point.picoseconds + price * point.num_bytes) for own in every]
-        name = f"keep{100 * corner.num_bytes / main[0].num_bytes:.0f}"
-        sets.setdefault(tuple(point.listed for point in best), _free(name, sets.values()))
-    return tuple(KeptSets(name=name, listed=listed) for listed, name in sets.items())
+def kept_sets(pricing: Pricing, assignment: tuple[Assignment, ...], *, on_host: bool = True) -> tuple[KeptSets, ...]:
+    """Sets for the blocks of a plan, those that keep most first. on_host: and then those with some in host memory,
+    where the software and the device have that."""
+    uses_host = on_host and pricing.ops.cluster.device.may_keep_on_host
+    sets: dict[_Kept, str] = {}
+    kinds = pricing.workload.repetition.kinds
+    for every in _frontiers(pricing, assignment, host=uses_host):
+        main = max(zip(every, kinds, strict=True), key=lambda own: own[0][-1].picoseconds * own[1].repeats)[0]
+        # Picoseconds a byte, at which one corner costs as much as the next.
+        turns = [(b.picoseconds - a.picoseconds) / (a.num_bytes - b.num_bytes) for a, b in pairwise(main)]
+        prices = [*(sqrt(a * b) for a, b in pairwise(turns)), *(2 * price for price in turns[-1:])]
+        for corner, price in zip(main[1:], prices, strict=True):
+            best = [min(own, key=lambda point: point.picoseconds + price * point.num_bytes) for own in every]
+            kept = _Kept(tuple(point.listed for point in best), tuple(point.host for point in best))
+            name = f"keep{100 * (corner.num_bytes + corner.host_bytes) / main[0].num_bytes:.0f}"
+            sets.setdefault(kept, _free(name + ("-host" if any(kept.host) else ""), sets.values()))
+    return tuple(KeptSets(name=name, listed=kept.listed, host=kept.host) for kept, name in sets.items())
+
+
+class _Kept(NamedTuple):
+    """As of ``KeptSets``, of each kind of block."""
+
+    listed: tuple[tuple[str, ...] | None, ...]
+    host: tuple[tuple[str, ...], ...]
 
 
 class _Point(NamedTuple):
-    """A corner of a frontier. listed: what is kept, as a plan lists it; None of everything that autograd saves."""
+    """A corner of a frontier. num_bytes: on the device. listed: what is kept, as a plan lists it; None of everything
+    that autograd saves. host: what of that waits in host memory, with its bytes."""
 
     num_bytes: float
     picoseconds: float
     listed: tuple[str, ...] | None
+    host: tuple[str, ...] = ()
+    host_bytes: float = 0.0
 
 
-def _frontiers(pricing: Pricing, assignment: tuple[Assignment, ...]) -> list[list[_Point]]:
-    """The frontier of each kind of block, from everything on."""
+def _frontiers(pricing: Pricing, assignment: tuple[Assignment, ...], *, host: bool = False) -> list[list[list[_Point]]]:
+    """The frontiers of each kind of block, from everything on: without host memory, and one with it if ``host``."""
     layouts = layouts_of(pricing.workload, assignment)
     given = layouts.assignments, pricing.mesh, pricing.parts
-    found = []
+    links = host_links(pricing, evaluate(replace(pricing, kept=()), assignment, shared_once=False)) if host else []
+    found: list[list[list[_Point]]] = [[], []] if host else [[]]
     for kind, activations in enumerate(pricing.workload.kept(pricing.memory).blocks):
         forward = kept_graph(pricing, layouts, kind)
-        points = [_Point(activations.saved_bytes(*given), 0.0, None)]
+        points, waiting = [_Point(activations.saved_bytes(*given), 0.0, None)], []
         for corner in frontier(forward):
-            point = _Point(corner.num_bytes, corner.picoseconds, _names(forward, corner))
-            if point.picoseconds and point.num_bytes < points[-1].num_bytes:
-                while len(points) > 1 and _is_above(points[-2], points[-1], point):
-                    points.pop()
-                points.append(point)
-        found.append(points)
+            names = _names(forward, corner)
+            points.append(_Point(corner.num_bytes, corner.picoseconds, names))
+            for sent in links[kind].choices(forward, corner, names) if links else ():
+                picoseconds = corner.picoseconds + round(sent.added_s * PICOSECONDS)
+                left = corner.num_bytes - sent.num_bytes
+                waiting.append(_Point(left, picoseconds, names, sent.names, sent.num_bytes))
+        for own, candidates in zip(found, (points, points + waiting), strict=False):
+            own.append(_hull(candidates))
+    return found
+
+
+def _hull(points: list[_Point]) -> list[_Point]:
+    """The corners of the lower hull, from the first point on."""
+    first, *others = points
+    found = [first]
+    for point in sorted(others, key=lambda own: (-own.num_bytes, own.picoseconds)):
+        if point.picoseconds and point.num_bytes < found[-1].num_bytes:
+            while len(found) > 1 and (
+                found[-1].picoseconds >= point.picoseconds or _is_above(found[-2], found[-1], point)
+            ):
+                found.pop()
+            found.append(point)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from autopar.ir.offload import Offload
 from autopar.search.outer.configuration import Configuration
@@ -22,18 +23,20 @@ class Bounds:
     solver: Solver
     constraints: Constraints
     offload: Offload = Offload.NONE
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    _known: dict[tuple[int, int, bool], float] = field(default_factory=dict)
 
-    def ideal_s(self, num_stages: int, num_microbatches: int) -> float:
+    def ideal_s(self, num_stages: int, num_microbatches: int, *, on_host: bool = False) -> float:
         """Lower bound on a partial configuration: seconds of a step of perfectly divided ops, with bubble and
-        recomputation."""
-        key = (num_stages, num_microbatches)
+        recomputation. on_host: without recomputation, since activations may wait in host memory instead."""
+        key = (num_stages, num_microbatches, on_host)
         if key not in self._known:
             ideal, ranks = self.solver.prices.ideal, self.solver.cluster.num_gpus // num_stages
             parts = self.solver.batches * num_microbatches
             pass_s = ideal.microbatch_s(ranks, parts)
             passes = num_microbatches + self.bubble * (num_stages - 1)
             recomputed = num_microbatches * self._recomputed_s(ranks, num_stages, num_microbatches)
+            if on_host and recomputed < inf:
+                recomputed = 0.0
             busy = (pass_s * passes + recomputed) / num_stages
             if self.may_be_naive(num_stages):
                 busy = min(busy, num_microbatches * pass_s)

@@ -35,17 +35,23 @@ def offloads(pinned: Offload | None, device: Device) -> tuple[Offload, ...]:
 
 
 def has_room(found: Candidate) -> bool:
-    """Whether what a plan offloads fits where it is."""
+    """Whether what a plan offloads fits where it is, activations in host memory included."""
     device = found.pricing.ops.cluster.device
-    host, disk = found.predicted.offloaded()
+    host, disk = _taken(found)
     room = 0.0 if device.disk is None else device.disk.capacity
     return disk <= room and (device.is_cpu or host <= device.host.memory_bytes)
+
+
+def _taken(found: Candidate) -> tuple[float, float]:
+    """Bytes in host memory and on disk."""
+    host, disk = found.predicted.offloaded()
+    return host + max(found.predicted.host_bytes), disk
 
 
 def no_room(found: Candidate) -> InfeasiblePlan:
     """The error for a plan that offloads more than there is room for."""
     device = found.pricing.ops.cluster.device
-    host, disk = (size / _GIB for size in found.predicted.offloaded())
+    host, disk = (size / _GIB for size in _taken(found))
     room = 0.0 if device.disk is None else device.disk.capacity / _GIB
     return InfeasiblePlan(
         f"what fits offloads {host:.1f} GiB a rank to host memory, of which there are "

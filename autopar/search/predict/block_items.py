@@ -19,8 +19,8 @@ from autopar.ir.analysis.op_stream import op_name
 from autopar.ir.placed.layouts import Layouts
 from autopar.ir.rule import Assignment
 from autopar.search.predict.communications import Communication, inside_op, name_of, of_transfer
-from autopar.search.pricing.block_moves import needs_of
-from autopar.search.pricing.block_prices import Priced, layouts_of
+from autopar.search.pricing.block_moves import layouts_of, needs_of
+from autopar.search.pricing.block_prices import Priced
 from autopar.search.pricing.pricing import Pricing
 
 

@@ -16,8 +16,7 @@ from autopar.ir.placed.layouts import Need
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import Collective, Step, redistribute
 from autopar.ir.rule import Assignment
-from autopar.search.pricing.block_moves import needs_of
-from autopar.search.pricing.block_prices import layouts_of
+from autopar.search.pricing.block_moves import layouts_of, needs_of
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.workload import Transfer, Workload
 

@@ -30,6 +30,7 @@ _SHARED = Item("collective", "all_reduce", "gradients of parameters that stages 
 _SLOWED = Item("slowdown", "compute", "beside communication")
 _PRELUDE = Item("prelude", "step inputs", "every stage")
 _JITTER = Item("jitter", "waiting", "for the slowest rank")
+_HOST = Item("copy", "activations", "to host memory and back")
 _ACTIVATIONS = Item("send", "activations", "to the next stage", "pp")
 _GRADIENTS = Item("send", "gradients", "to the stage before", "pp")
 _COPIES = Item("send", "copies", "by the core that computes", "pp")
@@ -127,6 +128,8 @@ class _Contents:
         elif part == "recomputation":
             level = self.levels[self.tasks.costs.stages[stage].level(one.block)]
             yield Item("recomputation", level, kind), seconds
+        elif part == "host":
+            yield _HOST, seconds
         elif part == "twice":
             yield Item("split backward", "done in both passes", kind), seconds
         elif part == "prelude":

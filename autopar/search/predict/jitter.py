@@ -105,6 +105,6 @@ def pass_seconds(priced: Priced, stage: Stage, prefetch: int) -> tuple[float, fl
     inside = range(stage.first, stage.last + 1)
     blocks = [priced.blocks[b] for b in inside]
     forward, backward = exposed_sync(blocks, prefetch)
-    ahead = priced.prelude_s + sum(b.forward_s for b in blocks) + forward
+    ahead = priced.prelude_s + sum(b.forward_s(stage.level(n)) for b, n in zip(blocks, inside, strict=True)) + forward
     whole = sum(b.backward_s(stage.level(n)) for b, n in zip(blocks, inside, strict=True)) + backward
     return ahead, whole, forward + backward

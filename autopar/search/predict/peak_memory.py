@@ -10,6 +10,10 @@ of the blocks after it are there already.
     ...
     after the last backward      nothing                       all, and the optimiser's workspace
 
+What waits in host memory is on the device from the forward of a block to the end of the next one's, and comes back for
+the backward of the block after it; so in a backward two blocks have it there, and after a forward the last of its
+blocks.
+
 The bytes of a block's own backward come from ``BlockBackward.peak``, and from what FSDP gathers and scatters: the
 parameters of the block and of prefetched ones, gradients on their way out. Gradients that are reduced in buckets stay
 allocated from step to step.
@@ -17,10 +21,12 @@ allocated from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
+from autopar.cost_model.communication.host_copies import HostCopies
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.schedule import Action, Kind, Order, work_of
@@ -86,9 +92,10 @@ _NOTHING = MemoryParts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, and
-    of what is held from the input-gradient to the weight-gradient pass; peaks: (stage, kind of pass, whether it is the
-    first backward of the step) -> peak of the backward. work: what an action computes.
+    """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, of
+    those on their way to host memory after a forward, and of what is held from the input-gradient to the
+    weight-gradient pass; peaks: (stage, kind of pass, whether it is the first backward of the step) -> peak of the
+    backward. work: what an action computes.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
@@ -97,6 +104,7 @@ class _Rank:
     resting: MemoryParts
     arriving: dict[int, float]
     kept: dict[int, float]
+    sending: dict[int, float]
     delayed: dict[int, float]
     work: Callable[[Action], Kind | None]
     fragmentation: float
@@ -122,6 +130,7 @@ class _Rank:
             resting=sum((b.resting for b in every), MemoryParts(transient=max(b.optimiser_bytes for b in every))),
             arriving={number: sum(map(_arriving, blocks)) for number, blocks in inside.items()},
             kept={number: kept_of(priced, stages, number) for number in own},
+            sending={number: sending_of(priced, stages[number]) for number in own},
             delayed={number: sum(block.delayed_bytes for block in inside[number]) for number in own},
             work=work,
             fragmentation=memory.fragmentation,
@@ -146,7 +155,8 @@ class _Rank:
             stage, kind = action.stage, self.work(action)
             if kind == "F":
                 now += self.kept[stage]
-                yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), now)
+                waiting = now + self.sending[stage]
+                yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), waiting)
                 continue
             others = sum(self.arriving[other] for other in begun if other != stage)
             if kind is None:
@@ -165,14 +175,38 @@ class _Rank:
 
 
 def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
-    """Most bytes of activations that the passes of one rank hold for later ones, outside any backward."""
-    kept = {number: kept_of(priced, stages, number) for number in {action.stage for action in order}}
+    """Most bytes of activations that the passes of one rank hold on the device for later ones, outside any backward."""
+    own = {action.stage for action in order}
+    kept = {number: kept_of(priced, stages, number) for number in own}
+    return _most(order, kept, {number: sending_of(priced, stages[number]) for number in own})
+
+
+def most_on_host(priced: Priced, stages: Sequence[Stage], order: Order) -> float:
+    """Most bytes of activations that the passes of one rank have in host memory."""
+    own = {action.stage for action in order}
+    sent = {number: sum(copies.num_bytes for copies in _copies(priced, stages[number])) for number in own}
+    return _most(order, sent, dict.fromkeys(own, 0.0))
+
+
+def _most(order: Order, held: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Most bytes at the end of a pass. held: by stage, from a forward to its backward. after: at the end of a
+    forward."""
     now = most = 0.0
     for stage, kind, _ in order:
         if kind != "I":
-            now += kept[stage] if kind == "F" else -kept[stage]
-        most = max(most, now)
+            now += held[stage] if kind == "F" else -held[stage]
+        most = max(most, now + (after[stage] if kind == "F" else 0.0))
     return most
+
+
+def _copies(priced: Priced, stage: Stage) -> list[HostCopies]:
+    """Of each block of a stage."""
+    return [priced.blocks[b].host[stage.level(b)] for b in range(stage.first, stage.last + 1)]
+
+
+def sending_of(priced: Priced, stage: Stage) -> float:
+    """Bytes on their way to host memory when a forward of a stage ends: of the last block that sends any."""
+    return next((copies.num_bytes for copies in reversed(_copies(priced, stage)) if copies.num_bytes), 0.0)
 
 
 def _arriving(block: BlockPrice) -> float:
@@ -181,11 +215,13 @@ def _arriving(block: BlockPrice) -> float:
 
 
 def kept_of(priced: Priced, stages: Sequence[Stage], number: int) -> float:
-    """Bytes of activations that a stage saves for one microbatch, those that it sends included."""
+    """Bytes of activations that a stage saves for one microbatch on the device, those that it sends included, and what
+    it receives: the pipeline holds both."""
     stage = stages[number]
     inside = sum(priced.blocks[b].saved_bytes[stage.level(b)] for b in range(stage.first, stage.last + 1))
     sent = priced.blocks[stage.last + 1].send_bytes if number + 1 < len(stages) else 0.0
-    return inside + (sent or 0.0)
+    received = _copies(priced, stage)[0].input_bytes if number else 0.0
+    return inside + received + (sent or 0.0)
 
 
 def _backward_peak(
@@ -200,12 +236,18 @@ def _backward_peak(
     if kind == "W":
         saved = delayed
     kept, gradients, leaving = sum(saved), 0.0 if first else sum(map(_arriving, blocks)), 0.0
+    # Fetched ahead while a block runs: of the nearest one before it; at last, if it is of this stage, of the next pass.
+    copies = [block.host[stage.level(stage.first + number)].num_bytes for number, block in enumerate(blocks)]
+    next_pass = next(filter(None, reversed(copies)), 0.0)
+    fetched = list(accumulate(copies, lambda before, own: own or before, initial=0.0))
+    fetched = [own or next_pass for own in fetched]
     most, best = -1.0, MemoryParts()
     for number in range(len(blocks) - 1, -1, -1):
         block = blocks[number]
         level = stage.level(stage.first + number)
         recomputed, peak = 0.0 if kind == "W" else block.recomputed_bytes(level), block.peak_of(level)
         ahead = sum(other.gathered_bytes for other in blocks[max(0, number - prefetch) : number])
+        ahead += next_pass if kind == "W" else fetched[number]
         if block.scattered_bytes:
             inside = peak.unsharded + block.gathered_bytes + leaving
             # The gradients of the whole block, and the buffer that they leave from.

@@ -20,10 +20,10 @@ from autopar.search.predict.communications import priced_steps
 from autopar.search.predict.jitter import StragglerDelays, pass_seconds
 from autopar.search.predict.kept_state import offloaded_bytes, rank_state_bytes
 from autopar.search.predict.once_a_step import exposed_gathers, exposed_reductions
-from autopar.search.predict.peak_memory import memory_profile, most_kept, peak_memory
+from autopar.search.predict.peak_memory import memory_profile, most_kept, most_on_host, peak_memory
 from autopar.search.predict.step_tasks import StepCosts, run_step
-from autopar.search.pricing.block_moves import needs_of
-from autopar.search.pricing.block_prices import BlockPrice, Priced, layouts_of
+from autopar.search.pricing.block_moves import layouts_of, needs_of
+from autopar.search.pricing.block_prices import BlockPrice, Priced
 from autopar.search.pricing.pricing import MASTER, Pricing
 from autopar.search.stages.stage import Stage
 
@@ -34,10 +34,11 @@ class Predicted:
     backward.
 
     memory: bytes of each rank of the pipeline at its peak; kept_bytes: the most activations that its passes hold for
-    later ones. explain: makes ``breakdown_s``; costs: of the tasks that ``spans`` runs. memory_profile: of a rank of
-    the pipeline, the bytes held in each of its passes, in order. after_s: of a rank of each place in the pipeline,
-    seconds from its last pass to the end of its step; working_after_s: of those, seconds in which it does not wait for
-    other places. state: bytes of parameters and optimiser state that the fullest rank keeps from step to step.
+    later ones; host_bytes: the most that wait in host memory. explain: makes ``breakdown_s``; costs: of the tasks that
+    ``spans`` runs. memory_profile: of a rank of the pipeline, the bytes held in each of its passes, in order. after_s:
+    of a rank of each place in the pipeline, seconds from its last pass to the end of its step; working_after_s: of
+    those, seconds in which it does not wait for other places. state: bytes of parameters and optimiser state that the
+    fullest rank keeps from step to step.
     offloaded: bytes in host memory and on disk, of the rank with most there.
     """
 
@@ -48,6 +49,7 @@ class Predicted:
     weights_s: tuple[float, ...]
     memory: tuple[MemoryParts, ...]
     kept_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]
     after_s: tuple[float, ...]
     working_after_s: tuple[float, ...]
     timeline: Timeline
@@ -175,6 +177,7 @@ def predict(
         state=partial(rank_state_bytes, priced, held),
         offloaded=partial(offloaded_bytes, priced, held),
         kept_bytes=tuple(most_kept(priced, stages, order) for order in shape.orders()),
+        host_bytes=tuple(most_on_host(priced, stages, order) for order in shape.orders()),
         timeline=timeline,
         after_s=tuple(
             end - (events[-1].end_s if events else 0.0) for end, events in zip(ends, timeline.events, strict=True)
@@ -267,6 +270,9 @@ def _breakdown(
     recomputed = count * sum(priced.blocks[b].recomputed_s[stage.level(b)] for stage, b in inside)
     if recomputed:
         parts["rematerialization"] = recomputed
+    copied = count * sum(priced.blocks[b].host[stage.level(b)].added.total_s for stage, b in inside)
+    if copied:
+        parts["copies_to_host"] = copied
     parts.update(_by_axis(pricing, assignment, stages, count * sum(b.communication.total_s for b in blocks)))
     if sync_s + count * gathered_s > 0:
         parts["gradient_sync"] = sync_s + count * gathered_s

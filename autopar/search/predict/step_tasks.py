@@ -210,19 +210,20 @@ class StepTasks:
         """Seconds on the compute stream, by purpose: parts of a pass, and communication that it waits for.
 
         inputs, weights: of a backward, for the gradients of the block's inputs and of its parameters; twice: work
-        that a split backward does in both passes.
+        that a split backward does in both passes. host: what copies to host memory and back add.
         """
         block, costs, stage, kind = self.costs.blocks[one.block], self.costs, one.action.stage, work_of(one.action)
         passing = costs.passing_s[stage] if one.opens and one.action.kind != "W" else 0.0
         gather, reduce = communication_of(block.waited, one)
         found = {"passing": passing, "gather": gather, "reduce": reduce}
+        level = costs.stages[stage].level(one.block)
+        added = block.host[level].added
         if kind == "F":
             prelude = costs.prelude_s if one.block == costs.stages[stage].first else 0.0
-            return {**found, "prelude": prelude, "forward": block.forward_s}
+            return {**found, "prelude": prelude, "forward": block.computed(0.0).forward_s, "host": added.forward_s}
         if kind in ("B", "I"):
-            level = costs.stages[stage].level(one.block)
-            found["recomputation"] = block.recomputed_s[level]
-            found["inputs"] = block.backward_s(level) - block.recomputed_s[level] - block.weights_s
+            found["recomputation"], found["host"] = block.recomputed_s[level], added.backward_s
+            found["inputs"] = block.computed(0.0).backward_s - block.weights_s
         if kind in ("B", "W"):
             found["weights"] = block.weights_s
             found["twice"] = block.twice_s if kind == "W" else 0.0

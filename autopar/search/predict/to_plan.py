@@ -25,7 +25,7 @@ from autopar.search.predict.kept_state import model_state_bytes
 from autopar.search.predict.predict import Predicted
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.allowed_choices import role_of
-from autopar.search.problem.kept_sets import level_names
+from autopar.search.problem.kept_sets import KeptSets, level_names
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import Stage
 
@@ -59,6 +59,7 @@ def plan_of(
                 ops=ops,
                 recipes=_recipes(workload, index),
                 kept=_kept(pricing, len(blocks), stages),
+                host=_host(pricing, len(blocks), stages),
                 zero=None if zero == pricing.zero else zero,
             )
         )
@@ -104,11 +105,21 @@ def _sequence_layout(pricing: Pricing, assignment: tuple[Assignment, ...]) -> Se
     return "zigzag" if ranks > 1 and zigzag.divides(ranks) else "contiguous"
 
 
+def _used(pricing: Pricing, stages: Sequence[Stage]) -> list[KeptSets]:
+    """The sets that the stages use."""
+    names = {level_names(pricing.kept)[level] for stage in stages for level in stage.levels}
+    return [sets for sets in pricing.kept if sets.name in names]
+
+
 def _kept(pricing: Pricing, kind: int, stages: Sequence[Stage]) -> dict[str, list[str]]:
     """What blocks of a kind keep, by the names that the stages use."""
-    used = {level_names(pricing.kept)[level] for stage in stages for level in stage.levels}
-    every = ((sets.name, sets.listed[kind]) for sets in pricing.kept if sets.name in used)
+    every = ((sets.name, sets.listed[kind]) for sets in _used(pricing, stages))
     return {name: list(listed) for name, listed in every if listed is not None}
+
+
+def _host(pricing: Pricing, kind: int, stages: Sequence[Stage]) -> dict[str, list[str]] | None:
+    """What of that waits in host memory; None if nothing does."""
+    return {sets.name: list(sets.host[kind]) for sets in _used(pricing, stages) if sets.host[kind]} or None
 
 
 def _stage(stage: Stage, levels: Sequence[str]) -> StagePlan:
@@ -149,6 +160,7 @@ def prediction_of(
         stage_inputs_s=list(predicted.inputs_s),
         stage_weights_s=list(predicted.weights_s),
         memory_parts_bytes=[parts.as_bytes() for parts in predicted.memory],
+        stage_host_bytes=list(map(int, predicted.host_bytes)) if any(predicted.host_bytes) else None,
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
         offloaded_bytes={"host": int(host), "disk": int(disk)} if host or disk else None,
         goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size), cluster),

@@ -9,11 +9,13 @@ from torch import fx
 
 from autopar.cost_model.compute.op_time import ZERO, OpTime
 from autopar.ir.analysis.matrix_products import is_product
+from autopar.ir.placed.assign import spread
 from autopar.ir.placed.layouts import Layouts, Need
 from autopar.ir.placement import Layout
 from autopar.ir.redistribution import gathers_only, reduces_or_all_to_alls
+from autopar.ir.rule import Assignment
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Tensor, Transfer
+from autopar.search.problem.workload import Tensor, Transfer, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,14 @@ class Moves:
 
     def __add__(self, other: Moves) -> Moves:
         return Moves(self.all + other.all, self.recomputed_s + other.recomputed_s)
+
+
+def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layouts:
+    """Layouts of all tensors when op cluster ``c`` has assignment ``assignment[c]``."""
+    assignments = spread(workload.analysis, assignment)
+    return Layouts(
+        analysis=workload.analysis, assignments=assignments, inputs=assignment[workload.clusters.inputs.index]
+    )
 
 
 def needs_of(layouts: Layouts, transfer: Transfer) -> Mapping[Need, list[fx.Node]]:

@@ -11,23 +11,22 @@ from torch import fx
 
 from autopar.cost_model.communication.collectives import point_to_point_time
 from autopar.cost_model.communication.gradient_sync import SyncTime, branch_s, exposed_time, rematerialised_s
+from autopar.cost_model.communication.host_copies import HostCopies
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
-from autopar.cost_model.hardware.device import Link
+from autopar.cost_model.hardware.device import Device, Link
 from autopar.cost_model.memory.backward_peak import BackwardPeak
-from autopar.cost_model.memory.kept_frontier import KeptSet
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.ir.analysis.blocks import PRELUDE
-from autopar.ir.placed.assign import spread
 from autopar.ir.placed.layouts import Layouts
 from autopar.ir.placed.storage import Storage, find_data_axes, stored
 from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.rule import Assignment
-from autopar.search.pricing.block_moves import Moves, crossing_bytes, moved_by
-from autopar.search.pricing.kept_graph import gathers_key, kept_costs
+from autopar.search.pricing.block_moves import Moves, crossing_bytes, layouts_of, moved_by
+from autopar.search.pricing.host_link import host_copies, link_taken
+from autopar.search.pricing.kept_graph import KeptCost, gathers_key, kept_costs
 from autopar.search.pricing.parameter_price import ParameterPrice
 from autopar.search.pricing.pricing import Pricing
-from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage import FULL, BlockCost, Stage, recomputed_bytes
 
 T = TypeVar("T")
@@ -43,7 +42,8 @@ class BlockPrice:
     weights_s: seconds of the backward that a split backward may delay (its W pass); twice_s, delayed_bytes: seconds
     that it then spends twice, and bytes of a microbatch that it holds until then. states: bytes held inside a step,
     lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held while the
-    optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level.
+    optimiser runs, and its workspace for a parameter. saved_bytes: activations of a microbatch at each level; host: of
+    those that wait in host memory.
     unmade_bytes: of activations that level full does not make again, since it computes wide layers in tiles. peak,
     tiled_peak: further bytes of the backward, and at level full. gathered_bytes: parameters that ZeRO has gathered
     while the block runs, without prefetched ones; unsharded_bytes: their gradients, as computed; scattered_bytes: the
@@ -65,6 +65,7 @@ class BlockPrice:
     resting: MemoryParts
     optimiser_bytes: float
     saved_bytes: tuple[float, ...]
+    host: tuple[HostCopies, ...] = (HostCopies(),) * len(LEVELS)
     unmade_bytes: float
     peak: BackwardPeak
     tiled_peak: BackwardPeak
@@ -98,22 +99,28 @@ class BlockPrice:
         """Further bytes of the backward, at a level."""
         return self.tiled_peak if level == FULL else self.peak
 
-    def keeping(self, kept: Sequence[KeptSet | None]) -> BlockPrice:
-        """The price with these sets of tensors beside the levels. None: of everything."""
+    def keeping(self, kept: Sequence[KeptCost | None], device: Device, link: OpTime) -> BlockPrice:
+        """The price with these sets of tensors beside the levels. None: of everything. link: seconds in which other
+        copies take the link to the host."""
+        every = [KeptCost(self.saved_bytes[0], 0.0, 0.0, 0.0) if own is None else own for own in kept]
         return replace(
             self,
-            saved_bytes=(*self.saved_bytes, *(self.saved_bytes[0] if own is None else own.num_bytes for own in kept)),
-            recomputed_s=(*self.recomputed_s, *(0.0 if own is None else own.seconds for own in kept)),
+            saved_bytes=(*self.saved_bytes, *(own.num_bytes - own.host_bytes for own in every)),
+            recomputed_s=(*self.recomputed_s, *(own.seconds for own in every)),
+            host=(*self.host, *(host_copies(own, device, self.computed(own.seconds), link) for own in every)),
         )
 
-    @property
-    def forward_s(self) -> float:
+    def computed(self, recomputed_s: float) -> OpTime:
+        """Seconds of one microbatch, without ZeRO's gathers and scatters and copies to the host."""
+        return self.compute + self.communication + OpTime(0.0, recomputed_s)
+
+    def forward_s(self, level: int) -> float:
         """Seconds of one microbatch, without ZeRO's gathers."""
-        return self.compute.forward_s + self.communication.forward_s
+        return self.compute.forward_s + self.communication.forward_s + self.host[level].added.forward_s
 
     def backward_s(self, level: int) -> float:
         """Seconds of one microbatch, without ZeRO's gathers and scatters."""
-        return self.compute.backward_s + self.communication.backward_s + self.recomputed_s[level]
+        return self.computed(self.recomputed_s[level]).backward_s + self.host[level].added.backward_s
 
 
 def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float, float]:
@@ -183,10 +190,11 @@ class Priced:
             send = 0.0
             if link is not None and number > 0:
                 send = block.send_s(link) + block.return_s(link)
-            plain = block.forward_s + sum(exposed_sync([block])) + once / count
+            plain, levels = sum(exposed_sync([block])) + once / count, range(len(block.saved_bytes))
             made = BlockCost(
-                time_s=tuple(plain + block.backward_s(level) for level in range(len(block.saved_bytes))),
+                time_s=tuple(plain + block.forward_s(level) + block.backward_s(level) for level in levels),
                 saved_bytes=tuple(num_bytes * reserved for num_bytes in block.saved_bytes),
+                fetched_bytes=tuple(own.num_bytes * reserved for own in block.host),
                 delayed_bytes=block.delayed_bytes * reserved,
                 static_bytes=block.states.total,
                 workspace_bytes=(working := block.working_bytes(pricing.prefetch)),
@@ -232,7 +240,8 @@ def evaluate(pricing: Pricing, assignment: tuple[Assignment, ...], *, shared_onc
             moved, left = (sum((moves[n] for n in numbers), Moves()) for numbers in (arrivals.transfers, past))
             crossing = crossing_bytes(pricing, arrivals.crossing, layouts)
             price = own[block.kind].block(pricing, moved, left, held, crossing)
-            made[key] = price.keeping(kept_costs(pricing, assignment, layouts, block.kind)) if pricing.kept else price
+            costs = kept_costs(pricing, assignment, layouts, block.kind) if pricing.kept else ()
+            made[key] = price.keeping(costs, pricing.ops.cluster.device, link_taken(pricing, held)) if costs else price
         blocks.append(made[key])
     if workload.unread_bytes:
         # Parameters that no op reads are there all the time, on the first stage.
@@ -278,14 +287,6 @@ def evaluate_stages(pricing: Pricing, assignment: tuple[Assignment, ...], stages
 def data_axes_of(priced: Priced, inputs: Assignment) -> tuple[int, ...]:
     """Data axes of a priced assignment; see ``find_data_axes``. inputs: choices of the step inputs."""
     return find_data_axes(priced.storage.values(), inputs)
-
-
-def layouts_of(workload: Workload, assignment: tuple[Assignment, ...]) -> Layouts:
-    """Layouts of all tensors when op cluster ``c`` has assignment ``assignment[c]``."""
-    assignments = spread(workload.analysis, assignment)
-    return Layouts(
-        analysis=workload.analysis, assignments=assignments, inputs=assignment[workload.clusters.inputs.index]
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import fx
 
-from autopar.cost_model.memory.kept_frontier import PICOSECONDS, KeptSet, PricedForward
+from autopar.cost_model.memory.kept_frontier import PICOSECONDS, PricedForward
 from autopar.cost_model.memory.saved_tensors import Saved
 from autopar.ir.analysis.forward_graph import BESIDE, INSIDE, ForwardBuilder, ForwardOp, Op, Tensor
 from autopar.ir.analysis.views import storage_of
@@ -25,18 +26,33 @@ def kept_graph(pricing: Pricing, layouts: Layouts, kind: int) -> PricedForward:
     return _Builder(pricing, layouts, kind).priced()
 
 
+class KeptCost(NamedTuple):
+    """Of a set that a block keeps: bytes of a microbatch, seconds of recomputation, and bytes that wait in host memory,
+    input_bytes of them inputs of the block."""
+
+    num_bytes: float
+    seconds: float
+    host_bytes: float
+    input_bytes: float
+
+
 def kept_costs(
     pricing: Pricing, assignment: tuple[Assignment, ...], layouts: Layouts, kind: int
-) -> Sequence[KeptSet | None]:
+) -> Sequence[KeptCost | None]:
     """What it costs the first block of a kind to keep each set of ``pricing``; None of one that keeps everything."""
     known = pricing.moves.evaluated.setdefault("kept", {})
-    listed = tuple(sets.listed[kind] for sets in pricing.kept)
+    listed = tuple((sets.listed[kind], sets.host[kind]) for sets in pricing.kept)
     key = (kind, listed, pricing.parts, *gathers_key(pricing), assignment)
     if key not in known:
         forward = kept_graph(pricing, layouts, kind)
-        known[key] = [None if own is None else forward.keeping(forward.graph.named(own)) for own in listed]
-    found: Sequence[KeptSet | None] = known[key]
+        known[key] = [None if own is None else _cost(forward, own, host) for own, host in listed]
+    found: Sequence[KeptCost | None] = known[key]
     return found
+
+
+def _cost(forward: PricedForward, listed: tuple[str, ...], host: tuple[str, ...]) -> KeptCost:
+    kept = forward.keeping(forward.graph.named(listed))
+    return KeptCost(kept.num_bytes, kept.seconds, *forward.on_host(kept, host))
 
 
 def gathers_key(pricing: Pricing) -> tuple[object, ...]:
@@ -77,6 +93,7 @@ class _Builder(ForwardBuilder):
             graph=replace(graph, outside=graph.outside.union(self._chunks), needed=graph.needed.union(self._chunks)),
             num_bytes={tensor: round(num_bytes) for tensor, num_bytes in self._num_bytes.items()},
             picoseconds={name: round(seconds * PICOSECONDS) for name, seconds in self._seconds.items()},
+            inputs=graph.outside,
         )
 
     def is_lowered(self, node: fx.Node) -> bool:

@@ -12,18 +12,21 @@ from autopar.ir.rematerialisation import LEVELS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSets:
     """What blocks keep where the plan says ``name``. listed: of each kind of block, as the plan lists it; None of one
-    that keeps everything."""
+    that keeps everything. host: of each kind, what of that waits in host memory."""
 
     name: str
     listed: tuple[tuple[str, ...] | None, ...]
+    host: tuple[tuple[str, ...], ...]
 
 
 def sets_of(plan: Plan) -> tuple[KeptSets, ...]:
     """The sets of a plan."""
     found = []
     for name in dict.fromkeys(name for block in plan.blocks for name in block.kept):
-        listed = (block.kept.get(name) for block in plan.blocks)
-        found.append(KeptSets(name=name, listed=tuple(None if own is None else tuple(own) for own in listed)))
+        kept = (block.kept.get(name) for block in plan.blocks)
+        listed = tuple(None if own is None else tuple(own) for own in kept)
+        host = tuple(tuple((block.host or {}).get(name, ())) for block in plan.blocks)
+        found.append(KeptSets(name=name, listed=listed, host=host))
     return tuple(found)
 
 

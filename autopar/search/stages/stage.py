@@ -22,7 +22,8 @@ class BlockCost:
     """One block in one plan.
 
     time_s, saved_bytes: per microbatch, at each of LEVELS, then with each set of tensors that are kept. delayed_bytes:
-    of one whose weights' gradients wait. static_bytes: parameters, gradients, optimiser.
+    of one whose weights' gradients wait. static_bytes: parameters, gradients, optimiser. fetched_bytes: that come back
+    from host memory for a backward, at each level, if any do.
     workspace_bytes: held only while the block runs. tiled_bytes: that level full needs less, as it computes wide
     layers in tiles. send_s: of a cut before this block. once_s: of ``time_s``, the share of what comes once a step;
     first_s: of that, what the first forward waits for.
@@ -37,10 +38,13 @@ class BlockCost:
     send_s: float = 0.0
     once_s: float = 0.0
     first_s: float = 0.0
+    fetched_bytes: tuple[float, ...] = ()
 
     def recomputed_bytes(self, level: int) -> float:
-        """What its backward needs beside the workspace: activations that are made again, at a level."""
-        return recomputed_bytes(self.saved_bytes, level, self.tiled_bytes)
+        """What its backward needs beside the workspace: activations that are made again, or come from host memory, at a
+        level, and those of an equal block before it that are fetched ahead."""
+        ahead = self.fetched_bytes[level] if self.fetched_bytes else 0.0
+        return recomputed_bytes(self.saved_bytes, level, self.tiled_bytes) + ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
