@@ -125,7 +125,7 @@ def _steps_of_these_ranks(job: Job) -> int:
 
 
 def _started(pid: int) -> float:
-    """When a process was started, by the clock that ``time.monotonic`` reads; the start of time for one that is gone."""
+    """When a process was started, by the clock of ``time.monotonic``; the start of time for one that is gone."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
