@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.ir.offload import Offload
 from autopar.ir.plan import Plan
 from autopar.load_model import load_model_file
 from autopar.planning import Planned, find_plan
@@ -131,7 +132,7 @@ def test_a_variation_that_does_not_fit_says_why() -> None:
     needs = find_plan(model, make_cluster("h100-sxm", 1), (x,)).plan.prediction
     assert needs is not None
     cluster = make_cluster("h100-sxm", 1).with_memory(int(needs.peak_memory_bytes * 1.1))
-    study = study_found(find_plan(model, cluster, (x,), constraints=Constraints(remat="none")))
+    study = study_found(find_plan(model, cluster, (x,), constraints=Constraints(remat="none", offload=Offload.NONE)))
     less, more = study.variations
     assert less.plan is None and "GiB" in less.reason
     assert more.plan is not None

@@ -14,6 +14,7 @@ from typing_extensions import Unpack, get_type_hints
 
 import autopar
 from autopar.api import constraints_of
+from autopar.ir.offload import Offload
 from autopar.ir.recipe_pins import RecipePin
 from autopar.search.problem.constraint_options import SHORT, ConstraintOptions
 from autopar.search.problem.constraints import Constraints
@@ -30,6 +31,7 @@ READ: dict[str, list[tuple[Any, Any]]] = {
         ({"*.up.weight": "fp8-row"}, (RecipePin(pattern="*.up.weight", recipe="fp8-row"),)),
         ({"*": "bf16"}, (RecipePin(pattern="*", recipe=None, precision="bf16"),)),
     ],
+    "offload": [(True, Offload.HOST), (False, Offload.NONE), ("disk", Offload.DISK), (None, None)],
     "remat": [("full", "full"), ("40%", 0.4), (0.4, 0.4), (None, None)],
     "activation_memory": [("20GiB", 20 * 2**30), (1e9, 1e9), (None, None)],
     "expert_load": [({"layer": torch.tensor([1, 2])}, ((1, 2),)), ([[1, 2]], ((1, 2),))],
