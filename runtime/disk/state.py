@@ -189,6 +189,7 @@ def disk_folder(path: Path) -> Path:
     resolved = os.fspath(path.resolve())
     for line in mounts:
         _, point, own, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
         inside = point == "/" or resolved == point or resolved.startswith(point + "/")
         if inside and len(point) >= len(best):
             best, kind = point, own

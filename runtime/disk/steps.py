@@ -16,8 +16,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.disk.blocks import DiskBlock
 
-# Steps whose blocks are read ahead of the one that runs.
-_AHEAD = 1
+# Blocks that are prefetched while one steps.
+_PREFETCH = 1
 
 
 class BlockSteps:
@@ -55,7 +55,7 @@ class BlockSteps:
         _check(optimizer, args, kwargs)
         try:
             for number, block in enumerate(blocks):
-                for later in blocks[number : number + 1 + _AHEAD]:
+                for later in blocks[number : number + 1 + _PREFETCH]:
                     later.fetch(optimizer)
                 block.need(optimizer)
                 for group, own in zip(groups, members, strict=True):
@@ -87,7 +87,7 @@ def _check(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any])
     if not kind.__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidInput(
             f"{kind.__name__} may read several parameters at once, and the plan keeps parameters on disk, which are "
-            "stepped block by block.\n  try: an optimiser of torch.optim other than LBFGS, or a plan with on_disk: 0"
+            "stepped block by block.\n  try: an optimiser of torch.optim other than LBFGS, or a plan without on_disk"
         )
     if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # the first is the optimiser
         raise InvalidInput(

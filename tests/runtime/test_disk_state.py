@@ -175,7 +175,7 @@ def steps_that_fail(folder: str, at: int | None) -> torch.Tensor:
     losses = []
     for step in range(first, STEPS):
         if step == at and dist.get_rank() == 1:
-            os.preadv = _fails  # type: ignore[assignment]
+            os.preadv = _fails  # type: ignore[assignment]  # the disk of this rank, whose process ends with it
         losses.append(pm.step(**pm.shard_batch(batch(step))))
         optimizer.step()
         optimizer.zero_grad()
