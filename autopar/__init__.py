@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autopar.ir.errors import CaptureError as CaptureError
     from autopar.ir.errors import CheckpointError as CheckpointError
     from autopar.ir.errors import CopiesDiffer as CopiesDiffer
+    from autopar.ir.errors import DiskError as DiskError
     from autopar.ir.errors import Diverged as Diverged
     from autopar.ir.errors import InexpressiblePlan as InexpressiblePlan
     from autopar.ir.errors import InfeasiblePlan as InfeasiblePlan
@@ -57,6 +58,7 @@ _PUBLIC = {
     "CheckpointError": "autopar.ir.errors",
     "Cluster": "autopar.cost_model.hardware.cluster",
     "CopiesDiffer": "autopar.ir.errors",
+    "DiskError": "autopar.ir.errors",
     "Diverged": "autopar.ir.errors",
     "InexpressiblePlan": "autopar.ir.errors",
     "InfeasiblePlan": "autopar.ir.errors",
@@ -87,6 +89,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "CopiesDiffer",
+    "DiskError",
     "Diverged",
     "InexpressiblePlan",
     "InfeasiblePlan",

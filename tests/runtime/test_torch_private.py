@@ -297,9 +297,13 @@ def _fsdp_on_a_rank() -> dict[str, Any]:
     model = _sharded(mesh)
     private.prepare_sharding(model)
     x = torch.full((1, 4), 1.0 + dist.get_rank())
+    gathered = [private.is_gathered(model[0])]
     model[0].unshard(async_op=True)
+    gathered += [private.is_gathered(model[0])]
     private.finish_gathering(model[0])
+    gathered += [private.is_gathered(model[0])]
     model[0].reshard()
+    told["gathered"] = [*gathered, private.is_gathered(model[0])]
     told["sharded"] = isinstance(model[0].weight, DTensor)
     with torch.no_grad():
         told["before"] = model(x).sum().item()
@@ -327,11 +331,41 @@ def _fsdp_on_a_rank() -> dict[str, Any]:
     return told
 
 
-@case("finish_gathering", "prepare_sharding", "adopt_parameters", "reduce_gradients", "end_backward")
+@case("finish_gathering", "is_gathered", "prepare_sharding", "adopt_parameters", "reduce_gradients", "end_backward")
 def _fsdp() -> None:
     for told in run_ranks(_fsdp_on_a_rank, 2):
         assert told.pop("before") != 0.0
+        assert told.pop("gathered") == [False, True, True, False]
         assert told == {"sharded": True, "after": 0.0, "left": [False, False], "reduced": [True, True]}
+
+
+def _kept_parts_on_a_rank() -> tuple[bool, float, float]:
+    """Of a weight of five rows, whose parts have three and two: whether its part is in the tensor that was made for
+    it, and the sums of the output with the weight's values and with three times them."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 5, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    x, made = torch.ones(1, 4), []
+
+    def make(parts: Any) -> list[Tensor]:
+        made.extend(part.clone() for _, part in parts)
+        return made
+
+    private.keep_parts_in(model, make)
+    first = model(x).sum().item()
+    model.reshard()
+    for part in made:
+        part.mul_(3)
+    return local_tensor(model.weight).data_ptr() == made[0].data_ptr(), first, model(x).sum().item()
+
+
+@case("keep_parts_in")
+def _kept_parts() -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 5, bias=False)(torch.ones(1, 4)).sum().item()
+    for there, first, tripled in run_ranks(_kept_parts_on_a_rank, 2):
+        assert there
+        assert (first, tripled) == pytest.approx((expected, 3 * expected))
 
 
 def _extended_gather_on_a_rank() -> tuple[float, float]:
