@@ -46,6 +46,8 @@ BATCH = "8"
 # Losses under another plan, and under the same one: what is printed has six digits.
 OTHER_PLAN, SAME_PLAN = 1e-6, 0.0
 _DISK_FULL_S, _CUT_S, _ORPHANS_S, _LAUNCHERS_S, _STEPS_BETWEEN = 4.0, 6.0, 1.0, 40.0, 4
+# Of the output before a fault that is shown where a step was lost that need not be.
+_SHOWN_S = 10.0
 _LIMIT_S = 120.0
 
 
@@ -67,6 +69,11 @@ class Fault:
     def lost(self) -> int:
         """Steps that were reported and made again."""
         return max(0, self.before - self.resumed)
+
+    @property
+    def needless(self) -> bool:
+        """Whether a step was lost of which there was a copy, or that was saved."""
+        return bool(self.lost and self.partner_left) or self.resumed < self.saved
 
 
 Kind = Callable[[Job, random.Random], bool]
@@ -284,8 +291,11 @@ def soak(setting: Setting, kinds: list[str], draw: random.Random, folder: Path) 
             if job.done:
                 break
             time.sleep(draw.uniform(0, 1))
-            found.append(put(job, kind, draw))
-            print(f"  {setting.name:16} {kind:14} {found[-1].seconds:6.1f} s, {found[-1].lost} lost: {found[-1].said}")
+            start, fault = time.monotonic(), put(job, kind, draw)
+            found.append(fault)
+            print(f"  {setting.name:16} {kind:14} {fault.seconds:6.1f} s, {fault.lost} lost: {fault.said}")
+            if fault.needless:
+                print(*(f"    {at - start:6.2f} s  {line}" for at, line in job.lines if at > start - _SHOWN_S), sep="\n")
         if not job.wait_for(steps, _LIMIT_S * 4):
             raise SystemExit(f"{setting.name} stands still at the end:\n{job.tail}")
     finally:
@@ -393,7 +403,7 @@ def main() -> int:
                 file.writelines(json.dumps(asdict(fault)) + "\n" for fault in found)
     print(*table(faults), sep="\n")
     print(f"\nlargest difference of a loss: {worst:.1e}")
-    bad = [fault for fault in faults if (fault.lost and fault.partner_left) or fault.resumed < fault.saved]
+    bad = [fault for fault in faults if fault.needless]
     print(f"faults after which a step was lost that need not be: {len(bad)}", *bad, sep="\n  ")
     return 1 if bad or worst > OTHER_PLAN else 0
 
