@@ -131,6 +131,12 @@ def _steps_of_these_ranks(job: Job) -> int:
     return sum(one.reported and one.at > since for one in job.seen)
 
 
+def _on_fewer_ranks(job: Job) -> bool:
+    """Whether the job has gone on with fewer ranks than it began with, and not yet with all of them again."""
+    last = next((line for _, line in reversed(job.lines) if "going on from" in line), "")
+    return "with a plan for" in last
+
+
 def _started(pid: int) -> float:
     """When a process was started, by the clock of ``time.monotonic``; the start of time for one that is gone."""
     try:
@@ -143,8 +149,9 @@ def _started(pid: int) -> float:
 def lose_host(job: Job, draw: random.Random) -> bool:
     """All of its processes and its memory end. Without the host of the store the whole job is started again."""
     host = draw.randrange(job.setting.hosts)
-    # A host that has just come back has no copy yet: that of a step is complete when the next one ends.
-    partner_left = len(job.hosts_with_ranks()) > 1 and _steps_of_these_ranks(job) >= 2
+    # A host that has just come back has no copy yet: that of a step is complete when the next one ends. One that was cut
+    # off has ranks that wait for the others for a while, which have gone on without it.
+    partner_left = len(job.hosts_with_ranks()) > 1 and _steps_of_these_ranks(job) >= 2 and not _on_fewer_ranks(job)
     job.kill(host)
     job.forget(host)
     if host == 0:
@@ -295,7 +302,9 @@ def soak(setting: Setting, kinds: list[str], draw: random.Random, folder: Path) 
             found.append(fault)
             print(f"  {setting.name:16} {kind:14} {fault.seconds:6.1f} s, {fault.lost} lost: {fault.said}")
             if fault.needless:
-                print(*(f"    {at - start:6.2f} s  {line}" for at, line in job.lines if at > start - _SHOWN_S), sep="\n")
+                print(
+                    *(f"    {at - start:6.2f} s  {line}" for at, line in job.lines if at > start - _SHOWN_S), sep="\n"
+                )
         if not job.wait_for(steps, _LIMIT_S * 4):
             raise SystemExit(f"{setting.name} stands still at the end:\n{job.tail}")
     finally:
