@@ -149,8 +149,8 @@ def _started(pid: int) -> float:
 def lose_host(job: Job, draw: random.Random) -> bool:
     """All of its processes and its memory end. Without the host of the store the whole job is started again."""
     host = draw.randrange(job.setting.hosts)
-    # A host that has just come back has no copy yet: that of a step is complete when the next one ends. One that was cut
-    # off has ranks that wait for the others for a while, which have gone on without it.
+    # A host that has just come back has no copy yet: that of a step is complete when the next one ends. One that was
+    # cut off has ranks that wait for the others for a while, which have gone on without it.
     partner_left = len(job.hosts_with_ranks()) > 1 and _steps_of_these_ranks(job) >= 2 and not _on_fewer_ranks(job)
     job.kill(host)
     job.forget(host)
