@@ -5,7 +5,7 @@
     step of block 5         its parameters, gradients and state are here; those of block 6 are read ahead, and what has
                             changed of block 4 is written
 
-Files are mapped into memory, so what is not here in time is there all the same, only later (``file``).
+What is on disk when it is read is mapped there, so it has its values all the same, only later (``file``).
 """
 
 from __future__ import annotations
@@ -84,12 +84,24 @@ class DiskBlock:
         if self._gradients is None:
             layouts = [_layout(one, self.parameters[one]) for one in sorted(self._trained)]
             self._gradients = TensorFile(self._mover.folder, layouts)
+            self._mover.made(self._gradients)
         assert parameter.grad is not None, "it was accumulated"
         gradient, there = local_of(parameter.grad), self._gradients.tensors[name]
-        if gradient.data_ptr() != there.data_ptr():
-            self._gradients.put(name, gradient)
-            parameter.grad = placed_like(parameter.grad, there)
-        self._mover.made(self._gradients)
+        if gradient.data_ptr() == there.data_ptr():
+            return
+        if any(other != name and self._is_in_file(other) for other in self._trained):
+            self._mover.need(self._gradients)
+        else:
+            self._mover.take(self._gradients)
+        there.copy_(gradient)
+        parameter.grad = placed_like(parameter.grad, there)
+
+    def _is_in_file(self, name: str) -> bool:
+        """Whether the gradient of a parameter is there."""
+        gradient = self.parameters[name].grad
+        if gradient is None or self._gradients is None:
+            return False
+        return local_of(gradient).data_ptr() == self._gradients.tensors[name].data_ptr()
 
     def fetch_gradients(self) -> None:
         """Begin to read gradients that are there, to which more are added."""
@@ -149,7 +161,7 @@ class DiskBlock:
         for name, (state, key) in found.items():
             there, value = self._states[optimizer].tensors[name], state[key]
             if local_of(value).data_ptr() != there.data_ptr():
-                self._states[optimizer].put(name, local_of(value))
+                self._states[optimizer].tensors[name].copy_(local_of(value))
                 state[key] = placed_like(value, there)
 
 

@@ -49,6 +49,13 @@ class Mover:
         """A new file is in memory."""
         self._here.add(file)
 
+    def take(self, file: TensorFile) -> None:
+        """Have a file in memory without what it has: all of its tensors that are used get other values."""
+        if file not in self._here:
+            self._wait(self._moves.pop(file, None))
+            file.take()
+            self._here.add(file)
+
     def fetch(self, file: TensorFile) -> None:
         """Begin to read a file, if it is on the disk alone."""
         if file not in self._here:
@@ -61,19 +68,19 @@ class Mover:
         self._wait(self._moves.pop(file, None))
 
     def release(self, file: TensorFile, *, changed: bool) -> None:
-        """A file is not needed for now. changed: whether it may be other than on the disk."""
+        """A file is not needed for now. changed: whether it is other than on the disk, as far as is known."""
         if file not in self._here:
             return
         self._here.discard(file)
         if not changed:
-            self._start(self._reader, file, file.drop)
+            self._start(self._reader, file, lambda: self._drop(file))
             return
         while len(self._writes) >= _MOST_WRITES:
             self._wait(self._writes.popleft())
         self._writes.append(self._start(self._writer, file, lambda: self._write(file)))
 
     def settle(self) -> None:
-        """Wait for everything that is on its way."""
+        """Wait for everything that is on its way. Only then may tensors be changed whose files are not needed."""
         self._writes.clear()
         while self._moves:
             _, move = self._moves.popitem()
@@ -96,7 +103,9 @@ class Mover:
 
     def _write(self, file: TensorFile) -> None:
         self.traffic.written += file.write()
-        file.drop()
+
+    def _drop(self, file: TensorFile) -> None:
+        self.traffic.written += file.drop()
 
     def _wait(self, move: Future[None] | None) -> None:
         if move is None:

@@ -70,7 +70,7 @@ class DiskState:
 
     def start(self) -> None:
         """All stages are added."""
-        self._steps = BlockSteps(self._blocks)
+        self._steps = BlockSteps(self._blocks, self._mover)
 
     @property
     def _blocks(self) -> list[DiskBlock]:
@@ -90,6 +90,7 @@ class DiskState:
             self._filled = None
         for stage in self._stages:
             stage.finish()
+        self._mover.settle()
 
     def portions(
         self, parameters: Sequence[tuple[nn.Parameter, T]], *, changed: bool
@@ -108,6 +109,7 @@ class DiskState:
             block.need_gradients()
             yield found[block]
             block.release_gradients(changed=changed)
+        self._mover.settle()
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -122,11 +124,12 @@ class DiskState:
                 while not done.wait(_FLUSH_S):
                     for file in files:
                         file.flush()
-                        file.drop()
             except OSError as error:
                 failures.append(error)
 
         thread = threading.Thread(target=flush, name="autopar-disk-flush")
+        for file in files:
+            self._mover.release(file, changed=False)
         self._mover.settle()
         thread.start()
         try:
@@ -134,9 +137,6 @@ class DiskState:
         finally:
             done.set()
             thread.join()
-        for file in files:
-            self._mover.made(file)
-            self._mover.release(file, changed=True)
         if failures:
             raise DiskError(f"{self._mover.folder}: the disk failed: {failures[0].strerror}") from failures[0]
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.disk.blocks import DiskBlock
+from autopar.runtime.disk.mover import Mover
 
 # Blocks that are prefetched while one steps.
 _PREFETCH = 1
@@ -23,8 +24,8 @@ _PREFETCH = 1
 class BlockSteps:
     """Has every optimiser of some blocks step them one after the other."""
 
-    def __init__(self, blocks: Sequence[DiskBlock]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[DiskBlock], mover: Mover) -> None:
+        self._blocks, self._mover = blocks, mover
         self._of = {id(parameter): block for block in blocks for parameter in block.parameters.values()}
         self._taken: weakref.WeakKeyDictionary[Optimizer, list[list[Any]]] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)
@@ -65,6 +66,7 @@ class BlockSteps:
                 for group, before in zip(groups, settings, strict=True):
                     group.update(before)
                 block.release(optimizer)
+            self._mover.settle()
             others = [[p for p in own if id(p) not in self._of] for own in members]
         finally:
             for group, own in zip(groups, members, strict=True):
