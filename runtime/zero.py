@@ -78,6 +78,8 @@ class ZeroEngine:
     reshards: dict[FSDPModule, bool]
     narrow: NarrowGathers | None = None
     on_disk: tuple[FSDPModule, ...] = ()
+    before_sum: Callable[[FSDPModule], None] = lambda _: None
+    """Called before the gradients of a module are summed after a split backward."""
     _last: bool | None = None
 
     @property
@@ -155,6 +157,7 @@ class ZeroEngine:
         self.before_backward(last)
         for module, _ in self.modules:
             module.set_unshard_in_backward(True)
+            self.before_sum(module)
             reduce_gradients(module)
         if last:
             end_backward(self.root)

@@ -198,6 +198,14 @@ class DiskBlocks:
         for block in self.blocks[max(0, number - 1) : number]:
             block.fetch_gradients()
 
+    def before_sum(self, module: FSDPModule) -> None:
+        """The gradients of a module are added to those that are there, without a backward of its block."""
+        for block in self.blocks:
+            if block.module is module:
+                block.need_gradients()
+            else:
+                block.release_gradients()
+
     def _bring(self, needed: Iterable[DiskBlock], ahead: Iterable[DiskBlock]) -> None:
         needed = list(needed)
         for block in needed:

@@ -67,6 +67,7 @@ class DiskState:
                 "  try: another folder, a plan for more ranks, or fewer blocks on disk (stages.on_disk)"
             ) from error
         self._stages.append(DiskBlocks(blocks, prefetch))
+        zero.before_sum = self._stages[-1].before_sum
 
     def start(self) -> None:
         """All stages are added."""
