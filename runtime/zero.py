@@ -137,6 +137,10 @@ class ZeroEngine:
             module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or zero_stage >= 3, recurse=False)
 
+    def sums(self, module: FSDPModule) -> bool:
+        """Whether the backward that runs sums a module's gradients over ranks, and adds them to what is there."""
+        return self._last is not None and (self._last or dict(self.modules)[module] >= 2)
+
     def before_inputs(self) -> None:
         """Backward to the inputs alone: there is nothing to sum. The weights' part reads no parameter."""
         self._last = None

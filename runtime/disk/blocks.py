@@ -24,6 +24,7 @@ from autopar.ir.primitives.read_parameter import local_of, placed_like
 from autopar.runtime.disk.file import TensorFile, TensorLayout
 from autopar.runtime.disk.mover import Mover
 from autopar.runtime.torch_private import is_gathered, keep_parts_in
+from autopar.runtime.zero import ZeroEngine
 
 _State = dict[str, torch.Tensor]
 
@@ -40,6 +41,8 @@ class DiskBlock:
         self.parameters: dict[str, nn.Parameter] = {}
         self._gradients: TensorFile | None = None
         self._states: WeakKeyDictionary[Optimizer, TensorFile] = WeakKeyDictionary()
+        self._awaited: set[str] = set()
+        """Parameters whose gradients FSDP is still to add in the backward that runs."""
 
         def keep(parts: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[torch.Tensor]:
             layouts = [TensorLayout(names[own], tuple(part.shape), part.dtype) for own, part in parts]
@@ -80,6 +83,7 @@ class DiskBlock:
 
     def take_gradient(self, name: str) -> None:
         """Have a gradient that was made in memory in the file instead."""
+        self._awaited.discard(name)
         parameter = self.parameters[name]
         if self._gradients is None:
             layouts = [_layout(one, self.parameters[one]) for one in sorted(self._trained)]
@@ -113,8 +117,19 @@ class DiskBlock:
         if self._gradients is not None and self._has_gradients:
             self._mover.need(self._gradients)
 
+    def await_gradients(self) -> None:
+        """Wait for gradients that are there, and keep them until the backward has added to all of them."""
+        self._awaited = set(self._trained)
+        self.need_gradients()
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether the backward has added all that it adds to the gradients."""
+        return not self._awaited
+
     def release_gradients(self, *, changed: bool = True) -> None:
         """The gradients are not needed for now."""
+        self._awaited.clear()
         if self._gradients is not None:
             self._mover.release(self._gradients, changed=changed and self._has_gradients)
 
@@ -168,9 +183,10 @@ class DiskBlock:
 class DiskBlocks:
     """The blocks of one stage that are on disk, in order, and the hooks that bring them."""
 
-    def __init__(self, blocks: Sequence[DiskBlock], prefetch: int) -> None:
-        """prefetch: blocks that FSDP gathers ahead."""
-        self.blocks, self._prefetch = tuple(blocks), prefetch
+    def __init__(self, blocks: Sequence[DiskBlock], zero: ZeroEngine, prefetch: int) -> None:
+        """zero: of the stage. prefetch: blocks that FSDP gathers ahead."""
+        self.blocks, self._zero, self._prefetch = tuple(blocks), zero, prefetch
+        zero.before_sum = partial(_before_sum, ref(self))
         for number, block in enumerate(self.blocks):
             # FSDP has hooks in the same places, before which parameters have to be here.
             assert isinstance(block.module, nn.Module), "what FSDP makes of one"
@@ -191,12 +207,15 @@ class DiskBlocks:
         """Block ``number`` runs its backward; those after it have theirs behind them."""
         for block in self.blocks[number + 1 :]:
             block.release_parameters()
-            block.release_gradients()
+            # What a later block alone reads of an earlier one has its gradient before the blocks between are done.
+            if block.has_all_gradients:
+                block.release_gradients()
         behind = max(0, number - self._prefetch)
         self._bring(self.blocks[behind : number + 1][::-1], self.blocks[max(0, behind - 1) : behind])
-        self.blocks[number].need_gradients()
-        for block in self.blocks[max(0, number - 1) : number]:
-            block.fetch_gradients()
+        if self._zero.sums(self.blocks[number].module):
+            self.blocks[number].await_gradients()
+            for block in self.blocks[max(0, number - 1) : number]:
+                block.fetch_gradients()
 
     def before_sum(self, module: FSDPModule) -> None:
         """The gradients of a module are added to those that are there, without a backward of its block."""
@@ -244,6 +263,11 @@ def _after_forward(blocks: ReferenceType[DiskBlocks], number: int, module: nn.Mo
     for output in outputs:
         if output.requires_grad:
             output.register_hook(partial(_before_backward, blocks, number))
+
+
+def _before_sum(blocks: ReferenceType[DiskBlocks], module: FSDPModule) -> None:
+    if (own := blocks()) is not None:
+        own.before_sum(module)
 
 
 def _before_backward(blocks: ReferenceType[DiskBlocks], number: int, _: torch.Tensor) -> None:

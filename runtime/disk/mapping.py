@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 from functools import cache
 from typing import Any
 
@@ -59,8 +58,6 @@ _ARGUMENTS = {
 
 @cache
 def _function(name: str) -> Any:
-    if not sys.platform.startswith("linux"):
-        raise OSError(0, f"state on disk needs Linux, and this is {sys.platform}")
     found = getattr(ctypes.CDLL(None, use_errno=True), name)
     found.argtypes = _ARGUMENTS[name]
     found.restype = ctypes.c_void_p if name in ("mmap", "mremap") else ctypes.c_int

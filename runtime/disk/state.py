@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,8 +67,7 @@ class DiskState:
                 f"{self._mover.folder}: no room for what the plan keeps on disk: {error.strerror or error}\n"
                 "  try: another folder, a plan for more ranks, or fewer blocks on disk (stages.on_disk)"
             ) from error
-        self._stages.append(DiskBlocks(blocks, prefetch))
-        zero.before_sum = self._stages[-1].before_sum
+        self._stages.append(DiskBlocks(blocks, zero, prefetch))
 
     def start(self) -> None:
         """All stages are added."""
@@ -178,6 +178,8 @@ def _give_back_what_is_freed() -> None:
 
 def disk_folder(path: Path) -> Path:
     """``path``, if it is a folder on a disk. Raises DiskError."""
+    if not sys.platform.startswith("linux"):
+        raise DiskError(f"state on disk needs Linux, and this is {sys.platform}.\n  try: a plan without on_disk")
     if not path.is_dir():
         raise DiskError(f"{path}: no such folder.\n  expected: one on a local disk of every node")
     if not os.access(path, os.W_OK):

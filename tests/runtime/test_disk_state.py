@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,31 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x), y)
 
 
+class First(nn.Linear):
+    """A block with two outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y.tanh(), y.sigmoid()
+
+
+class Skip(nn.Module):
+    """The last block alone reads the second output of the first one, whose gradient comes before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = First(WIDTH, WIDTH)
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, gate = self.first(x)
+        for layer in self.inner:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x * gate), y)
+
+
 def batch(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
@@ -58,8 +84,8 @@ def on_disk(plan: Plan, most: int = 99) -> Plan:
     return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
 
 
-def parallel(folder: str | None, constraints: dict[str, Any], most: int) -> Any:
-    model, cluster = Net(), make_cluster("cpu", dist.get_world_size())
+def parallel(folder: str | None, constraints: dict[str, Any], most: int, net: type[nn.Module] = Net) -> Any:
+    model, cluster = net(), make_cluster("cpu", dist.get_world_size())
     if not most:
         constraints = {name: value for name, value in constraints.items() if name != "offload"}
     plan = autopar.search(model, cluster, example_inputs=batch(0), **constraints)
@@ -74,9 +100,15 @@ def optimizer_of(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    folder: str, constraints: dict[str, Any], most: int, kind: str, clip: bool, clamp: bool = False
+    folder: str,
+    constraints: dict[str, Any],
+    most: int,
+    kind: str,
+    clip: bool,
+    clamp: bool = False,
+    net: type[nn.Module] = Net,
 ) -> dict[str, Any]:
-    pm = parallel(folder, constraints, most)
+    pm = parallel(folder, constraints, most, net)
     optimizer = optimizer_of(kind, pm.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     losses = []
@@ -125,6 +157,27 @@ def test_training_is_what_it_is_in_memory(name: str, tmp_path: Path) -> None:
         found = run_ranks(train, ranks, str(tmp_path), constraints, 99, kind, clip)
         check(expected, found)
         assert all(min(own["moved"]) > 0 for own in found)
+
+
+def train_slowly(folder: str, constraints: dict[str, Any], most: int, net: type[nn.Module]) -> dict[str, Any]:
+    """On a disk that is slow to write, so that much is on its way when the next thing happens."""
+    write = os.pwritev
+
+    def slowly(*arguments: Any) -> int:
+        time.sleep(0.02)
+        return write(*arguments)
+
+    os.pwritev = slowly  # type: ignore[assignment]  # the disk of this rank, whose process ends with it
+    return train(folder, constraints, most, "adamw", False, net=net)
+
+
+@pytest.mark.parametrize(
+    ("name", "net"), [("zero3 microbatches", Skip), ("zero2 microbatches", Skip), ("dp2 pp2 zb-h1", Net)]
+)
+def test_gradients_are_not_written_before_all_are_added(name: str, net: type[nn.Module], tmp_path: Path) -> None:
+    ranks, constraints = CONSTRAINTS[name]
+    expected = run_ranks(train_slowly, ranks, str(tmp_path), constraints, 0, net)
+    check(expected, run_ranks(train_slowly, ranks, str(tmp_path), constraints, 99, net))
 
 
 def test_parameters_may_be_changed_between_steps(tmp_path: Path) -> None:
