@@ -41,8 +41,6 @@ class DiskBlock:
         self.parameters: dict[str, nn.Parameter] = {}
         self._gradients: TensorFile | None = None
         self._states: WeakKeyDictionary[Optimizer, TensorFile] = WeakKeyDictionary()
-        self._awaited: set[str] = set()
-        """Parameters whose gradients FSDP is still to add in the backward that runs."""
 
         def keep(parts: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[torch.Tensor]:
             layouts = [TensorLayout(names[own], tuple(part.shape), part.dtype) for own, part in parts]
@@ -83,7 +81,6 @@ class DiskBlock:
 
     def take_gradient(self, name: str) -> None:
         """Have a gradient that was made in memory in the file instead."""
-        self._awaited.discard(name)
         parameter = self.parameters[name]
         if self._gradients is None:
             layouts = [_layout(one, self.parameters[one]) for one in sorted(self._trained)]
@@ -117,19 +114,8 @@ class DiskBlock:
         if self._gradients is not None and self._has_gradients:
             self._mover.need(self._gradients)
 
-    def await_gradients(self) -> None:
-        """Wait for gradients that are there, and keep them until the backward has added to all of them."""
-        self._awaited = set(self._trained)
-        self.need_gradients()
-
-    @property
-    def has_all_gradients(self) -> bool:
-        """Whether the backward has added all that it adds to the gradients."""
-        return not self._awaited
-
     def release_gradients(self, *, changed: bool = True) -> None:
         """The gradients are not needed for now."""
-        self._awaited.clear()
         if self._gradients is not None:
             self._mover.release(self._gradients, changed=changed and self._has_gradients)
 
@@ -204,16 +190,15 @@ class DiskBlocks:
             block.release_parameters()
 
     def before_backward(self, number: int) -> None:
-        """Block ``number`` runs its backward; those after it have theirs behind them."""
+        """Block ``number`` runs its backward; those after it have theirs behind them, as autograd runs what was made
+        last first, also where an output of this one is read by a later block alone."""
         for block in self.blocks[number + 1 :]:
             block.release_parameters()
-            # What a later block alone reads of an earlier one has its gradient before the blocks between are done.
-            if block.has_all_gradients:
-                block.release_gradients()
+            block.release_gradients()
         behind = max(0, number - self._prefetch)
         self._bring(self.blocks[behind : number + 1][::-1], self.blocks[max(0, behind - 1) : behind])
         if self._zero.sums(self.blocks[number].module):
-            self.blocks[number].await_gradients()
+            self.blocks[number].need_gradients()
             for block in self.blocks[max(0, number - 1) : number]:
                 block.fetch_gradients()
 

@@ -51,7 +51,7 @@ class First(nn.Linear):
 
 
 class Skip(nn.Module):
-    """The last block alone reads the second output of the first one, whose gradient comes before the others."""
+    """The last block alone reads the second output of the first, whose gradient is there before those between run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +171,7 @@ def train_slowly(folder: str, constraints: dict[str, Any], most: int, net: type[
     return train(folder, constraints, most, "adamw", False, net=net)
 
 
-@pytest.mark.parametrize(
-    ("name", "net"), [("zero3 microbatches", Skip), ("zero2 microbatches", Skip), ("dp2 pp2 zb-h1", Net)]
-)
+@pytest.mark.parametrize(("name", "net"), [("zero3 microbatches", Skip), ("dp2 pp2 zb-h1", Net)])
 def test_gradients_are_not_written_before_all_are_added(name: str, net: type[nn.Module], tmp_path: Path) -> None:
     ranks, constraints = CONSTRAINTS[name]
     expected = run_ranks(train_slowly, ranks, str(tmp_path), constraints, 0, net)
