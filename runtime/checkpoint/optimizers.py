@@ -79,14 +79,15 @@ class OptimizerState:
 
     def settings(self) -> ByName:
         """Hyperparameters, by parameter name and key."""
-        return {
-            name: {
-                key: value.item() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key not in _IMPLEMENTATION
-            }
-            for name, (_, group, _) in self._place.items()
-        }
+        of_groups: dict[int, dict[str, Any]] = {}
+        for _, group, _ in self._place.values():
+            if id(group) not in of_groups:
+                of_groups[id(group)] = {
+                    key: value.item() if isinstance(value, torch.Tensor) else value
+                    for key, value in group.items()
+                    if key not in _IMPLEMENTATION
+                }
+        return {name: of_groups[id(group)] for name, (_, group, _) in self._place.items()}
 
     def check_settings(self, settings: ByName) -> None:
         """Raise CheckpointError unless each group's parameters had the same hyperparameters."""

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from autopar.ir.errors import CheckpointError
 from autopar.runtime.copies.partner import Partner
 from autopar.runtime.copies.places import SLOTS, forget_others, slot_path
-from autopar.runtime.copies.slot import Slot, part_of, placed
+from autopar.runtime.copies.slot import Part, Slot, placed
 from autopar.runtime.copies.snapshot import Snapshot, Snapshots
 from autopar.runtime.launch import this_device
 from autopar.runtime.torch_private import copy_all, timeout_of
 
-_Layout = tuple[Sequence[tuple[Any, ...]], Container[tuple[Any, ...]]]
+_Layout = tuple[Sequence[Part], Container[Part]]
 """The parts of the state that a rank has, and those that its partner has."""
 
 # The values of a step, as the state of a generator, may grow by this factor before a slot is made anew.
@@ -110,8 +110,7 @@ class Copier:
 
     def _run(self, snapshot: Snapshot, event: Any) -> None:
         try:
-            own = [part_of(*part) for part in snapshot.parts]
-            slot = self._copy(snapshot, (own, self._partner.parts(own)), event)
+            slot = self._copy(snapshot, (snapshot.parts, self._partner.parts(snapshot.parts)), event)
             self._copied.set()
             self._partner.exchange(slot, snapshot.step)
             done = torch.zeros(1)
@@ -132,7 +131,7 @@ class Copier:
             stream = torch.cuda.Stream()
             stream.wait_event(event)
         with torch.cuda.stream(stream), torch.no_grad():
-            tensors = {key: tensor for key, tensor, _, _ in snapshot.parts}
+            tensors = {key: tensor for (key, *_), tensor in zip(snapshot.parts, snapshot.tensors, strict=True)}
             copy_all(slot.tensors, [tensors[piece.key] for piece in slot.pieces])
         if not slot.finish(snapshot.step, snapshot.values):
             self._layout = None

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.copies.places import SLOTS
-from autopar.runtime.copies.slot import BODY, Slot, set_step
+from autopar.runtime.copies.slot import BODY, Part, Slot, set_step
 
 # Elements of one message.
 _AT_A_TIME = 1 << 28
-
-Parts = Sequence[tuple[Any, ...]]
 
 
 class Partner:
@@ -32,11 +30,11 @@ class Partner:
     def __init__(self, group: dist.ProcessGroup, hosts: Sequence[str], path: Callable[[int, int], Path]) -> None:
         self._group, self._path = group, path
         self.rank, self._sources = partners(hosts, dist.get_rank())
-        self._told: Parts | None = None
-        self._has: frozenset[tuple[Any, ...]] = frozenset()
+        self._told: Sequence[Part] | None = None
+        self._has: frozenset[Part] = frozenset()
         self._received: dict[tuple[int, int], torch.Tensor] = {}
 
-    def parts(self, own: Parts) -> frozenset[tuple[Any, ...]]:
+    def parts(self, own: Sequence[Part]) -> frozenset[Part]:
         """What the partner has of the state in this step. own: what this rank has. Each is sent where it is new."""
         if self.rank is None and not self._sources:
             return self._has
@@ -47,7 +45,7 @@ class Partner:
         found = self._passed(text, lambda rank: torch.empty(int(lengths[rank]), dtype=torch.uint8), back=True)
         for data in found.values():
             if data.numel():
-                self._has = frozenset(map(_tuples, json.loads(bytes(data.tolist()))))
+                self._has = frozenset(map(_part, json.loads(bytes(data.tolist()))))
         return self._has
 
     def exchange(self, slot: Slot, step: int) -> None:
@@ -117,5 +115,7 @@ def _messages(data: torch.Tensor) -> Sequence[torch.Tensor]:
     return data.split(_AT_A_TIME) if data.numel() else ()
 
 
-def _tuples(part: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(value) if isinstance(value, list) else value for value in part)
+def _part(fields: Sequence[Any]) -> Part:
+    key, dtype, *places = fields
+    shape, offsets, sizes = map(tuple, places)
+    return key, dtype, shape, offsets, sizes

@@ -78,19 +78,17 @@ class Pieces:
     rest: int | None = None
 
 
-def part_of(key: str, tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> tuple[Any, ...]:
-    """What a piece is of the state, wherever it lies in a slot: the fields of Piece up to ``start``."""
+Part = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What a piece is of the state, wherever it lies in a slot: the fields of Piece up to ``start``."""
+
+
+def part_of(key: str, tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Part:
+    """tensor: this rank's part of one with this key and shape, in which it begins at ``offsets``."""
     return key, str(tensor.dtype).removeprefix("torch."), tuple(shape), tuple(offsets), tuple(tensor.shape)
 
 
-def placed(
-    parts: Sequence[tuple[str, torch.Tensor, Sequence[int], Sequence[int]]],
-    rest: int | None = None,
-    shared: Container[tuple[Any, ...]] = (),
-) -> Pieces:
-    """The pieces of (key, local tensor, global shape, offsets), in that order. shared: the parts that rank ``rest`` has
-    too, which come last."""
-    own = [part_of(*part) for part in parts]
+def placed(own: Sequence[Part], rest: int | None = None, shared: Container[Part] = ()) -> Pieces:
+    """The pieces of these parts, in that order. shared: the parts that rank ``rest`` has too, which come last."""
     first, last = [part for part in own if part not in shared], [part for part in own if part in shared]
     pieces, start, ends = [], 0, [0]
     for key, dtype, shape, offsets, sizes in first + last:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from autopar.ir.primitives.read_parameter import local_of
 from autopar.runtime.checkpoint.optimizers import OptimizerState
 from autopar.runtime.checkpoint.saving import as_list, flat, history_tensors, own_tensors, random_tensors
+from autopar.runtime.copies.slot import Part, part_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.torch_private import chunks_of
-
-Part = tuple[str, torch.Tensor, Sequence[int], Sequence[int]]
-"""Key, this rank's part, shape of the whole tensor, and where the part begins in it."""
-
-_Place = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state after a step. parts: whose tensors may not change until they are copied. values: as bytes."""
+    """The state after a step. tensors: this rank's, in the order of parts, which may not change until they are copied.
+    values: as bytes."""
 
     step: int
     parts: list[Part]
+    tensors: list[torch.Tensor]
     values: bytes
 
 
@@ -39,7 +37,7 @@ class Snapshots:
         self._optimizers: list[Optimizer] = as_list(optimizer)
         self._state = OptimizerState(self._optimizers, dict(pm.named_parameters()))
         self._settings: tuple[Any, bytes] | None = None
-        self._places: dict[str, _Place] = {}
+        self._parts: dict[str, tuple[torch.Tensor, Part]] = {}
 
     def header(self) -> dict[str, Any]:
         """What is the same after every step, for JSON."""
@@ -53,26 +51,27 @@ class Snapshots:
     def take(self, step: int, data: Any) -> Snapshot:
         """The state after ``step`` steps. data: where the data stands."""
         pm = self._pm
-        parameters = {f"model/{name}" for name, _ in pm.named_parameters()}
         parts: list[Part] = []
+        tensors: list[torch.Tensor] = []
         for key, tensor in (own_tensors(pm) | flat(self._state.tensors())).items():
-            shape, offsets = self._place(key, tensor)
             local = local_of(tensor)
             # A forward writes buffers, and a step's end histories: these may change before they are copied.
-            steady = key in parameters or key.startswith("optimizer/")
-            parts.append((key, local if steady else local.clone(), shape, offsets))
+            steady = isinstance(tensor, nn.Parameter) or key.startswith("optimizer/")
+            parts.append(self._part(key, tensor, local))
+            tensors.append(local if steady else local.clone())
         for key, tensor in (random_tensors() | history_tensors(pm)).items():
-            parts.append((key, tensor.clone(), tuple(tensor.shape), (0,) * tensor.dim()))
-        return Snapshot(step, parts, self._values(step, data))
+            parts.append(part_of(key, tensor, tensor.shape, (0,) * tensor.dim()))
+            tensors.append(tensor.clone())
+        return Snapshot(step, parts, tensors, self._values(step, data))
 
-    def _place(self, key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of the whole tensor, and where this rank's part, which may be empty, begins in it. Found once for each
-        tensor: it takes longer than copying a small one."""
-        known = self._places.get(key)
+    def _part(self, key: str, tensor: torch.Tensor, local: torch.Tensor) -> Part:
+        """What this rank's part, which may be empty, is. Found once for each tensor: it takes longer than copying a
+        small one."""
+        known = self._parts.get(key)
         if known is None or known[0] is not tensor:
             (chunk,) = chunks_of(tensor)
-            known = self._places[key] = tensor, tuple(tensor.shape), tuple(chunk.offsets)
-        return known[1:]
+            known = self._parts[key] = tensor, part_of(key, local, tensor.shape, chunk.offsets)
+        return known[1]
 
     def _values(self, step: int, data: Any) -> bytes:
         content = {

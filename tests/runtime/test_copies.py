@@ -23,7 +23,7 @@ from tests.harness import run_ranks
 
 def test_a_copy_counts_once_its_step_is_written(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).view(2, 3)
-    pieces = placed([("x", tensor, (4, 3), (2, 0))])
+    pieces = placed([part_of("x", tensor, (4, 3), (2, 0))])
     slot = Slot.create(tmp_path / "rank-00000.0", {"model": "m"}, pieces, 16, 0, 2)
     assert slot.step is None
     assert peek(slot.path) is None
@@ -39,8 +39,8 @@ def test_a_copy_counts_once_its_step_is_written(tmp_path: Path) -> None:
 
 
 def test_the_beginning_of_a_copy_is_one_without_what_another_rank_has(tmp_path: Path) -> None:
-    parts = [(key, torch.full((40,), value), (80,), (40,)) for key, value in (("x", 1.0), ("y", 2.0), ("z", 3.0))]
-    slot = Slot.create(tmp_path / "whole", {}, placed(parts, 3, {part_of(*parts[0])}), 16, 1, 4)
+    parts = [part_of(key, torch.empty(40), (80,), (40,)) for key in ("x", "y", "z")]
+    slot = Slot.create(tmp_path / "whole", {}, placed(parts, 3, {parts[0]}), 16, 1, 4)
     assert [piece.key for piece in slot.pieces] == ["y", "z", "x"]
     for piece, place in zip(slot.pieces, slot.tensors, strict=True):
         place.fill_({"x": 1.0, "y": 2.0, "z": 3.0}[piece.key])
