@@ -64,7 +64,7 @@ def run_rank(given: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import autopar
-    from autopar.cost_model.catalogue import make_cluster
+    from autopar.cost_model.cluster_file import cluster_from_dict
     from autopar.profiling.disk import measure_disk
 
     torch.set_num_threads(1)
@@ -74,7 +74,8 @@ def run_rank(given: argparse.Namespace) -> None:
     rows = given.rows * given.ranks
     tokens = torch.randint(0, VOCABULARY, (rows, given.length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
-    cluster = make_cluster("cpu", given.ranks)
+    room = 32 * sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    cluster = cluster_from_dict({"gpu": "cpu", "num_gpus": given.ranks, "memory_gb": room})
     plan = autopar.search(
         model, cluster, example_inputs=batch, dp=given.ranks, zero=3, remat="full", num_microbatches=1
     )

@@ -14,13 +14,14 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
 from autopar.ir.placed.placed_model import place_captured
 from autopar.ir.plan import Plan
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Schedule, splits_backward
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.search.api import estimate_captured, predict_plan, search_captured
 from autopar.search.predict.predict import Predicted
 from autopar.search.problem.constraints import Constraints, even_virtual_stages
 from autopar.search.problem.workload import Workload
+from autopar.search.result import SearchResult
 from tests.search.test_search import Model, captured
 
 SCHEDULES: list[tuple[Schedule, int]] = [
@@ -62,6 +63,31 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, workload: Wo
     assert best.predicted.step_time_s * (1 - best.optimality_gap) <= least
     assert pinned["zb-h1", 1].step_time_s < pinned["1f1b", 1].step_time_s < pinned["naive", 1].step_time_s
     assert pinned["gpipe", 1].peak_bytes > pinned["1f1b", 1].peak_bytes
+
+
+def test_a_schedule_that_splits_the_backward_is_found_with_rematerialisation_too() -> None:
+    """Where memory is short of what it needs without; the search of all plans leaves that out."""
+    model = captured(1024, 8, batch=32)
+    workload, cluster = Workload.of(model, "fp32"), make_cluster("a100-80gb", 2, 2)
+    names: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
+    def found(room: float | None, **pinned: Any) -> SearchResult:
+        own = cluster
+        if room is not None:
+            device = replace(cluster.device, memory_bytes=int(room) + cluster.device.reserved_bytes)
+            own = replace(cluster, device=device)
+        return search_captured(model, own, replace(PIPELINE, num_microbatches=8, **pinned), workload=workload)
+
+    most = found(None, schedule="zb-v", remat="none").predicted.peak_bytes
+    least = found(None, schedule="zb-v", remat="full").predicted.peak_bytes
+    split = 0
+    for share in (0.2, 0.5, 0.8):
+        room = least + share * (most - least)
+        best = found(room)
+        pinned = [found(room, schedule=name).predicted.step_time_s for name in names]
+        assert best.predicted.step_time_s <= 1.005 * min(pinned)
+        split += splits_backward(best.plan.schedule) and any(stage.remat for stage in best.plan.stages)
+    assert split
 
 
 def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> None:

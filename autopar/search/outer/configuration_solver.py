@@ -269,7 +269,7 @@ class Solver:
         # Seconds of a step, place among the schedules, the configuration under one, its first cuts if they were made.
         open_: list[tuple[float, int, Configuration, Candidate | None]] = [
             (
-                -inf if (shape.schedule, shape.virtual_stages) == try_first else self._balanced_s(shape, inner),
+                -inf if (shape.schedule, shape.virtual_stages) == try_first else self.balanced_s(shape, inner),
                 place,
                 replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages),
                 None,
@@ -302,14 +302,15 @@ class Solver:
         least = self.least_s(configuration, inner.objective)
         if least >= record_s:
             return least
-        return min((self._balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
+        return min((self.balanced_s(shape, inner) for shape in self.shapes(configuration)), default=0.0)
 
     def least_s(self, configuration: Configuration, objective: float) -> float:
         """``likely_s`` at least: from the objective of the inner problem, which counts gradient reductions least."""
         microbatch_s = objective / configuration.num_microbatches
         return min((microbatch_s * _passes(shape) for shape in self.shapes(configuration)), default=0.0)
 
-    def _balanced_s(self, shape: Pipelining, inner: Inner) -> float:
+    def balanced_s(self, shape: Pipelining, inner: Inner) -> float:
+        """Estimated seconds of a step with the most even stages and unlimited memory."""
         return inner.least_times(shape.num_ranks).step_s(shape, self._links(shape, inner.pricing.mesh))
 
     def _links(self, shape: Pipelining, mesh: Mesh) -> tuple[float, ...]:

@@ -1,6 +1,9 @@
-"""An order of passes that is found for how long the passes of a plan take and what its ranks have memory for.
+"""Schedules that split the backward, for the best plans of a search, and orders of passes that are found for them.
 
-The named schedules take passes for equal. Here they are laid out by list scheduling with the plan's own seconds in
+The search of all plans tries schedules with a name, and those that split the backward without rematerialisation, as
+there are many to cut. Of the best plans they are cut with it too.
+
+The named schedules take passes for equal. With an order of its own passes are laid out by list scheduling with the plan's own seconds in
 ticks (``autopar.ir.list_scheduling``), and the plan is cut into stages anew under what that keeps in flight. Several
 numbers of microbatches alive, and of weight gradients put off, are tried on one stage a rank, two in a v, and as many
 as the plan has; the best that fits is taken if it is faster. Neither the ops of the plan nor its mesh change.
@@ -31,10 +34,12 @@ _RIVALS, _MOST_TO_GAIN = 1, 0.1
 
 
 def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
-    """``best``, or a faster plan with an order of its own of that or of the best of ``others``."""
+    """``best``, or a faster plan of that or of the best of ``others``, which splits the backward or has an order of its
+    own."""
     found = [with_found_order(solver, best)]
     if best.configuration.constraints.schedule == FOUND:
         return found[0]
+    found.append(with_split_backward(solver, best))
     tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
     for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):
         key = other.configuration.num_stages, other.configuration.mesh.sizes
@@ -42,8 +47,33 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
             break
         if key not in tried and other.configuration.num_stages > 1:
             tried.add(key)
-            found.append(with_found_order(solver, other))
+            found += [with_found_order(solver, other), with_split_backward(solver, other)]
     return min(found, key=lambda own: own.predicted.step_time_s)
+
+
+def with_split_backward(solver: Solver, found: Candidate) -> Candidate:
+    """``found``, or a faster plan of the same ops on the same mesh, under a schedule that has a name, splits the
+    backward and rematerialises."""
+    configuration = found.configuration
+    constraints = configuration.constraints
+    if constraints.schedule is not None or configuration.num_stages == 1 or solver.levels == ("none",):
+        return found
+    inner = Inner(
+        pricing=found.pricing, assignment=found.assignment, objective=0.0, shared_once=False, given=found.priced
+    )
+    blocks = solver.workload.block_counts
+    shapes = constraints.shapes(configuration.num_stages, configuration.num_microbatches, blocks)
+    split = [(solver.balanced_s(shape, inner), number) for number, shape in enumerate(shapes) if shape.splits_backward]
+    best = found
+    for ideal_s, number in sorted(split):
+        if ideal_s >= best.predicted.step_time_s:
+            break
+        name, virtual = shapes[number].schedule, shapes[number].virtual_stages
+        own = replace(configuration, schedule=name, virtual_stages=virtual)
+        candidate = solver.filled(replace(own, constraints=replace(constraints, schedule=name)), inner)
+        if candidate is not None and candidate.predicted.step_time_s < best.predicted.step_time_s:
+            best = candidate
+    return best
 
 
 def with_found_order(solver: Solver, found: Candidate) -> Candidate:
