@@ -19,8 +19,10 @@ READ, READ_WRITE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def new_memory(num_bytes: int) -> int:
-    """The address of new memory, of zeros. Raises OSError."""
-    return _address("mmap", None, num_bytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    """The address of new memory, of zeros, in large pages where the system has them. Raises OSError."""
+    found = _address("mmap", None, num_bytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    _function("madvise")(found, num_bytes, mmap.MADV_HUGEPAGE)
+    return found
 
 
 def free_memory(address: int, num_bytes: int) -> None:
@@ -52,6 +54,7 @@ _ARGUMENTS = {
     "mmap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t),
     "mremap": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
     "munmap": (ctypes.c_void_p, ctypes.c_size_t),
+    "madvise": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
     "mprotect": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
 }
 

@@ -116,6 +116,17 @@ class Inner:
     _costs: dict[int, tuple[BlockCost, ...]] = field(default_factory=dict)
     _least: dict[int, LeastTimes] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, found: Candidate) -> Inner:
+        """The answer that a plan was made of, whose stages may be cut anew."""
+        return cls(
+            pricing=found.pricing,
+            assignment=found.assignment,
+            objective=0.0,
+            shared_once=found.configuration.num_stages == 1,
+            given=found.priced,
+        )
+
     @cached_property
     def priced(self) -> Priced:
         """Prices block by block; answers that only serve as bounds never compute them."""

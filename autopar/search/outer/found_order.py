@@ -3,10 +3,11 @@
 The search of all plans tries schedules with a name, and those that split the backward without rematerialisation, as
 there are many to cut. Of the best plans they are cut with it too.
 
-The named schedules take passes for equal. With an order of its own passes are laid out by list scheduling with the plan's own seconds in
-ticks (``autopar.ir.list_scheduling``), and the plan is cut into stages anew under what that keeps in flight. Several
-numbers of microbatches alive, and of weight gradients put off, are tried on one stage a rank, two in a v, and as many
-as the plan has; the best that fits is taken if it is faster. Neither the ops of the plan nor its mesh change.
+The named schedules take passes for equal. With an order of its own passes are laid out by list scheduling with the
+plan's seconds in ticks (``autopar.ir.list_scheduling``), and the plan is cut into stages anew under what that keeps in
+flight. Several numbers of microbatches alive, and of weight gradients put off, are tried on one stage a rank, two in a
+v, and as many as the plan has; the best that fits is taken if it is faster. Neither the ops of the plan nor its mesh
+change.
 """
 
 from __future__ import annotations
@@ -58,9 +59,7 @@ def with_split_backward(solver: Solver, found: Candidate) -> Candidate:
     constraints = configuration.constraints
     if constraints.schedule is not None or configuration.num_stages == 1 or solver.levels == ("none",):
         return found
-    inner = Inner(
-        pricing=found.pricing, assignment=found.assignment, objective=0.0, shared_once=False, given=found.priced
-    )
+    inner = Inner.of(found)
     blocks = solver.workload.block_counts
     shapes = constraints.shapes(configuration.num_stages, configuration.num_microbatches, blocks)
     split = [(solver.balanced_s(shape, inner), number) for number, shape in enumerate(shapes) if shape.splits_backward]
@@ -110,9 +109,7 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
 def _candidates(solver: Solver, found: Candidate, most_s: Callable[[], float]) -> Iterator[Candidate]:
     """Plans that fit, first those whose order is best with equal stages and memory for all of it. most_s: of the best
     so far; what is slower even so is not tried."""
-    inner = Inner(
-        pricing=found.pricing, assignment=found.assignment, objective=0.0, shared_once=False, given=found.priced
-    )
+    inner = Inner.of(found)
     options = sorted(_options(found), key=lambda option: option[0])
     for ideal_s, configuration in options[:_TRIED]:
         if ideal_s >= most_s():

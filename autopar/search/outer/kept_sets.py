@@ -96,8 +96,7 @@ def with_share(solver: Solver, found: Candidate, share: float) -> Candidate:
 
 
 def _inner(found: Candidate, pricing: Pricing) -> Inner:
-    configuration = found.configuration
-    return Inner(pricing=pricing, assignment=found.assignment, objective=0.0, shared_once=configuration.num_stages == 1)
+    return replace(Inner.of(found), pricing=pricing, given=None)
 
 
 def kept_sets(pricing: Pricing, assignment: tuple[Assignment, ...], *, on_host: bool = True) -> tuple[KeptSets, ...]:
