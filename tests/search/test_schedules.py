@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -84,8 +85,9 @@ def test_a_schedule_that_splits_the_backward_is_found_with_rematerialisation_too
     for share in (0.2, 0.5, 0.8):
         room = least + share * (most - least)
         best = found(room)
-        pinned = [found(room, schedule=name).predicted.step_time_s for name in names]
-        assert best.predicted.step_time_s <= 1.005 * min(pinned)
+        for name in names:
+            with suppress(InfeasiblePlan):  # it needs more memory than others
+                assert best.predicted.step_time_s <= 1.005 * found(room, schedule=name).predicted.step_time_s
         split += splits_backward(best.plan.schedule) and any(stage.remat for stage in best.plan.stages)
     assert split
 
