@@ -149,7 +149,10 @@ def plot(path: Path, every: dict[str, Found]) -> None:
     from plotly.subplots import make_subplots
 
     figure = make_subplots(
-        rows=-(-len(every) // 2), cols=2, subplot_titles=[f"{n}: {f.block}" for n, f in every.items()]
+        rows=-(-len(every) // 2),
+        cols=2,
+        vertical_spacing=0.07,
+        subplot_titles=[f"{n}: {f.block}" for n, f in every.items()],
     )
     for number, one in enumerate(every.values()):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
@@ -161,12 +164,13 @@ def plot(path: Path, every: dict[str, Found]) -> None:
         )  # fmt: skip
         figure.add_scatter(
             x=[num_bytes / MIB for num_bytes, _ in one.levels], y=[1e6 * seconds for _, seconds in one.levels],
-            mode="markers+text", text=list(LEVELS), textposition="top right", name="levels", legendgroup="levels",
-            marker={"color": "#c8553d", "size": 9}, **first, **place,
+            mode="markers+text", text=list(LEVELS), textposition=["top left", "top right", "top right", "middle right"],
+            cliponaxis=False, name="levels", legendgroup="levels", marker={"color": "#c8553d", "size": 9}, **first,
+            **place,
         )  # fmt: skip
         figure.update_xaxes(title_text="MiB kept of a microbatch", **place)
         figure.update_yaxes(title_text="µs of recomputation", **place)
-    figure.update_layout(height=330 * -(-len(every) // 2), title="What a block may keep for backward, as predicted")
+    figure.update_layout(height=260 * -(-len(every) // 2), title="What a block may keep for backward, as predicted")
     figure.write_html(path, include_plotlyjs=True)
 
 
