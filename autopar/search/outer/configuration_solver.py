@@ -334,13 +334,16 @@ class Solver:
         plain = configuration.constraints.schedule is None and configuration.zero == 3
         return tuple(shape for shape in every if not (plain and shape.splits_backward))
 
-    def filled(self, configuration: Configuration, inner: Inner) -> Candidate | None:
+    def filled(self, configuration: Configuration, inner: Inner, record_s: float = inf) -> Candidate | None:
         """The plan of a configuration under its own schedule, whose stages fill the memory that there is; None if
-        nothing fits."""
-        found = self._complete(
-            configuration, inner, inf, _CUTS, self._cut(configuration, inner, self.budget_bytes, inf)
+        nothing fits, or its closed form is far above ``record_s``."""
+        first = self._cut(configuration, inner, self.budget_bytes, record_s)
+        found = self._complete(configuration, inner, record_s, _CUTS, first)
+        return (
+            None
+            if found is None or found.pruned or found.predicted.peak_bytes > self.budget_bytes * (1 + 1e-9) + 1
+            else found
         )
-        return None if found is None or found.predicted.peak_bytes > self.budget_bytes * (1 + 1e-9) + 1 else found
 
     def _complete(
         self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int, first: Candidate | None

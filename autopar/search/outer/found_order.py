@@ -1,13 +1,9 @@
-"""Schedules that split the backward, for the best plans of a search, and orders of passes that are found for them.
+"""An order of passes that is found for how long the passes of a plan take and what its ranks have memory for.
 
-The search of all plans tries schedules with a name, and those that split the backward without rematerialisation, as
-there are many to cut. Of the best plans they are cut with it too.
-
-The named schedules take passes for equal. With an order of its own passes are laid out by list scheduling with the
-plan's seconds in ticks (``autopar.ir.list_scheduling``), and the plan is cut into stages anew under what that keeps in
-flight. Several numbers of microbatches alive, and of weight gradients put off, are tried on one stage a rank, two in a
-v, and as many as the plan has; the best that fits is taken if it is faster. Neither the ops of the plan nor its mesh
-change.
+The named schedules take passes for equal. Here they are laid out by list scheduling with the plan's own seconds in
+ticks (``autopar.ir.list_scheduling``), and the plan is cut into stages anew under what that keeps in flight. Several
+numbers of microbatches alive, and of weight gradients put off, are tried on one stage a rank, two in a v, and as many
+as the plan has; the best that fits is taken if it is faster. Neither the ops of the plan nor its mesh change.
 """
 
 from __future__ import annotations
@@ -21,6 +17,8 @@ from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.list_scheduling import PassTimes, Urgent
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.kept_sets import finds_sets
+from autopar.search.outer.other_schedules import with_split_backward
 from autopar.search.problem.constraints import FOUND
 
 # Ticks of the longest pass. Chosen: times are rounded to 1 %.
@@ -40,7 +38,8 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
     found = [with_found_order(solver, best)]
     if best.configuration.constraints.schedule == FOUND:
         return found[0]
-    found.append(with_split_backward(solver, best))
+    if not finds_sets(solver, best):  # which tries these schedules too
+        found.append(with_split_backward(solver, best))
     tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
     for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):
         key = other.configuration.num_stages, other.configuration.mesh.sizes
@@ -48,31 +47,10 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
             break
         if key not in tried and other.configuration.num_stages > 1:
             tried.add(key)
-            found += [with_found_order(solver, other), with_split_backward(solver, other)]
+            found.append(with_found_order(solver, other))
+            if not finds_sets(solver, other):
+                found.append(with_split_backward(solver, other))
     return min(found, key=lambda own: own.predicted.step_time_s)
-
-
-def with_split_backward(solver: Solver, found: Candidate) -> Candidate:
-    """``found``, or a faster plan of the same ops on the same mesh, under a schedule that has a name, splits the
-    backward and rematerialises."""
-    configuration = found.configuration
-    constraints = configuration.constraints
-    if constraints.schedule is not None or configuration.num_stages == 1 or solver.levels == ("none",):
-        return found
-    inner = Inner.of(found)
-    blocks = solver.workload.block_counts
-    shapes = constraints.shapes(configuration.num_stages, configuration.num_microbatches, blocks)
-    split = [(solver.balanced_s(shape, inner), number) for number, shape in enumerate(shapes) if shape.splits_backward]
-    best = found
-    for ideal_s, number in sorted(split):
-        if ideal_s >= best.predicted.step_time_s:
-            break
-        name, virtual = shapes[number].schedule, shapes[number].virtual_stages
-        own = replace(configuration, schedule=name, virtual_stages=virtual)
-        candidate = solver.filled(replace(own, constraints=replace(constraints, schedule=name)), inner)
-        if candidate is not None and candidate.predicted.step_time_s < best.predicted.step_time_s:
-            best = candidate
-    return best
 
 
 def with_found_order(solver: Solver, found: Candidate) -> Candidate:

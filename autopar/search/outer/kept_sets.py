@@ -3,7 +3,7 @@
 The search knows four levels. Of the best plans that rematerialise, the frontier of each kind of block is found for its
 placement (``autopar.cost_model.memory.kept_frontier``). Where the kind that recomputes most goes from one corner to the
 next as the price of memory rises, every kind has a best corner; those are a set of the plan. Stages are cut anew with
-the sets beside the levels.
+the sets beside the levels, under every schedule that is left open.
 
 What a corner keeps may wait in host memory, all of it, or as much as the copies are hidden of: that takes no memory of
 the device, and the seconds that the copies add (``autopar.cost_model.communication.host_copies``). Such points are part
@@ -25,6 +25,7 @@ from autopar.search.outer.configuration import Candidate, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.host_choices import host_links
 from autopar.search.outer.offloads import has_room
+from autopar.search.outer.other_schedules import best_schedule
 from autopar.search.pricing.block_moves import layouts_of
 from autopar.search.pricing.block_prices import evaluate
 from autopar.search.pricing.kept_graph import kept_graph
@@ -59,6 +60,12 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
     return best
 
 
+def finds_sets(solver: Solver, found: Candidate) -> bool:
+    """Whether ``best_kept`` cuts this plan anew, if it is the best."""
+    share = found.configuration.constraints.remat
+    return share is None and solver.cluster.device.stack.keeps_any and found.is_rematerialised
+
+
 def _alike(one: Candidate, other: Candidate) -> bool:
     a, b = one.configuration, other.configuration
     return (a.num_stages, a.mesh.sizes, a.num_microbatches) == (b.num_stages, b.mesh.sizes, b.num_microbatches)
@@ -70,7 +77,8 @@ def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:
         return None
     for on_host in (True, False):
         pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment, on_host=on_host))
-        own = solver.filled(found.configuration, _inner(found, pricing))
+        inner = _inner(found, pricing)
+        own = best_schedule(solver, found.configuration, inner, solver.filled(found.configuration, inner))
         if own is None or has_room(own) or not any(own.predicted.host_bytes):
             return own
     return None

@@ -1,0 +1,48 @@
+"""Other schedules for a plan whose ops and mesh are fixed, with rematerialisation under each.
+
+The search of all plans tries schedules that split the backward without rematerialisation, as there are many to cut, and
+chooses among the others by what the levels of rematerialisation cost. The best plans are cut for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
+from autopar.search.outer.configuration_solver import Solver
+
+
+def with_split_backward(solver: Solver, found: Candidate) -> Candidate:
+    """``found``, or a faster plan under a schedule that has a name, splits the backward and rematerialises."""
+    if solver.levels == ("none",):
+        return found
+    return best_schedule(solver, found.configuration, Inner.of(found), found, split_alone=True) or found
+
+
+def best_schedule(
+    solver: Solver, configuration: Configuration, inner: Inner, best: Candidate | None, *, split_alone: bool = False
+) -> Candidate | None:
+    """``best``, or a faster plan of an answer to the inner problem, under another schedule that the constraints leave
+    open. split_alone: of those that split the backward."""
+    constraints = configuration.constraints
+    if constraints.schedule is not None or configuration.num_stages == 1:
+        return best
+    ranks, count = configuration.num_stages, configuration.num_microbatches
+    shapes = constraints.shapes(ranks, count, solver.workload.block_counts)
+    tried = [
+        (solver.balanced_s(shape, inner), number)
+        for number, shape in enumerate(shapes)
+        if (shape.splits_backward or not split_alone) and shape != configuration.pipelining
+    ]
+    for ideal_s, number in sorted(tried):
+        if best is not None and ideal_s >= best.predicted.step_time_s:
+            break
+        name, virtual = shapes[number].schedule, shapes[number].virtual_stages
+        # Of a schedule that is pinned all levels are tried.
+        pinned = replace(constraints, schedule=name)
+        own = replace(configuration, schedule=name, virtual_stages=virtual, constraints=pinned)
+        found = solver.filled(own, inner, inf if best is None else best.predicted.step_time_s)
+        if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
+            best = found
+    return best
