@@ -339,11 +339,9 @@ class Solver:
         nothing fits, or its closed form is far above ``record_s``."""
         first = self._cut(configuration, inner, self.budget_bytes, record_s)
         found = self._complete(configuration, inner, record_s, _CUTS, first)
-        return (
-            None
-            if found is None or found.pruned or found.predicted.peak_bytes > self.budget_bytes * (1 + 1e-9) + 1
-            else found
-        )
+        if found is None or found.pruned:
+            return None
+        return found if found.predicted.peak_bytes <= self.budget_bytes * (1 + 1e-9) + 1 else None
 
     def _complete(
         self, configuration: Configuration, inner: Inner, record_s: float, num_cuts: int, first: Candidate | None
