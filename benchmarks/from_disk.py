@@ -74,6 +74,7 @@ def run_rank(given: argparse.Namespace) -> None:
     rows = given.rows * given.ranks
     tokens = torch.randint(0, VOCABULARY, (rows, given.length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
+    # In GB, twice the bytes of all state: the search of a plan in memory is to find room.
     room = 32 * sum(parameter.numel() for parameter in model.parameters()) / 1e9
     cluster = cluster_from_dict({"gpu": "cpu", "num_gpus": given.ranks, "memory_gb": room})
     plan = autopar.search(

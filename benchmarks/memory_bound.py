@@ -1,4 +1,4 @@
-"""A plan that has little memory, beside the one that an earlier version of this project found: two hosts, 1 Gbit/s.
+"""Memory-bound plans of two versions of this project, trained in turns on two hosts joined at 1 Gbit/s.
 
     sudo python benchmarks/memory_bound.py --before TREE [--memory-gb 0.95] [--rows 4] [--rounds 9] [--network 1gbit]
 

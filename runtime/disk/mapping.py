@@ -21,6 +21,7 @@ READ, READ_WRITE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
 def new_memory(num_bytes: int) -> int:
     """The address of new memory, of zeros, in large pages where the system has them. Raises OSError."""
     found = _address("mmap", None, num_bytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    # A hint, whose failure costs page faults alone.
     _function("madvise")(found, num_bytes, mmap.MADV_HUGEPAGE)
     return found
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -167,8 +168,8 @@ def train_slowly(folder: str, constraints: dict[str, Any], most: int, net: type[
         time.sleep(0.02)
         return write(*arguments)
 
-    os.pwritev = slowly  # type: ignore[assignment]  # the disk of this rank, whose process ends with it
-    return train(folder, constraints, most, "adamw", False, net=net)
+    with mock.patch.object(os, "pwritev", slowly):
+        return train(folder, constraints, most, "adamw", False, net=net)
 
 
 @pytest.mark.parametrize(("name", "net"), [("zero3 microbatches", Skip), ("dp2 pp2 zb-h1", Net)])

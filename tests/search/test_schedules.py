@@ -67,7 +67,7 @@ def test_the_search_finds_the_fastest_schedule(tied: CapturedModel, workload: Wo
 
 
 def test_a_schedule_that_splits_the_backward_is_found_with_rematerialisation_too() -> None:
-    """Where memory is short of what it needs without; the search of all plans leaves that out."""
+    """Where it would not fit without rematerialisation; the best plans alone are cut for that."""
     model = captured(1024, 8, batch=32)
     workload, cluster = Workload.of(model, "fp32"), make_cluster("a100-80gb", 2, 2)
     names: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")

@@ -38,7 +38,7 @@ def best_order(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> 
     found = [with_found_order(solver, best)]
     if best.configuration.constraints.schedule == FOUND:
         return found[0]
-    if not finds_sets(solver, best):  # which tries these schedules too
+    if not finds_sets(solver, best):  # with sets of kept tensors these schedules are tried later
         found.append(with_split_backward(solver, best))
     tried = {(best.configuration.num_stages, best.configuration.mesh.sizes)}
     for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):

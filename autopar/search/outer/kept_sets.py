@@ -45,13 +45,11 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
     share = best.configuration.constraints.remat
     if isinstance(share, float):
         return with_share(solver, best, share)
-    if share is not None or not solver.cluster.device.stack.keeps_any:
-        return best
     tried = [best]
     for other in sorted((one for one in others if not one.pruned), key=lambda one: one.step_time_s):
         if len(tried) > _RIVALS or other.step_time_s > best.step_time_s * (1 + _MOST_TO_GAIN):
             break
-        if other.is_rematerialised and not any(_alike(other, one) for one in tried):
+        if finds_sets(solver, other) and not any(_alike(other, one) for one in tried):
             tried.append(other)
     for candidate in tried:
         found = with_kept_sets(solver, candidate)
@@ -61,7 +59,7 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
 
 
 def finds_sets(solver: Solver, found: Candidate) -> bool:
-    """Whether ``best_kept`` cuts this plan anew, if it is the best."""
+    """Whether sets of their own may make the plan faster: it recomputes something, and what is its own choice."""
     share = found.configuration.constraints.remat
     return share is None and solver.cluster.device.stack.keeps_any and found.is_rematerialised
 
@@ -72,8 +70,8 @@ def _alike(one: Candidate, other: Candidate) -> bool:
 
 
 def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:
-    """The plan with its stages cut for all sets; None if it recomputes nothing, or nothing fits."""
-    if not found.is_rematerialised:
+    """The plan with its stages cut for all sets; None if sets are not open to it, or nothing fits."""
+    if not finds_sets(solver, found):
         return None
     for on_host in (True, False):
         pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment, on_host=on_host))
