@@ -12,7 +12,6 @@ are lost together. Copies are written in turns to two files, so one is complete 
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,10 @@ import torch.distributed as dist
 from autopar.ir.errors import CheckpointError
 from autopar.runtime.copies.partner import Partner
 from autopar.runtime.copies.places import SLOTS, forget_others, slot_path
-from autopar.runtime.copies.slot import Part, Slot, placed
+from autopar.runtime.copies.slot import Slot, placed
 from autopar.runtime.copies.snapshot import Snapshot, Snapshots
 from autopar.runtime.launch import this_device
 from autopar.runtime.torch_private import copy_all, timeout_of
-
-_Layout = tuple[Sequence[Part], Container[Part]]
-"""The parts of the state that a rank has, and those that its partner has."""
 
 # The values of a step, as the state of a generator, may grow by this factor before a slot is made anew.
 _ROOM = 2
@@ -60,7 +56,7 @@ class Copier:
         self._partner = Partner(self._group, hosts, self._path)
         self._first_of_host = hosts.index(places.host) == self._rank
         self._slots: dict[int, Slot] = {}
-        self._layout: _Layout | None = None
+        self._room = 0  # of a slot, for values, in bytes
         self._copied, self._thread = threading.Event(), threading.Thread()
         self._error: BaseException | None = None
         self.safe = -1
@@ -110,7 +106,7 @@ class Copier:
 
     def _run(self, snapshot: Snapshot, event: Any) -> None:
         try:
-            slot = self._copy(snapshot, (snapshot.parts, self._partner.parts(snapshot.parts)), event)
+            slot = self._copy(snapshot, event)
             self._copied.set()
             self._partner.exchange(slot, snapshot.step)
             done = torch.zeros(1)
@@ -123,8 +119,8 @@ class Copier:
         finally:
             self._copied.set()
 
-    def _copy(self, snapshot: Snapshot, layout: _Layout, event: Any) -> Slot:
-        slot = self._slot(snapshot, layout)
+    def _copy(self, snapshot: Snapshot, event: Any) -> Slot:
+        slot = self._slot(snapshot)
         slot.begin()
         stream = None
         if event is not None:
@@ -133,20 +129,19 @@ class Copier:
         with torch.cuda.stream(stream), torch.no_grad():
             tensors = {key: tensor for (key, *_), tensor in zip(snapshot.parts, snapshot.tensors, strict=True)}
             copy_all(slot.tensors, [tensors[piece.key] for piece in slot.pieces])
-        if not slot.finish(snapshot.step, snapshot.values):
-            self._layout = None
-            return self._copy(snapshot, layout, event)
+        slot.finish(snapshot.step, snapshot.values)
         return slot
 
-    def _slot(self, snapshot: Snapshot, layout: _Layout) -> Slot:
-        """The slot of the step's turn; both are made anew where the tensors are others than before, here or there."""
-        if layout != self._layout:
-            self._slots, self._layout = {}, layout
+    def _slot(self, snapshot: Snapshot) -> Slot:
+        """The slot of the step's turn. Both are made anew, with one size, where the tensors here or at the partner are
+        others than before, or the values have no room."""
+        if self._partner.agree(snapshot.parts, len(snapshot.values) > self._room):
+            self._slots, self._room = {}, _ROOM * len(snapshot.values)
         turn = snapshot.step % SLOTS
         if turn not in self._slots:
-            pieces = placed(snapshot.parts, self._partner.rank, layout[1])
-            path, room = self._path(self._rank, snapshot.step), _ROOM * len(snapshot.values)
-            self._slots[turn] = Slot.create(path, self._header, pieces, room, self._rank, self._size)
+            pieces = placed(snapshot.parts, self._partner.rank, self._partner.has)
+            path = self._path(self._rank, snapshot.step)
+            self._slots[turn] = Slot.create(path, self._header, pieces, self._room, self._rank, self._size)
         return self._slots[turn]
 
     def _path(self, rank: int, step: int) -> Path:

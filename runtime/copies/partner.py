@@ -19,6 +19,7 @@ from autopar.runtime.copies.slot import BODY, Part, Slot, set_step
 
 # Elements of one message.
 _AT_A_TIME = 1 << 28
+_NEW = -1  # the size of a copy that is not yet known
 
 
 class Partner:
@@ -31,33 +32,46 @@ class Partner:
         self._group, self._path = group, path
         self.rank, self._sources = partners(hosts, dist.get_rank())
         self._told: Sequence[Part] | None = None
-        self._has: frozenset[Part] = frozenset()
+        self.has: frozenset[Part] = frozenset()
+        """What the partner has of the state."""
+        self._resized, self._sizes = False, dict.fromkeys(self._sources, _NEW)
         self._received: dict[tuple[int, int], torch.Tensor] = {}
 
-    def parts(self, own: Sequence[Part]) -> frozenset[Part]:
-        """What the partner has of the state in this step. own: what this rank has. Each is sent where it is new."""
-        if self.rank is None and not self._sources:
-            return self._has
+    def agree(self, own: Sequence[Part], outgrown: bool) -> bool:
+        """Tell those that send here what this rank has of the state in this step, where it is new, and find what the
+        partner has. outgrown: the copy has no room for this step's values. Returns True where this rank's copies have
+        another size than before, which it then sends with the copy."""
         news = b"" if own == self._told else json.dumps(own).encode()
-        self._told = own
-        lengths = self._passed(torch.tensor([len(news)]), _number, back=True)
+        self._told, self._resized = own, bool(news) or outgrown
+        if self.rank is None and not self._sources:
+            return self._resized
+        partner = [self.rank] if self.rank is not None else []
+        neighbours = sorted({*partner, *self._sources})
+        said = self._passed(
+            torch.tensor([len(news), outgrown]), lambda _: torch.zeros(2, dtype=torch.int64), neighbours, neighbours
+        )
+        for source in self._sources:
+            if news or said[source].any():
+                self._sizes[source] = _NEW
+        lengths = {rank: int(said[rank][0]) for rank in partner}
         text = torch.tensor(list(news), dtype=torch.uint8)
-        found = self._passed(text, lambda rank: torch.empty(int(lengths[rank]), dtype=torch.uint8), back=True)
+        found = self._passed(text, lambda rank: torch.empty(lengths[rank], dtype=torch.uint8), self._sources, partner)
         for data in found.values():
             if data.numel():
-                self._has = frozenset(map(_part, json.loads(bytes(data.tolist()))))
-        return self._has
+                self.has, self._resized = frozenset(map(_part, json.loads(bytes(data.tolist())))), True
+        return self._resized
 
     def exchange(self, slot: Slot, step: int) -> None:
         """Send this rank's copy, and take those of others."""
-        if self.rank is None and not self._sources:
-            return
+        partner = [self.rank] if self.rank is not None else []
         sent = slot.beginning
-        sizes = self._passed(torch.tensor([sent.numel()]), _number)
-        files = {source: self._place_of(source, step, int(size)) for source, size in sizes.items()}
+        new = [source for source, size in self._sizes.items() if size == _NEW]
+        sizes = self._passed(torch.tensor([sent.numel()]), _number, partner if self._resized else [], new)
+        self._sizes |= {source: int(size) for source, size in sizes.items()}
+        files = {source: self._place_of(source, step, size) for source, size in self._sizes.items()}
         for data in files.values():
             set_step(data, -1)
-        self._passed(sent[BODY:], lambda source: files[source][BODY:])
+        self._passed(sent[BODY:], lambda source: files[source][BODY:], partner, self._sources)
         for data in files.values():
             set_step(data, step)
 
@@ -67,12 +81,9 @@ class Partner:
             set_step(data, -1)
 
     def _passed(
-        self, own: torch.Tensor, room: Callable[[int], torch.Tensor], back: bool = False
+        self, own: torch.Tensor, room: Callable[[int], torch.Tensor], to: Sequence[int], sources: Sequence[int]
     ) -> Mapping[int, torch.Tensor]:
-        """What is sent here, by rank, in the room made for it. back: from the partner to those that send to it."""
-        to, sources = [self.rank] if self.rank is not None else [], self._sources
-        if back:
-            to, sources = sources, to
+        """What is sent here, by rank, in the room made for it. own: is sent to each rank of ``to``."""
         here = {source: room(source) for source in sources}
         works = [dist.isend(part, rank, group=self._group) for rank in to for part in _messages(own)]
         works += [

@@ -178,14 +178,12 @@ class Slot:
         """The copy is not complete from here to ``finish``."""
         set_step(self._bytes, _NONE)
 
-    def finish(self, step: int, values: bytes) -> bool:
-        """It is complete, and of ``step``. Returns False, and it is not, if there is no room for the values."""
-        if len(values) > self._room:
-            return False
+    def finish(self, step: int, values: bytes) -> None:
+        """It is complete, and of ``step``. There must be room for the values."""
+        assert len(values) <= self._room, "the slot was made with room for them"
         self._map[self._values_at : self._values_at + len(values)] = values
         struct.pack_into("<q", self._map, 40, len(values))
         set_step(self._bytes, step)
-        return True
 
     @property
     def values(self) -> bytes:
