@@ -62,20 +62,20 @@ class OptimizerState:
 
     def tensors(self) -> ByName:
         """State tensors, by parameter name and key."""
-        return self._state(tensors=True)
+        return self.both()[0]
 
     def values(self) -> ByName:
         """State that is no tensor, by parameter name and key."""
-        return self._state(tensors=False)
+        return self.both()[1]
 
-    def _state(self, *, tensors: bool) -> ByName:
-        found: ByName = {}
+    def both(self) -> tuple[ByName, ByName]:
+        """``tensors`` and ``values``."""
+        tensors: ByName = {}
+        values: ByName = {}
         for name, (optimizer, _, parameter) in self._place.items():
-            state = optimizer.state.get(parameter, {})
-            kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) == tensors}
-            if kept:
-                found[name] = kept
-        return found
+            for key, value in optimizer.state.get(parameter, {}).items():
+                (tensors if isinstance(value, torch.Tensor) else values).setdefault(name, {})[key] = value
+        return tensors, values
 
     def settings(self) -> ByName:
         """Hyperparameters, by parameter name and key."""

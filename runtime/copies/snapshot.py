@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import operator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.ir.primitives.read_parameter import local_of
-from autopar.runtime.checkpoint.optimizers import OptimizerState
+from autopar.runtime.checkpoint.optimizers import ByName, OptimizerState
 from autopar.runtime.checkpoint.saving import as_list, flat, history_tensors, own_tensors, random_tensors
 from autopar.runtime.copies.slot import Part, part_of
 from autopar.runtime.module import ParallelModule
@@ -37,7 +39,8 @@ class Snapshots:
         self._optimizers: list[Optimizer] = as_list(optimizer)
         self._state = OptimizerState(self._optimizers, dict(pm.named_parameters()))
         self._settings: tuple[Any, bytes] | None = None
-        self._parts: dict[str, tuple[torch.Tensor, Part]] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._parts: list[Part] = []
 
     def header(self) -> dict[str, Any]:
         """What is the same after every step, for JSON."""
@@ -50,36 +53,30 @@ class Snapshots:
 
     def take(self, step: int, data: Any) -> Snapshot:
         """The state after ``step`` steps. data: where the data stands."""
-        pm = self._pm
-        parts: list[Part] = []
-        tensors: list[torch.Tensor] = []
-        for key, tensor in (own_tensors(pm) | flat(self._state.tensors())).items():
-            local = local_of(tensor)
-            # A forward writes buffers, and a step's end histories: these may change before they are copied.
-            steady = isinstance(tensor, nn.Parameter) or key.startswith("optimizer/")
-            parts.append(self._part(key, tensor, local))
-            tensors.append(local if steady else local.clone())
-        for key, tensor in (random_tensors() | history_tensors(pm)).items():
+        state, values = self._state.both()
+        own = own_tensors(self._pm)
+        found = [*own.values(), *(tensor for of_one in state.values() for tensor in of_one.values())]
+        if len(found) != len(self._tensors) or not all(map(operator.is_, found, self._tensors)):
+            # Found once for all steps with the same tensors: it takes longer than copying small ones.
+            self._tensors, self._parts = found, list(starmap(_part, (own | flat(state)).items()))
+        parts, tensors = list(self._parts), [local_of(tensor) for tensor in found]
+        for place, tensor in enumerate(found[: len(own)]):
+            # A forward writes buffers, which may change before they are copied.
+            if not isinstance(tensor, nn.Parameter):
+                tensors[place] = tensors[place].clone()
+        # A step's end writes histories.
+        for key, tensor in (random_tensors() | history_tensors(self._pm)).items():
             parts.append(part_of(key, tensor, tensor.shape, (0,) * tensor.dim()))
             tensors.append(tensor.clone())
-        return Snapshot(step, parts, tensors, self._values(step, data))
+        return Snapshot(step, parts, tensors, self._values(step, data, values))
 
-    def _part(self, key: str, tensor: torch.Tensor, local: torch.Tensor) -> Part:
-        """What this rank's part, which may be empty, is. Found once for each tensor: it takes longer than copying a
-        small one."""
-        known = self._parts.get(key)
-        if known is None or known[0] is not tensor:
-            (chunk,) = chunks_of(tensor)
-            known = self._parts[key] = tensor, part_of(key, local, tensor.shape, chunk.offsets)
-        return known[1]
-
-    def _values(self, step: int, data: Any) -> bytes:
+    def _values(self, step: int, data: Any, optimizer: ByName) -> bytes:
         content = {
             "step": step,
             "data": data,
             "scheduler": [one.state_dict() for one in as_list(self._scheduler)],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "values": self._state.values(),
+            "values": optimizer,
             "settings": self._saved_settings(),
             "random": self._pm.engine.randomness.state(),
         }
@@ -91,6 +88,12 @@ class Snapshots:
         if self._settings is None or self._settings[0] != now:
             self._settings = now, _saved(now)
         return self._settings[1]
+
+
+def _part(key: str, tensor: torch.Tensor) -> Part:
+    """What this rank's part, which may be empty, is."""
+    (chunk,) = chunks_of(tensor)
+    return part_of(key, local_of(tensor), tensor.shape, chunk.offsets)
 
 
 def _saved(value: Any) -> bytes:
