@@ -36,7 +36,7 @@ _CPU_PRODUCTS = (
 
 
 # Of attention. A core takes most time for a score of few, and documents that are packed into rows may be short.
-_GPU_LENGTHS, _CPU_LENGTHS = (2048, 8192), (32, 64, 128, 256, 512, 1024)
+_GPU_LENGTHS, _CPU_LENGTHS = (2048, 8192), (32, 64, 128, 256, 512, 1024, 4096)
 
 # Of tensors whose elements are multiplied or normalised. A core's caches hold the small ones.
 _GPU_MIB, _CPU_MIB = (64, 256, 1024), (0.25, 1, 4, 16)
