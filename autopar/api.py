@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.annotations import ParameterAnnotation
 from autopar.ir.bounded_text import read_text
 from autopar.ir.capture.capture import capture
+from autopar.ir.capture.example_inputs import at_sizes
+from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import InfeasiblePlan, InvalidInput, InvalidPlan, PlanMismatch
 from autopar.ir.graph import CapturedModel
 from autopar.ir.lengths import LengthHistogram
@@ -37,7 +40,9 @@ from autopar.modes import Modes
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
 from autopar.passes.verify.placements import verify_placements
+from autopar.planning import find_plan
 from autopar.planning_lengths import Dataset, with_lengths
+from autopar.planning_rows import search_rows
 from autopar.runtime.agreement import agree, agree_same, from_first
 from autopar.runtime.engine import Engine
 from autopar.runtime.launch import ensure_process_group, this_device
@@ -164,14 +169,19 @@ def search(
     limits = constraints_of(constraints)
     if isinstance(cluster, int):
         cluster = local_cluster(cluster, this_device())
-    captured = normalise(capture(model, example_inputs, loss_fn=loss_fn, example_target=example_target))
-    if lengths is None:
-        return search_captured(captured, cluster, limits).plan
-    histogram = lengths if isinstance(lengths, LengthHistogram) else LengthHistogram.load(lengths)
-    dataset = Dataset(histogram=histogram, packed=pack)
-    plan = search_captured(captured, cluster, replace(limits, documents=dataset.documents_of(captured))).plan
-    options = {"loss_fn": loss_fn, "example_target": example_target}
-    return with_lengths(plan, dataset, captured, cluster, model, example_inputs, **options)
+    dataset = None
+    if lengths is not None:
+        histogram = lengths if isinstance(lengths, LengthHistogram) else LengthHistogram.load(lengths)
+        dataset = Dataset(histogram=histogram, packed=pack)
+    planned = find_plan(
+        model, cluster, example_inputs, constraints=limits, loss_fn=loss_fn, example_target=example_target,
+        documents_of=None if dataset is None else dataset.documents_of,
+    )  # fmt: skip
+    plan, captured = planned.plan, planned.captured
+    if dataset is None:
+        return plan
+    inputs, target = at_sizes(model, example_inputs, loss_fn, example_target, {BATCH: plan.planned_rows})
+    return with_lengths(plan, dataset, captured, cluster, model, inputs, loss_fn=loss_fn, example_target=target)
 
 
 def constraints_of(given: Mapping[str, Any]) -> Constraints:
@@ -284,9 +294,14 @@ class _Request:
         check_same_start(self.model, captured)
         agree_same(self._said(), "parallelize")
         known: list[Analysis] = []
-        sent = from_first(lambda: f"{torch.initial_seed()}\n{self._plan(captured, known).to_yaml()}")
+        planned = partial(self._plan, captured, known, example_inputs, example_target)
+        sent = from_first(lambda: f"{torch.initial_seed()}\n{planned().to_yaml()}")
         seed, _, text = sent.partition("\n")
         plan = Plan.from_yaml(text)
+        if prepared is None and plan.planned_rows != captured.batch_size == plan.batch.global_size:
+            example_inputs, example_target = self._with_rows(plan.planned_rows, example_inputs, example_target)
+            captured = agree(lambda: self.capture(example_inputs, example_target))
+            known.clear()
         check_world_size(plan, dist.get_world_size())
         if not captured.has_loss and plan.num_stages > 1:
             raise PlanMismatch(
@@ -313,6 +328,10 @@ class _Request:
         found = capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target)
         return normalise(found, check=False)
 
+    def _with_rows(self, rows: int, example_inputs: Any, example_target: Any) -> tuple[Any, Any]:
+        """Example inputs and target of a batch of another size."""
+        return at_sizes(self.model, example_inputs, self.loss_fn, example_target, {BATCH: rows})
+
     def _said(self) -> dict[str, object]:
         """What has to be the same on every rank. Of a plan's file, where it is there: rank 0 reads it."""
         plan = self.plan
@@ -324,7 +343,7 @@ class _Request:
         said["constraints"] = ", ".join(said) or "none"
         return said | {"the plan (digest of its file)": digest, "compile": self.compile}
 
-    def _plan(self, captured: CapturedModel, known: list[Analysis]) -> Plan:
+    def _plan(self, captured: CapturedModel, known: list[Analysis], example_inputs: Any, example_target: Any) -> Plan:
         """On rank 0: the given plan, or the best one, for which ``captured`` is analysed; ``known`` gets that."""
         if isinstance(self.plan, Plan):
             return self.plan
@@ -337,7 +356,13 @@ class _Request:
         cluster = with_disk(cluster, self.disk)
         if isinstance(self.mesh, DeviceMesh):
             limits = self._within_mesh(limits, self.mesh)
-        found = search_captured(captured, cluster, limits)
+        found, _ = search_rows(
+            captured,
+            cluster,
+            limits,
+            search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
+            captured_with=lambda rows: self.capture(*self._with_rows(rows, example_inputs, example_target)),
+        )
         known.append(found.workload.analysis)
         return found.plan
 

@@ -19,6 +19,7 @@ from torch import nn
 from autopar.any_size import any_size_programs
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.capture.capture import capture
+from autopar.ir.capture.example_inputs import at_sizes
 from autopar.ir.capture.fake_twins import without_parameters
 from autopar.ir.capture.flat_call import Call
 from autopar.ir.capture.other_sizes import captured_at, holds_at, sizes_of_inputs
@@ -159,17 +160,9 @@ class Modes:
 
     def _resized(self, sizes: Mapping[str, int]) -> tuple[Any, Any]:
         """The example inputs and target at other sizes."""
-        tensors = Call.of(self.model, self.example_inputs, self.loss_fn, self.example_target).tensors
-        names = {id(tensor): dims for tensor, dims in zip(tensors, named_dims(tensors), strict=True)}
-
-        def resized(tensor: torch.Tensor) -> torch.Tensor:
-            dims = names.get(id(tensor), {})
-            return tensor.new_empty([sizes.get(dims.get(dim, ""), size) for dim, size in enumerate(tensor.shape)])
-
         if not sizes:
             return self.example_inputs, self.example_target
-        found: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, resized, (self.example_inputs, self.example_target))
-        return found
+        return at_sizes(self.model, self.example_inputs, self.loss_fn, self.example_target, sizes)
 
 
 def _without(inputs: Any, absent: frozenset[str]) -> Any:

@@ -12,9 +12,12 @@ from torch import nn
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.capture.capture import capture
+from autopar.ir.capture.example_inputs import at_sizes
+from autopar.ir.capture.symbols import BATCH
 from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.passes.normalise import normalise
+from autopar.planning_rows import search_rows
 from autopar.search.api import estimate_captured, search_captured
 from autopar.search.divided_share import DividedFlops, divided_by_axes
 from autopar.search.outer.best_first import Progress
@@ -75,10 +78,10 @@ def find_plan(
     progress("capturing the model")
     start = time.perf_counter()
 
-    def captured_with(inputs: Any) -> CapturedModel:
-        return normalise(capture(model, inputs, loss_fn=loss_fn, example_target=example_target, name=name))
+    def captured_with(inputs: Any, target: Any) -> CapturedModel:
+        return normalise(capture(model, inputs, loss_fn=loss_fn, example_target=target, name=name))
 
-    captured = captured_with(example_inputs)
+    captured = captured_with(example_inputs, example_target)
     capture_time_s = time.perf_counter() - start
     if documents_of is not None:
         constraints = replace(constraints, documents=documents_of(captured))
@@ -91,11 +94,24 @@ def find_plan(
         progress(f"{searching}: {best}, none under {seconds(now.bound_s)}{left}", now.share)
 
     search = estimate_captured if pin_degrees else search_captured
+
+    def captured_rows(rows: int) -> CapturedModel:
+        if inputs_of is not None:
+            return captured_with(inputs_of(rows), example_target)
+        return captured_with(*at_sizes(model, example_inputs, loss_fn, example_target, {BATCH: rows}))
+
+    result, captured = search_rows(
+        captured,
+        cluster,
+        constraints,
+        search=lambda own, limits, samples: search(own, cluster, limits, samples=samples, report=report),
+        captured_with=captured_rows,
+    )
     return Planned(
-        result=search(captured, cluster, constraints, report=report),
+        result=result,
         capture_time_s=capture_time_s,
         captured=captured,
         constraints=constraints,
         pin_degrees=pin_degrees,
-        capture_batch=None if inputs_of is None else lambda size: captured_with(inputs_of(size)),
+        capture_batch=None if inputs_of is None else lambda size: captured_with(inputs_of(size), example_target),
     )

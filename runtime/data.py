@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.agreement import agree, agree_same
+from autopar.runtime.inputs import own_rows
 
 
 class Dataloader:
@@ -53,8 +54,8 @@ class Dataloader:
         """
         self.dataset, self.batch_size, self.seed, self.drop_last = dataset, batch_size, seed, drop_last
         self._failed, self._agreed = failed, agreed
-        self.rank, self._rows = rank, batch_size // ranks
-        self._first = rank * self._rows
+        self.rank = rank
+        self._first, self._rows = own_rows(batch_size, rank, ranks)
         self.options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
         self._length = _length(dataset)
         self.is_stream = self._length is None

@@ -66,7 +66,7 @@ class Signature:
                 shape[dim] //= degree
             key = _by_name(step_input.key, positional)
             inputs[name] = _Input(key, step_input.key, tuple(shape), values[name].dtype, dim, symbols)
-        return cls(inputs, plan.batch.global_size, degree, positional)
+        return cls(inputs, plan.planned_rows, degree, positional)
 
     def bind(
         self,
@@ -174,15 +174,21 @@ class Signature:
         def rows(value: torch.Tensor) -> torch.Tensor:
             if value.dim() == 0 or (tuple(value.shape), value.dtype) in whole:
                 return value
-            length, longer = divmod(value.shape[0], self.data_parallel_size)
             if not value.shape[0]:
                 raise InvalidInput(
                     f"a tensor of the batch is {_tensor(tuple(value.shape), value.dtype)}; expected the global batch, "
                     f"of at least one row.\n  try: {self.global_size} rows, as many as the plan is for"
                 )
-            return value.narrow(0, rank * length + min(rank, longer), length + (rank < longer))
+            return value.narrow(0, *own_rows(value.shape[0], rank, self.data_parallel_size))
 
         return pytree.tree_map_only(torch.Tensor, rows, batch)
+
+
+def own_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first of the rows of a batch that a data-parallel rank has, and how many: the first ranks have one more where
+    rows do not divide."""
+    length, longer = divmod(rows, ranks)
+    return rank * length + min(rank, longer), length + (rank < longer)
 
 
 def _fits(value: torch.Tensor, expected: _Input, sizes: dict[str, int]) -> bool:

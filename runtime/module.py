@@ -226,9 +226,10 @@ class ParallelModule(nn.Module):
         self.engine.agree_to("dataloader(...)")
         size = self.plan.batch.global_size if batch_size is None else batch_size
         ranks = self.data_parallel_size
-        if size < 1 or size % ranks:
+        if size < ranks or (pack and size % ranks):
+            same = "as many for each" if pack else "at least one for each"
             raise InvalidInput(
-                f"batch_size is {size}; expected samples of the global batch, as many for each of {ranks} "
+                f"batch_size is {size}; expected samples of the global batch, {same} of {ranks} "
                 f"data-parallel ranks.\n  try: batch_size={max(1, size // ranks) * ranks}"
             )
         options: dict[str, Any] = {

@@ -26,7 +26,11 @@ ALLOWED = {
     "autopar.data": ("autopar.ir",),
     "autopar.huggingface": ("autopar.ir", "autopar.runtime", "autopar.model_file"),
     "autopar.profiling": ("autopar.ir", "autopar.cost_model", "autopar.runtime", "autopar.local_cluster"),
-    "autopar.planning": ("autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units"),
+    "autopar.planning": (
+        "autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.search", "autopar.units",
+        "autopar.planning_rows",
+    ),
+    "autopar.planning_rows": ("autopar.ir", "autopar.cost_model", "autopar.search"),
     "autopar.any_size": ("autopar.ir", "autopar.passes"),
     "autopar.sized_captures": ("autopar.ir", "autopar.passes", "autopar.helper"),
     "autopar.sized_searches": ("autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures"),
@@ -46,7 +50,7 @@ ALLOWED = {
     ),
     "autopar.supervision": (
         "autopar.ir", "autopar.cost_model", "autopar.passes", "autopar.runtime", "autopar.search", "autopar.training",
-        "autopar.helper", "autopar.local_cluster", "autopar.process_end", "autopar.units",
+        "autopar.helper", "autopar.local_cluster", "autopar.planning_rows", "autopar.process_end", "autopar.units",
     ),
     "autopar.launching": (
         "autopar.ir", "autopar.runtime", "autopar.training", "autopar.supervision", "autopar.standard_output",

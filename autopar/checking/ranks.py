@@ -168,7 +168,7 @@ def shortened(plan: Plan, programs: Sequence[StageProgram]) -> tuple[Plan, tuple
     least = 2 if plan.num_stages == 1 else steady
     for fewer in range(least, count):
         if replace(plan.pipelining, num_microbatches=fewer).obstacle() is None:
-            batch = Batch(global_size=plan.batch.global_size // count * fewer, num_microbatches=fewer)
+            batch = Batch(global_size=plan.planned_rows // count * fewer, num_microbatches=fewer)
             plan = plan.model_copy(update={"batch": batch})
             return plan, tuple(replace(program, num_microbatches=fewer) for program in programs)
     return plan, tuple(programs)
@@ -181,6 +181,6 @@ def _inputs(engine: Any, captured: CapturedModel, plan: Plan) -> dict[str, torch
     for name, step_input in captured.inputs.items():
         shape = list(values[name].shape)
         if step_input.batch_dim is not None:
-            shape[step_input.batch_dim] = plan.batch.global_size // plan.data_parallel_size
+            shape[step_input.batch_dim] = plan.planned_rows // plan.data_parallel_size
         inputs[name] = torch.zeros(shape, dtype=values[name].dtype, device=engine.device)
     return inputs

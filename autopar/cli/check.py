@@ -45,7 +45,7 @@ def run_check(
 
     with progress_on_stderr(quiet=json) as progress:
         progress("capturing the model")
-        inputs = source.meta_inputs(plan.batch.global_size, seq)
+        inputs = source.meta_inputs(plan.planned_rows, seq)
         captured = normalise(capture(source.meta_model(), inputs, name=source.name))
         checked = check_plan(source.build, captured, plan, cluster, ranks=chosen, progress=progress)
     if json:

@@ -49,7 +49,7 @@ def run_partition(
 
     with progress_on_stderr(quiet=False) as progress:
         progress("capturing the model")
-        inputs = source.meta_inputs(plan.batch.global_size, seq)
+        inputs = source.meta_inputs(plan.planned_rows, seq)
         captured = normalise(capture(source.meta_model(), inputs, name=source.name), after=after_rewrite)
         if found:
             return found[-1]

@@ -31,7 +31,7 @@ def capture_for(
     from autopar.passes.normalise import normalise
 
     progress("capturing the model")
-    inputs = source.meta_inputs(plan.batch.global_size, seq or plan.model.seq)
+    inputs = source.meta_inputs(plan.planned_rows, seq or plan.model.seq)
     captured = normalise(capture(source.meta_model(), inputs, name=source.name))
     if captured.fingerprint != plan.model.fingerprint:
         raise PlanMismatch(

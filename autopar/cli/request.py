@@ -203,6 +203,7 @@ class Request:
                 )
                 if dataset is not None:
                     progress("packing documents" if dataset.packs(planned.captured) else "padding documents")
+                    inputs = source.meta_inputs(planned.plan.planned_rows, self.seq)
                     plan = with_lengths(
                         planned.plan, dataset, planned.captured, cluster, model, inputs, name=source.name
                     )

@@ -159,6 +159,13 @@ class Plan(_Model):
         return size
 
     @property
+    def planned_rows(self) -> int:
+        """The samples of a step if all microbatches of all ranks were as large as the largest: what memory, times and
+        programs are worked out for. ``batch.global_size``, or the next number that divides."""
+        pieces = self.batch.num_microbatches * self.data_parallel_size
+        return -(-self.batch.global_size // pieces) * pieces
+
+    @property
     def precision_words(self) -> str:
         """The precision of compute, and how many products are in 8-bit floats: ``bf16 + fp8-row (224 products)``."""
         counts: dict[Recipe, int] = {}
@@ -261,11 +268,10 @@ class Plan(_Model):
         self._check_schedule()
         self._check_prediction()
         self._check_ranks()
-        rows = self.batch.num_microbatches * self.data_parallel_size
-        if self.batch.global_size % rows:
+        if self.batch.global_size < self.batch.num_microbatches * self.data_parallel_size:
             raise ValueError(
-                f"batch: {self.batch.global_size} samples do not divide into {self.batch.num_microbatches} "
-                f"microbatches on {self.data_parallel_size} data-parallel ranks"
+                f"batch: {self.batch.global_size} samples are too few for {self.batch.num_microbatches} "
+                f"microbatches on {self.data_parallel_size} data-parallel ranks, some of which would have none"
             )
         return self
 

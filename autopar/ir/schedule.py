@@ -10,7 +10,7 @@ An action is one pass of one microbatch through one stage, spelt as in ``torch.d
     naive         1               loop       B          any; one at a time crosses all stages and comes back
     gpipe         1               loop       B          any
     1f1b          1               loop       B          any
-    interleaved   2 or more       loop       B          a multiple of the rounds max(1, M // P)
+    interleaved   2 or more       loop       B          any; in rounds, of which the first may have one more
     zb-h1         1 or more       loop       I, W       as interleaved, if there are virtual stages
     zb-2p         1               loop       I, W       any
     zb-v          2               v          I, W       any
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import starmap
@@ -121,12 +121,6 @@ class Pipelining:
             return (
                 f"dualpipe-v on {ranks} ranks needs {2 * ranks} microbatches or more, not {count}.\n"
                 f"  try: num_microbatches={2 * ranks}, or zb-v"
-            )
-        rounds = max(1, count // ranks)
-        if not self.in_a_v and count % rounds:
-            return (
-                f"{self.schedule} with {virtual} virtual stages runs {count} microbatches on {ranks} ranks in {rounds} "
-                f"rounds, which do not divide them.\n  try: num_microbatches={count // ranks * ranks}"
             )
         return None
 
@@ -250,7 +244,7 @@ def _waiting(shape: Pipelining) -> tuple[int, ...]:
     if not shape.splits_backward:
         return (0,) * shape.num_stages
     steady = STEADY_ROUNDS * shape.num_ranks
-    if shape.num_microbatches > steady:
+    if shape.num_microbatches > steady and not _rounds(shape)[1]:
         return _waiting(replace(shape, num_microbatches=steady))
     _, (_, *waiting) = _counted(shape)
     return 0, *waiting
@@ -285,14 +279,13 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
     ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble, of which ZB-H1 is the case of one stage a rank.
     Weight gradients of ZB-H1 lag ``rank`` backwards behind, which keeps as many microbatches alive on every rank.
     """
-    ranks, count, virtual = shape.num_ranks, shape.num_microbatches, shape.virtual_stages
-    split, a_round = shape.splits_backward, _a_round(shape)
+    ranks, virtual = shape.num_ranks, shape.virtual_stages
+    split = shape.splits_backward
 
     def chunks(backward: bool) -> list[tuple[int, int]]:
         seen = [0] * virtual
         found = []
-        for step in range(virtual * count):
-            chunk = step // a_round % virtual
+        for chunk in _chunks(shape):
             chunk = virtual - 1 - chunk if backward else chunk
             found.append((chunk * ranks + rank, seen[chunk]))
             seen[chunk] += 1
@@ -314,22 +307,33 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
             yield Action(stage, "W", microbatch)
 
 
-def _a_round(shape: Pipelining) -> int:
-    """Microbatches that go through one chunk before the next chunk's turn."""
-    ranks, count = shape.num_ranks, shape.num_microbatches
-    return count // max(1, count // ranks) if shape.virtual_stages > 1 else count
+def _rounds(shape: Pipelining) -> tuple[int, int, int]:
+    """In how many rounds microbatches go through one chunk after another, how many of those have one more than the
+    others, which are the first ones, and what the others have."""
+    number = max(1, shape.num_microbatches // shape.num_ranks) if shape.virtual_stages > 1 else 1
+    size, larger = divmod(shape.num_microbatches, number)
+    return number, larger, size
+
+
+def _chunks(shape: Pipelining) -> Sequence[int]:
+    """The chunk of each forward of a rank, in order."""
+    number, larger, size = _rounds(shape)
+    sizes = np.repeat(size + (np.arange(number) < larger), shape.virtual_stages)
+    found: list[int] = np.repeat(np.tile(np.arange(shape.virtual_stages), number), sizes).tolist()
+    return found
 
 
 def _looped_filling(shape: Pipelining, rank: int) -> int:
     """Forwards before the first backward of ``_looped``, if there are as many."""
     each = 1 if shape.splits_backward else 2
-    return (shape.virtual_stages - 1) * _a_round(shape) + each * (shape.num_ranks - 1 - rank)
+    _, larger, size = _rounds(shape)
+    return (shape.virtual_stages - 1) * (size + (larger > 0)) + each * (shape.num_ranks - 1 - rank)
 
 
 def _live_in_a_loop(shape: Pipelining) -> tuple[int, ...]:
     """``live`` of ``_looped``: after the n-th forward of a rank, n less its lead have been backward."""
     ranks, virtual = shape.num_ranks, shape.virtual_stages
-    chunk = np.arange(virtual * shape.num_microbatches) // _a_round(shape) % virtual
+    chunk = np.array(_chunks(shape))
     lag = [rank if shape.splits_backward else 0 for rank in range(ranks)]
     lead = np.array([_looped_filling(shape, rank) + lag[rank] for rank in range(ranks)])
     peaks = []

@@ -62,7 +62,11 @@ def study_plan(captured: CapturedModel, cluster: Cluster, plan: Plan, *, workloa
     pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
     predicted = predict(pricing, assignment, evaluate_stages(pricing, assignment, stages), stages, plan.pipelining)
     return Study(
-        plan=plan.model_copy(update={"prediction": prediction_of(pricing, predicted, plan.data_parallel_size)}),
+        plan=plan.model_copy(
+            update={
+                "prediction": prediction_of(pricing, predicted, plan.data_parallel_size, samples=plan.batch.global_size)
+            }
+        ),
         pricing=pricing,
         assignment=assignment,
         predicted=predicted,

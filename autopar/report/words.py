@@ -46,8 +46,8 @@ def schedule_words(plan: Plan) -> str:
 
 
 def microbatch_size(plan: Plan) -> int:
-    """Samples of one microbatch on one data-parallel rank."""
-    return plan.batch.global_size // (plan.batch.num_microbatches * plan.data_parallel_size)
+    """Samples of the largest microbatch on one data-parallel rank."""
+    return plan.planned_rows // (plan.batch.num_microbatches * plan.data_parallel_size)
 
 
 def counted(plan: Plan) -> str:

@@ -50,21 +50,25 @@ def search_captured(
     workload: Workload | None = None,
     prices: Prices | None = None,
     batch_size: int | None = None,
+    samples: int | None = None,
     known: Sequence[Known] = (),
     report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
     """The fastest plan for training ``captured`` on all of ``cluster`` under ``constraints``.
 
     workload: the analysis of ``captured`` for this precision, if it is there already; prices: of it on ``cluster``
-    (``prices_of``), if so. batch_size: of a step, if that is not the captured batch but an equal part of it. known: of
-    the best plans for other sizes (``best_of``), to begin with. report: called now and then.
+    (``prices_of``), if so. batch_size: of a step, if that is not the captured batch but an equal part of it. samples:
+    of a step, if some microbatches have one less than those of the captured batch (``planning_rows``). known: of the
+    best plans for other sizes (``best_of``), to begin with. report: called now and then.
     Interrupted by the user it returns the best plan so far.
     Deterministic. Raises InfeasiblePlan, saying why, if there is none.
     """
     start = time.perf_counter()
     constraints = constraints or Constraints()
     if workload is None and prices is None and len(constraints.recipes) > 1:
-        return _fastest_recipes(captured, cluster, constraints, batch_size=batch_size, known=known, report=report)
+        return _fastest_recipes(
+            captured, cluster, constraints, batch_size=batch_size, samples=samples, known=known, report=report
+        )
     batches = captured.batch_size // (batch_size or captured.batch_size)
     constraints = spread_experts(constraints, cluster.num_gpus)
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
@@ -111,7 +115,8 @@ def search_captured(
     best = best_order(solver, best, outer.candidates)
     best = best_kept(solver, best, outer.candidates)
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
-    plan = plan_of(best.pricing, best.assignment, best.stages, best.configuration.pipelining, best.predicted)
+    shape = best.configuration.pipelining
+    plan = plan_of(best.pricing, best.assignment, best.stages, shape, best.predicted, samples=samples)
     step = best.predicted.step_time_s
     return SearchResult(
         plan=plan.model_copy(update={"expert_capacity": constraints.expert_capacity}),
@@ -142,6 +147,7 @@ def _fastest_recipes(
     constraints: Constraints,
     *,
     batch_size: int | None,
+    samples: int | None,
     known: Sequence[Known],
     report: Callable[[Progress], object],
 ) -> SearchResult:
@@ -152,7 +158,11 @@ def _fastest_recipes(
     for recipe in constraints.recipes:
         try:
             own = replace(constraints, recipes=(recipe,))
-            found.append(search_captured(captured, cluster, own, batch_size=batch_size, known=known, report=report))
+            found.append(
+                search_captured(
+                    captured, cluster, own, batch_size=batch_size, samples=samples, known=known, report=report
+                )
+            )
         except InfeasiblePlan as error:
             refusal = refusal or error
     if not found:
@@ -171,8 +181,9 @@ def _fastest_recipes(
         prices = prices_of(mixed, cluster, constraints)
         with suppress(InfeasiblePlan):  # then it is one recipe for all
             other = search_captured(
-                captured, cluster, constraints, prices=prices, batch_size=batch_size, known=known, report=report
-            )
+                captured, cluster, constraints, prices=prices, batch_size=batch_size, samples=samples, known=known,
+                report=report,
+            )  # fmt: skip
             best = min(best, other, key=lambda own: own.predicted.step_time_s)
     return replace(best, search_time_s=time.perf_counter() - start)
 
@@ -218,6 +229,7 @@ def estimate_captured(
     workload: Workload | None = None,
     prices: Prices | None = None,
     batch_size: int | None = None,
+    samples: int | None = None,
     known: Sequence[Known] = (),
     report: Callable[[Progress], object] = lambda progress: None,
 ) -> SearchResult:
@@ -248,6 +260,7 @@ def estimate_captured(
         workload=workload,
         prices=prices,
         batch_size=batch_size,
+        samples=samples,
         known=known,
         report=report,
     )
@@ -287,7 +300,7 @@ def priced_plan(
     if prices is None:
         workload = workload or Workload.for_plan(captured, plan)
         prices = Prices(workload, cluster, plan.sequence_layout == "zigzag", documents=documents)
-    workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.batch.global_size)
+    workload, (batches, rest) = prices.workload, divmod(captured.batch_size, plan.planned_rows)
     solver = Solver(prices=prices, budget_bytes=float("inf"), batches=1 if rest else batches)
     check_choices(workload.analysis, plan)
     assignment = assignment_of(workload.analysis, plan)

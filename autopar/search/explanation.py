@@ -105,7 +105,11 @@ def explain_op(
     group = workload.cluster_of(node)
     pricing, assignment, stages = priced_plan(captured, cluster, plan, workload=workload)
     predicted = predict(pricing, assignment, evaluate_stages(pricing, assignment, stages), stages, plan.pipelining)
-    plan = plan.model_copy(update={"prediction": prediction_of(pricing, predicted, plan.data_parallel_size)})
+    plan = plan.model_copy(
+        update={
+            "prediction": prediction_of(pricing, predicted, plan.data_parallel_size, samples=plan.batch.global_size)
+        }
+    )
     time = sum(
         (pricing.op(member, group.assignment(member, assignment[group.index])) for member in group.members), ZERO
     )

@@ -16,6 +16,7 @@ from autopar.ir.graph import CapturedModel
 from autopar.ir.plan import Plan
 from autopar.local_cluster import local_cluster
 from autopar.passes.normalise import normalise
+from autopar.planning_rows import search_rows
 from autopar.search.api import search_captured
 from autopar.search.problem.constraints import Constraints
 from autopar.supervision.forked import die_with
@@ -30,7 +31,8 @@ class FewerRanks:
 
     def __init__(self, opened: OpenedJob) -> None:
         self._opened, self._supervisor = opened, os.getpid()
-        self._captured: CapturedModel | None = None
+        self._captured: dict[int, CapturedModel] = {}
+        """By the rows of a step."""
         self._known: dict[int, str | None] = {}
         self._helper: Helper | None = None
         self._asked: list[int] = []
@@ -76,26 +78,37 @@ class FewerRanks:
         return None
 
     def _search_beside(self, size: int) -> str | None:
-        if self._captured is None:  # the first call in this process
+        if not self._captured:  # the first call in this process
             die_with(self._supervisor, "autopar search")
             os.nice(_NICENESS)
         return self._search(size)
 
     def _search(self, size: int) -> str | None:
         """The text of the best plan for so many ranks; None if nothing fits."""
-        plan, source = self._opened.plan, self._opened.source
+        plan = self._opened.plan
         recipes = dict.fromkeys(recipe for block in plan.blocks for recipe in block.recipes.values())
         constraints = Constraints(
             precision=plan.precision, recipes=tuple(recipes) or (None,), expert_capacity=plan.expert_capacity
         )
+        cluster = cluster_like(plan, size)
         try:
-            if self._captured is None:
-                inputs = source.meta_inputs(plan.batch.global_size, self._opened.seq_len)
-                self._captured = normalise(capture(source.meta_model(), inputs, name=source.name))
-            found = search_captured(self._captured, cluster_like(plan, size), constraints).plan
+            found, _ = search_rows(
+                self._captured_with(plan.batch.global_size),
+                cluster,
+                constraints,
+                search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
+                captured_with=self._captured_with,
+            )
         except AutoparError:
             return None
-        return found.model_copy(update={"model": plan.model}).to_yaml()
+        return found.plan.model_copy(update={"model": plan.model}).to_yaml()
+
+    def _captured_with(self, rows: int) -> CapturedModel:
+        if rows not in self._captured:
+            source = self._opened.source
+            inputs = source.meta_inputs(rows, self._opened.seq_len)
+            self._captured[rows] = normalise(capture(source.meta_model(), inputs, name=source.name))
+        return self._captured[rows]
 
 
 def cluster_like(plan: Plan, size: int) -> Cluster:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autopar.data.inputs import TokenInputs
 from autopar.data.sequences import Sequences
 from autopar.ir.errors import InvalidInput
+from autopar.runtime.inputs import own_rows
 from autopar.runtime.module import ParallelModule
 from autopar.training.job import OpenedJob
 
@@ -70,8 +71,8 @@ class TokenBatches:
 
     def own(self, step: int, pm: ParallelModule) -> Any:
         """The rows of this data-parallel rank. Raises InvalidInput for tokens outside the vocabulary."""
-        rows = self.batch_size // pm.data_parallel_size
-        windows = self.sequences.windows(self._first + step * self.batch_size + pm.data_parallel_rank * rows, rows)
+        first, rows = own_rows(self.batch_size, pm.data_parallel_rank, pm.data_parallel_size)
+        windows = self.sequences.windows(self._first + step * self.batch_size + first, rows)
         self._check(windows, pm)
         return self.inputs.fill(windows)
 

@@ -122,7 +122,7 @@ def _silent(line: str) -> None:
 
 def _example(opened: OpenedJob) -> Any:
     """Inputs of a global batch, on the meta device."""
-    return opened.source.meta_inputs(opened.plan.batch.global_size, opened.seq_len)
+    return opened.source.meta_inputs(opened.plan.planned_rows, opened.seq_len)
 
 
 def _parallel(opened: OpenedJob, warm: Warm) -> ParallelModule:

@@ -19,7 +19,8 @@ class Warm:
     def __init__(self, opened: OpenedJob) -> None:
         self._opened = opened
         self._model: nn.Module | None = None
-        self._captured: CapturedModel | None = None
+        self._captured: dict[int, CapturedModel] = {}
+        """By the rows of a step."""
         self._prepared: dict[str, Prepared] = {}
 
     @property
@@ -35,10 +36,11 @@ class Warm:
         if text in self._prepared:
             return
         plan, source = Plan.from_yaml(text), self._opened.source
-        if self._captured is None:
-            inputs = source.meta_inputs(plan.batch.global_size, self._opened.seq_len)
-            self._captured = normalise(capture(self.model, inputs), check=False)
-        self._prepared[text] = Prepared.of(self._captured, plan)
+        rows = plan.planned_rows
+        if rows not in self._captured:
+            inputs = source.meta_inputs(rows, self._opened.seq_len)
+            self._captured[rows] = normalise(capture(self.model, inputs), check=False)
+        self._prepared[text] = Prepared.of(self._captured[rows], plan)
 
     def prepared(self, text: str) -> Prepared | None:
         """The programs of a plan, if they are worked out."""

@@ -88,7 +88,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (changed(inputs=["cp"]), "'cp' is not a mesh axis"),
         (changed(stages=[{"first": 0, "last": 1}, {"first": 3, "last": 3}]), "expected a range that starts at 2"),
         (changed(stages=[{"first": 0, "last": 2}]), "they end at block 2, but there are 4 blocks"),
-        (changed(batch={"global_size": 9, "num_microbatches": 2}), "9 samples do not divide into 2 microbatches"),
+        (changed(batch={"global_size": 1, "num_microbatches": 2}), "1 samples are too few for 2 microbatches"),
         (
             changed(blocks=[{"name": "layers.*", "repeats": 4, "ops": {"up/linear": {"ep": "n"}}}]),
             "'up/linear' of 'layers.*' names mesh axis 'ep'",

@@ -43,6 +43,7 @@ def test_golden() -> None:
     assert text(Pipelining("1f1b", 3, 4), 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
     assert text(Pipelining("1f1b", 3, 4), 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     assert text(Pipelining("interleaved", 2, 2, 2), 1) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    assert text(Pipelining("interleaved", 2, 3, 2), 1) == "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2"
     assert text(Pipelining("zb-h1", 2, 3), 1) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
     assert text(Pipelining("zb-2p", 2, 5), 0) == "0F0 0F1 0F2 0F3 0I0 0W0 0F4 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4"
     assert text(Pipelining("zb-2p", 2, 5), 1) == "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1F4 1I4 1W1 1W2 1W3 1W4"
@@ -94,7 +95,8 @@ TORCH = {
 
 @pytest.mark.parametrize("name", TORCH)
 def test_multi_stage_orders_equal_torch(name: Schedule) -> None:
-    """For every shape that torch has, of pairs that it overlaps the forward first; we have no shapes less."""
+    """For every shape that torch has, of pairs that it overlaps the forward first; we have no shapes less, and those in
+    rounds of other sizes that torch has not."""
     compared = 0
     for ranks, count, virtual in itertools.product(range(2, 5), range(1, 14), range(1, 4)):
         shape = Pipelining(name, ranks, count, virtual)
@@ -104,7 +106,8 @@ def test_multi_stage_orders_equal_torch(name: Schedule) -> None:
         try:
             made = TORCH[name](stages, count, loss_fn=lambda output, target: output)
         except ValueError:
-            assert (name == "zb-h1" and virtual == 1) or shape.obstacle() is not None
+            uneven = not shape.in_a_v and count % max(1, count // ranks)
+            assert (name == "zb-h1" and virtual == 1) or uneven or shape.obstacle() is not None
             continue
         for rank, order in made.pipeline_order.items():
             flat = [str(a) for action in order if action is not None for a in action.sub_actions or (action,)]
@@ -169,7 +172,6 @@ def test_live_microbatches(shape: Pipelining) -> None:
         (Pipelining("interleaved", 2, 4), "interleaved has at least 2 virtual stages a rank, not 1"),
         (Pipelining("zb-v", 2, 4, 3), "zb-v has 2 virtual stages a rank, not 3"),
         (Pipelining("interleaved", 1, 4, 2), "2 virtual stages need a pipeline of 2 ranks or more"),
-        (Pipelining("interleaved", 2, 5, 2), "5 microbatches on 2 ranks in 2 rounds, .*\n  try: num_microbatches=4"),
         (Pipelining("dualpipe-v", 4, 7, 2), "needs 8 microbatches or more, not 7.\n  try: num_microbatches=8"),
     ],
 )

@@ -186,10 +186,10 @@ def place_like(analysis: Analysis, like: PlacedModel) -> PlacedModel:
 def _check_batch(analysis: Analysis, plan: Plan) -> None:
     """Raise PlanMismatch if the batch is not that of ``plan`` or cannot be divided into its microbatches."""
     captured = analysis.captured
-    if captured.batch_size != plan.batch.global_size:
+    if captured.batch_size != plan.planned_rows:
         raise PlanMismatch(
-            f"batch: the plan is for {plan.batch.global_size} samples a step, the example inputs have "
-            f"{captured.batch_size}.\n  try: example inputs with {plan.batch.global_size} rows (the global batch)"
+            f"batch: the plan is for {plan.planned_rows} samples a step, the example inputs have "
+            f"{captured.batch_size}.\n  try: example inputs with {plan.planned_rows} rows (the global batch)"
         )
     if plan.batch.num_microbatches > 1 and analysis.obstacle is not None:
         raise PlanMismatch(f"batch: cannot be cut into {plan.batch.num_microbatches} microbatches: {analysis.obstacle}")

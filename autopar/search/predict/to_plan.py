@@ -36,8 +36,10 @@ def plan_of(
     stages: Sequence[Stage],
     shape: Pipelining,
     predicted: Predicted,
+    *,
+    samples: int | None = None,
 ) -> Plan:
-    """The plan that states the arguments. Free axes are named after their roles."""
+    """The plan that states the arguments. Free axes are named after their roles. samples: see ``prediction_of``."""
     workload, cluster = pricing.workload, pricing.ops.cluster
     captured, repetition, clusters = workload.captured, workload.repetition, workload.clusters
     mesh = name_axes(workload, pricing.mesh, assignment)
@@ -72,7 +74,9 @@ def plan_of(
             stack=cluster.device.stack.name,
             shares_nodes_of=cluster.shares_nodes_of,
         ),
-        batch=Batch(global_size=pricing.batch_size, num_microbatches=pricing.num_microbatches),
+        batch=Batch(
+            global_size=pricing.batch_size if samples is None else samples, num_microbatches=pricing.num_microbatches
+        ),
         mesh={axis.name: axis.size for axis in mesh.axes},
         inputs=[name for name, choice in zip(mesh.names, inputs, strict=True) if choice == BATCH],
         schedule=shape.schedule,
@@ -86,7 +90,9 @@ def plan_of(
         precision=workload.precision,
         blocks=blocks,
         stages=[_stage(stage, level_names(pricing.kept)) for stage in stages],
-        prediction=prediction_of(pricing, predicted, data_parallel_size(mesh, inputs), pricing.mesh.names, mesh.names),
+        prediction=prediction_of(
+            pricing, predicted, data_parallel_size(mesh, inputs), pricing.mesh.names, mesh.names, samples=samples
+        ),
     )
 
 
@@ -139,17 +145,21 @@ def prediction_of(
     data_parallel_size: int,
     old_names: Sequence[str] = (),
     new_names: Sequence[str] = (),
+    *,
+    samples: int | None = None,
 ) -> Prediction:
-    """The prediction in the form of the plan file. Axis names in the breakdown are translated."""
+    """The prediction in the form of the plan file. Axis names in the breakdown are translated. samples: of a step, if
+    those are fewer than the ones that are priced."""
     workload, cluster = pricing.workload, pricing.ops.cluster
     renamed = {f"communication_{old}": f"communication_{new}" for old, new in zip(old_names, new_names, strict=True)}
     step = predicted.step_time_s
-    share = pricing.batch_size / workload.captured.batch_size
-    flops = share * workload.model_flops / step / cluster.num_gpus
+    samples = pricing.batch_size if samples is None else samples
+    flops = samples / workload.captured.batch_size * workload.model_flops / step / cluster.num_gpus
+    tokens = samples / pricing.batch_size * pricing.num_tokens
     host, disk = predicted.offloaded()
     return Prediction(
         step_time_s=step,
-        tokens_per_s_per_gpu=pricing.num_tokens / step / cluster.num_gpus,
+        tokens_per_s_per_gpu=tokens / step / cluster.num_gpus,
         model_tflops_per_gpu=flops / 1e12,
         mfu=flops / cluster.device.peak_flops(workload.precision),
         peak_memory_bytes=int(predicted.peak_bytes),
@@ -163,16 +173,16 @@ def prediction_of(
         stage_host_bytes=list(map(int, predicted.host_bytes)) if any(predicted.host_bytes) else None,
         breakdown_s={renamed.get(name, name): seconds for name, seconds in predicted.breakdown_s.items()},
         offloaded_bytes={"host": int(host), "disk": int(disk)} if host or disk else None,
-        goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size), cluster),
+        goodput=predicted_goodput(_job(pricing, predicted, data_parallel_size, tokens), cluster),
     )
 
 
-def _job(pricing: Pricing, predicted: Predicted, data_parallel_size: int) -> Job:
+def _job(pricing: Pricing, predicted: Predicted, data_parallel_size: int, tokens: float) -> Job:
     """The run of a plan, as far as failures concern it."""
     cluster = pricing.ops.cluster
     return Job(
         step_time_s=predicted.step_time_s,
-        tokens_per_step=pricing.num_tokens,
+        tokens_per_step=tokens,
         num_gpus=cluster.num_gpus,
         gpus_per_node=cluster.gpus_per_node,
         state_bytes=predicted.state(),

@@ -1,0 +1,78 @@
+"""Plans for batches that do not divide: for the next number of rows that does, of which a step then has a few fewer.
+
+    30 rows on 4 data-parallel ranks      a plan for 32; a step has 8, 8, 7 and 7
+
+Where all rows of a batch are read together (batch statistics), only batches that divide have plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import lcm
+
+from autopar.cost_model.hardware.cluster import Cluster
+from autopar.ir.errors import AutoparError
+from autopar.ir.graph import CapturedModel
+from autopar.search.problem.constraints import Constraints
+from autopar.search.result import SearchResult
+
+# A free search is made again for rows that all ranks divide, on so many ranks at most, as it takes as long again, and
+# where it adds this share of the rows at most. Chosen.
+_MOST_RANKS, _MOST_ADDED = 16, 0.25
+
+
+def search_rows(
+    captured: CapturedModel,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    search: Callable[[CapturedModel, Constraints, int], SearchResult],
+    captured_with: Callable[[int], CapturedModel],
+) -> tuple[SearchResult, CapturedModel]:
+    """The fastest plan for the batch of ``captured``, and the capture that it is for, with its ``planned_rows``.
+
+    search: of a capture of any batch, for steps of so many samples. captured_with: the capture of another batch. Raises
+    what they raise for the first number of rows that is tried, or InfeasiblePlan where the batch has to divide and does
+    not.
+    """
+    batch = captured.batch_size
+    best: tuple[SearchResult, CapturedModel] | None = None
+    for rows, limits in _tried(batch, cluster.num_gpus, constraints):
+        try:
+            own = captured if rows == batch else captured_with(rows)
+            found = search(own, limits, batch)
+        except AutoparError:
+            if best is None:
+                raise
+            continue
+        if found.workload.analysis.obstacle is not None:
+            if rows != batch:
+                constraints.check(cluster.num_gpus, batch)
+            return found, own
+        if best is not None and found.plan.planned_rows != rows:
+            continue  # the first search had that plan too
+        if best is None or found.predicted.step_time_s < best[0].predicted.step_time_s:
+            best = found, own
+    assert best is not None, "a number of rows is tried"
+    return best
+
+
+def _tried(batch: int, ranks: int, constraints: Constraints) -> Iterator[tuple[int, Constraints]]:
+    """Numbers of rows to search plans for: those that the pinned degrees divide, and perhaps all ranks. Microbatches
+    have at most the size that is pinned."""
+    dp, count, size = constraints.degree("dp") or 1, constraints.num_microbatches or 1, constraints.microbatch_size
+    pieces, limits = dp * count, constraints
+    if size is not None and size > 0 and constraints.num_microbatches is None and batch % (dp * size):
+        pieces = dp * -(-batch // (dp * size))
+        limits = replace(constraints, microbatch_size=-(-batch // pieces))
+    if pieces <= 0 or pieces > batch:
+        yield batch, constraints  # which says that it cannot be
+        return
+    first = -(-batch // pieces) * pieces
+    yield first, limits
+    if not constraints.pins("dp") and size is None and ranks <= _MOST_RANKS:
+        all_ranks = lcm(pieces, ranks)
+        rows = -(-batch // all_ranks) * all_ranks
+        if rows != first and rows - batch <= _MOST_ADDED * batch:
+            yield rows, constraints
