@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import starmap
@@ -113,9 +113,7 @@ class Pipelining:
             return f"{self.schedule} has {wanted} virtual stages a rank, not {virtual}.\n  try: virtual_stages={least}"
         if self.schedule == "found" or self.passes is not None or self.turns:
             return self._obstacle_of_passes()
-        if virtual == 1:
-            return None
-        if ranks == 1:
+        if ranks == 1 < virtual:
             return f"{virtual} virtual stages need a pipeline of 2 ranks or more.\n  try: virtual_stages=1"
         if self.schedule == "dualpipe-v" and count < 2 * ranks:
             return (
@@ -286,9 +284,9 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
         seen = [0] * virtual
         found = []
         for chunk in _chunks(shape):
-            chunk = virtual - 1 - chunk if backward else chunk
-            found.append((chunk * ranks + rank, seen[chunk]))
-            seen[chunk] += 1
+            own = virtual - 1 - chunk if backward else chunk
+            found.append((own * ranks + rank, seen[own]))
+            seen[own] += 1
         return found
 
     forwards, backwards = chunks(False), chunks(True)
@@ -308,19 +306,17 @@ def _looped(shape: Pipelining, rank: int) -> Iterator[Action]:
 
 
 def _rounds(shape: Pipelining) -> tuple[int, int, int]:
-    """In how many rounds microbatches go through one chunk after another, how many of those have one more than the
-    others, which are the first ones, and what the others have."""
+    """Rounds in which microbatches go through one chunk after another, how many of the first have one more, and what
+    the others have."""
     number = max(1, shape.num_microbatches // shape.num_ranks) if shape.virtual_stages > 1 else 1
     size, larger = divmod(shape.num_microbatches, number)
     return number, larger, size
 
 
-def _chunks(shape: Pipelining) -> Sequence[int]:
+def _chunks(shape: Pipelining) -> list[int]:
     """The chunk of each forward of a rank, in order."""
     number, larger, size = _rounds(shape)
-    sizes = np.repeat(size + (np.arange(number) < larger), shape.virtual_stages)
-    found: list[int] = np.repeat(np.tile(np.arange(shape.virtual_stages), number), sizes).tolist()
-    return found
+    return [n for turn in range(number) for n in range(shape.virtual_stages) for _ in range(size + (turn < larger))]
 
 
 def _looped_filling(shape: Pipelining, rank: int) -> int:
