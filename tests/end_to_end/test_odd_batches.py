@@ -26,6 +26,13 @@ PLANS: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "llama dp2 zero3": ("llama", 2, 7, 8, {"dp": 2, "zero": 3, "num_microbatches": 1}),
     "llama pp2 zb-h1": ("llama", 2, 7, 8, {"dp": 1, "pp": 2, "schedule": "zb-h1", "num_microbatches": 4}),
     "bert pp2, microbatches of 3": ("bert", 2, 8, 9, {"dp": 1, "pp": 2, "schedule": "1f1b", "microbatch": 3}),
+    "llama pp2 interleaved": (
+        "llama",
+        2,
+        9,
+        10,
+        {"dp": 1, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 5},
+    ),
     "t5 dp2 tp2": ("t5", 4, 5, 6, {"dp": 2, "tp": 2, "num_microbatches": 1}),
     "mixtral dp2": ("mixtral", 2, 5, 8, {"dp": 2, "tp": 1, "pp": 1, "num_microbatches": 2}),
 }
