@@ -323,10 +323,10 @@ class _Request:
             disk=self.disk,
         )
 
-    def capture(self, example_inputs: Any, example_target: Any) -> CapturedModel:
+    def capture(self, example_inputs: Any, example_target: Any, *, symbolic: bool = False) -> CapturedModel:
         """The model as a graph. Raises CaptureError."""
-        found = capture(self.model, example_inputs, loss_fn=self.loss_fn, example_target=example_target)
-        return normalise(found, check=False)
+        options = {"loss_fn": self.loss_fn, "example_target": example_target, "symbolic": symbolic}
+        return normalise(capture(self.model, example_inputs, **options), check=False)
 
     def _with_rows(self, rows: int, example_inputs: Any, example_target: Any) -> tuple[Any, Any]:
         """Example inputs and target of a batch of another size."""
@@ -362,6 +362,7 @@ class _Request:
             limits,
             search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
             captured_with=lambda rows: self.capture(*self._with_rows(rows, example_inputs, example_target)),
+            symbolic=lambda: self.capture(example_inputs, example_target, symbolic=True),
         )
         known.append(found.workload.analysis)
         return found.plan

@@ -78,8 +78,9 @@ def find_plan(
     progress("capturing the model")
     start = time.perf_counter()
 
-    def captured_with(inputs: Any, target: Any) -> CapturedModel:
-        return normalise(capture(model, inputs, loss_fn=loss_fn, example_target=target, name=name))
+    def captured_with(inputs: Any, target: Any, symbolic: bool = False) -> CapturedModel:
+        options = {"loss_fn": loss_fn, "example_target": target, "name": name, "symbolic": symbolic}
+        return normalise(capture(model, inputs, **options), check=not symbolic)
 
     captured = captured_with(example_inputs, example_target)
     capture_time_s = time.perf_counter() - start
@@ -106,6 +107,7 @@ def find_plan(
         constraints,
         search=lambda own, limits, samples: search(own, cluster, limits, samples=samples, report=report),
         captured_with=captured_rows,
+        symbolic=lambda: captured_with(example_inputs, example_target, symbolic=True),
     )
     return Planned(
         result=result,

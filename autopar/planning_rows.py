@@ -2,18 +2,24 @@
 
     30 rows on 4 data-parallel ranks      a plan for 32; a step has 8, 8, 7 and 7
 
-Where all rows of a batch are read together (batch statistics), only batches that divide have plans.
+Where microbatches cannot differ (``ir/placed/uneven.py``: batch statistics, 8-bit floats), only batches that divide
+have plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from math import lcm
 
 from autopar.cost_model.hardware.cluster import Cluster
-from autopar.ir.errors import AutoparError
+from autopar.ir.capture.symbols import BATCH
+from autopar.ir.errors import AutoparError, InfeasiblePlan
 from autopar.ir.graph import CapturedModel
+from autopar.ir.placed.placed_model import place_captured
+from autopar.ir.placed.uneven import uneven_obstacle
+from autopar.ir.plan import Plan
 from autopar.search.problem.constraints import Constraints
 from autopar.search.result import SearchResult
 
@@ -29,33 +35,46 @@ def search_rows(
     *,
     search: Callable[[CapturedModel, Constraints, int], SearchResult],
     captured_with: Callable[[int], CapturedModel],
+    symbolic: Callable[[], CapturedModel],
 ) -> tuple[SearchResult, CapturedModel]:
     """The fastest plan for the batch of ``captured``, and the capture that it is for, with its ``planned_rows``.
 
-    search: of a capture of any batch, for steps of so many samples. captured_with: the capture of another batch. Raises
-    what they raise for the first number of rows that is tried, or InfeasiblePlan where the batch has to divide and does
-    not.
+    search: of a capture of any batch, for steps of so many samples. captured_with: the capture of another batch;
+    symbolic: with symbols; in normal form. Raises what they raise for the first number of rows that is tried, or
+    InfeasiblePlan where the batch has to divide and does not.
     """
     batch = captured.batch_size
     best: tuple[SearchResult, CapturedModel] | None = None
+    with_symbols = cache(symbolic)
     for rows, limits in _tried(batch, cluster.num_gpus, constraints):
         try:
             own = captured if rows == batch else captured_with(rows)
             found = search(own, limits, batch)
+            _check(found.plan, own, batch, with_symbols)
         except AutoparError:
             if best is None:
                 raise
             continue
-        if found.workload.analysis.obstacle is not None:
-            if rows != batch:
-                constraints.check(cluster.num_gpus, batch)
-            return found, own
         if best is not None and found.plan.planned_rows != rows:
             continue  # the first search had that plan too
         if best is None or found.predicted.step_time_s < best[0].predicted.step_time_s:
             best = found, own
     assert best is not None, "a number of rows is tried"
     return best
+
+
+def _check(plan: Plan, captured: CapturedModel, batch: int, symbolic: Callable[[], CapturedModel]) -> None:
+    """Raise InfeasiblePlan if microbatches under ``plan`` differ, and cannot."""
+    if plan.planned_rows == batch:
+        return
+    obstacle = uneven_obstacle(place_captured(captured, plan), symbolic(), frozenset({BATCH}))
+    if obstacle is not None:
+        pieces = plan.batch.num_microbatches * plan.data_parallel_size
+        raise InfeasiblePlan(
+            f"the global batch of {batch} does not divide into {pieces} microbatches, of {plan.data_parallel_size} "
+            f"data-parallel ranks, which cannot differ: {obstacle}.\n  try: a batch of {plan.planned_rows}, or smaller "
+            "degrees"
+        )
 
 
 def _tried(batch: int, ranks: int, constraints: Constraints) -> Iterator[tuple[int, Constraints]]:

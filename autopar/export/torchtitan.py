@@ -152,6 +152,12 @@ def _pipeline(strategy: Strategy, notes: list[str]) -> Fields:
             f"The schedule is {schedule}: torchtitan has no {plan.schedule} for one stage a rank. Bubbles and memory "
             "are other ones."
         )
+    count, rounds = strategy.num_microbatches, max(1, strategy.num_microbatches // strategy.pipeline)
+    if plan.virtual_stages > 1 and not plan.pipelining.in_a_v and count % rounds:
+        raise InexpressiblePlan(
+            f"torch runs {schedule} of {count} microbatches on {strategy.pipeline} ranks in {rounds} rounds of one "
+            f"size.\n  try: batch.num_microbatches of {count // rounds * rounds}, or a search with --schedule 1f1b"
+        )
     if plan.pipelining.splits_backward and any(count for stage in plan.stages for count in stage.remat.values()):
         notes.append(
             f"Under {plan.schedule} torch recomputes a checkpointed block in each part of the split backward, the plan "

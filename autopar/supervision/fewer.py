@@ -98,6 +98,7 @@ class FewerRanks:
                 constraints,
                 search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
                 captured_with=self._captured_with,
+                symbolic=lambda: self._capture(plan.batch.global_size, symbolic=True),
             )
         except AutoparError:
             return None
@@ -105,10 +106,13 @@ class FewerRanks:
 
     def _captured_with(self, rows: int) -> CapturedModel:
         if rows not in self._captured:
-            source = self._opened.source
-            inputs = source.meta_inputs(rows, self._opened.seq_len)
-            self._captured[rows] = normalise(capture(source.meta_model(), inputs, name=source.name))
+            self._captured[rows] = self._capture(rows)
         return self._captured[rows]
+
+    def _capture(self, rows: int, *, symbolic: bool = False) -> CapturedModel:
+        source = self._opened.source
+        inputs = source.meta_inputs(rows, self._opened.seq_len)
+        return normalise(capture(source.meta_model(), inputs, name=source.name, symbolic=symbolic), check=not symbolic)
 
 
 def cluster_like(plan: Plan, size: int) -> Cluster:

@@ -99,7 +99,9 @@ def test_a_free_search_takes_all_ranks_for_rows_that_none_divide() -> None:
 
 
 def test_a_batch_whose_rows_are_read_together_has_to_divide() -> None:
-    with pytest.raises(InfeasiblePlan, match="the global batch of 30 does not divide by dp=4 = 4"):
+    with pytest.raises(
+        InfeasiblePlan, match="30 does not divide into 4 microbatches, of 4 data-parallel ranks, which cannot differ"
+    ):
         find_plan(Pair(norm=True), make_cluster("h100-sxm", 4), torch.zeros(30, 64), constraints=Constraints(dp=4))
 
 

@@ -158,6 +158,11 @@ def test_activation_checkpointing(remat: dict[str, int], expected: str | None, e
     assert any("checkpointed alike" in note for note in export(plan, "torchtitan").notes) != exact
 
 
+def test_rounds_that_torch_has_not_are_refused() -> None:
+    with pytest.raises(InexpressiblePlan, match=r"5 microbatches on 2 ranks in 2 rounds of one size.\n  try: .* of 4,"):
+        export(decoder_plan(pp=2, virtual_stages=2, num_microbatches=5, schedule="interleaved"), "torchtitan")
+
+
 def test_recomputation_in_each_part_of_a_split_backward_is_said(titan: str) -> None:
     for schedule, said in (("interleaved", False), ("zb-v", True)):
         plan = decoder_plan(pp=2, virtual_stages=2, num_microbatches=4, schedule=schedule)
