@@ -179,7 +179,7 @@ VirtualStages = Annotated[
     int | None, typer.Option("--virtual-stages", min=1, help="stages a pipeline rank", rich_help_panel=_PIN)
 ]
 Microbatch = Annotated[
-    int | None, typer.Option("--microbatch", min=1, help="samples a microbatch and data rank, at most", rich_help_panel=_PIN)
+    int | None, typer.Option("--microbatch", min=1, help="samples a microbatch and rank, at most", rich_help_panel=_PIN)
 ]
 NumMicrobatches = Annotated[
     int | None, typer.Option("--num-microbatches", min=1, help="pieces of the batch", rich_help_panel=_PIN)

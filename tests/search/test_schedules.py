@@ -18,7 +18,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import Schedule, splits_backward
 from autopar.passes.normalise import normalise
 from autopar.passes.partition import partition
-from autopar.search.api import estimate_captured, predict_plan, search_captured
+from autopar.search.api import estimate_captured, predict_plan, prices_of, search_captured
+from autopar.search.outer.configuration import Inner
+from autopar.search.outer.configuration_solver import Solver
+from autopar.search.outer.found_order import with_found_order
+from autopar.search.outer.other_schedules import best_schedule
 from autopar.search.predict.predict import Predicted
 from autopar.search.problem.constraints import Constraints, even_virtual_stages
 from autopar.search.problem.workload import Workload
@@ -90,6 +94,23 @@ def test_a_schedule_that_splits_the_backward_is_found_with_rematerialisation_too
                 assert best.predicted.step_time_s <= 1.005 * found(room, schedule=name).predicted.step_time_s
         split += splits_backward(best.plan.schedule) and any(stage.remat for stage in best.plan.stages)
     assert split
+
+
+def test_a_plan_with_an_order_of_its_own_may_be_faster_under_a_schedule_with_a_name(
+    tied: CapturedModel, workload: Workload
+) -> None:
+    """As when its blocks keep other tensors than those that the order was found for."""
+    cluster = make_cluster("a100-80gb", 2, 2)
+    plain = search_captured(tied, cluster, replace(PIPELINE, schedule="1f1b"), workload=workload).candidates[0]
+    free = replace(plain, configuration=replace(plain.configuration, constraints=PIPELINE))
+    prices = prices_of(workload, cluster, PIPELINE)
+    solver = Solver(prices=prices, budget_bytes=cluster.device.usable_bytes, levels=PIPELINE.levels)
+    ordered = with_found_order(solver, free)
+    assert ordered.configuration.passes is not None
+    named = best_schedule(solver, ordered.configuration, Inner.of(ordered), None)
+    assert named is not None
+    assert named.configuration.schedule != "found"
+    assert named.configuration.passes is None
 
 
 def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> None:

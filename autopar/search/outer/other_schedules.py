@@ -41,7 +41,9 @@ def best_schedule(
         name, virtual = shapes[number].schedule, shapes[number].virtual_stages
         # Of a schedule that is pinned all levels are tried.
         pinned = replace(constraints, schedule=name)
-        own = replace(configuration, schedule=name, virtual_stages=virtual, constraints=pinned)
+        own = replace(
+            configuration, schedule=name, virtual_stages=virtual, passes=None, turns=False, constraints=pinned
+        )
         found = solver.filled(own, inner, inf if best is None else best.predicted.step_time_s)
         if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
             best = found
