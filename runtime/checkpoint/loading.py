@@ -32,6 +32,7 @@ from autopar.runtime.checkpoint.saving import (
     tensors_of,
 )
 from autopar.runtime.checkpoint.verification import verified
+from autopar.runtime.disk.state import DiskState
 from autopar.runtime.module import ParallelModule
 
 
@@ -88,7 +89,7 @@ def load_saved(
     saved = found.state
     if saved.get("frozen") is not None:
         _check_frozen(pm, found)
-    wanted = _create_state(state, saved, tensors)
+    wanted = _create_state(state, saved, tensors, pm.engine.disk)
     agree(lambda: _read(pm, wanted, found))
     for one, values in zip(schedulers, saved["scheduler"], strict=False):
         one.load_state_dict(values)
@@ -138,16 +139,19 @@ def _check_frozen(pm: ParallelModule, found: Saved) -> None:
 
 
 def _create_state(
-    state: OptimizerState, saved: Mapping[str, Any], tensors: Mapping[str, set[str]]
+    state: OptimizerState, saved: Mapping[str, Any], tensors: Mapping[str, set[str]], disk: DiskState | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of the optimiser that are to be read, by key. All ranks call together, those without parameters too.
+    """The tensors of the optimiser that are to be read, by key. disk: has some of them, whose gradients are not to be
+    in memory together. All ranks call together, those without parameters too.
 
     Raises CheckpointError, on every rank, with all put back as it was.
     """
     put_back = state.undo()
     if state.names:
         state.load_settings(saved["settings"])
-        state.create()  # not within agree: the step of an optimiser may communicate
+        state.create(
+            None if disk is None else disk.names_by_block(state.names)
+        )  # not within agree: the step of an optimiser may communicate
     try:
         return flat(agree(lambda: state.adopt(tensors, saved["values"])))
     except CheckpointError:

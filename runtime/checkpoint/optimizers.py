@@ -9,7 +9,7 @@ A rank has the parameters of its pipeline stage; together the ranks have all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,24 +147,31 @@ class OptimizerState:
 
         return put_back
 
-    def create(self) -> None:
+    def create(self, portions: Iterable[Sequence[str]] | None = None) -> None:
         """Make the state that a first step makes, for parameters that have none yet.
 
-        The gradients stay; parameters may change, so load them later.
+        portions: names of all parameters, of which no more than one portion has a gradient at a time; by default all
+        have one. The gradients stay; parameters may change, so load them later.
         """
-        gradients = {}
+        gradients = {parameter: parameter.grad for _, _, parameter in self._place.values()}
+        for parameter in gradients:
+            parameter.grad = None
         rates = []
-        for optimizer, _, parameter in self._place.values():
-            gradients[parameter] = parameter.grad
-            wanted = parameter.requires_grad and not optimizer.state.get(parameter)
-            parameter.grad = torch.zeros_like(parameter) if wanted else None
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 rate = group.get("lr")
                 rates.append((group, rate))
                 if rate is not None:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            optimizer.step()
+        for names in (self.names,) if portions is None else portions:
+            own = [self._place[name] for name in names if name in self._place]
+            for optimizer, _, parameter in own:
+                if parameter.requires_grad and not optimizer.state.get(parameter):
+                    parameter.grad = torch.zeros_like(parameter)
+            for optimizer in self._optimizers:
+                optimizer.step()
+            for _, _, parameter in own:
+                parameter.grad = None
         for group, rate in rates:
             if rate is not None:
                 group["lr"] = rate

@@ -112,6 +112,13 @@ class DiskState:
             block.release_gradients(changed=changed)
         self._mover.settle()
 
+    def names_by_block(self, names: Sequence[str]) -> list[list[str]]:
+        """Names of parameters, of each block on disk apart; those of others first."""
+        found: dict[DiskBlock | None, list[str]] = {None: []}
+        for name in names:
+            found.setdefault(next((one for one in self._blocks if name in one.parameters), None), []).append(name)
+        return list(found.values())
+
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """While tensors are read into parameters and optimiser state in any order, what is there is written again and

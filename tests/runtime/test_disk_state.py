@@ -209,14 +209,23 @@ def save_and_load(folder: str, most: int, later: int) -> dict[str, Any]:
     expected = steps(pm, optimizer, 2)
     other = parallel(folder, ZERO3, later)
     its = optimizer_of("adamw", other.parameters())
+    at_once = []
+
+    def count(*_: Any) -> None:
+        at_once.append(sum(parameter.grad is not None for parameter in other.parameters()))
+
+    hook = its.register_step_pre_hook(count)
     assert autopar.load(other, its, f"{folder}/saved").step == 2
-    return {"expected": expected, "found": steps(other, its, 2)}
+    hook.remove()
+    return {"expected": expected, "found": steps(other, its, 2), "at_once": at_once}
 
 
 @pytest.mark.parametrize(("most", "later"), [(99, 99), (99, 0), (0, 99)])
 def test_checkpoints_go_from_disk_to_memory_and_back(most: int, later: int, tmp_path: Path) -> None:
     for own in run_ranks(save_and_load, 2, str(tmp_path), most, later):
         torch.testing.assert_close(own["found"], own["expected"], rtol=1e-6, atol=0)
+        # As many gradients are there together as the largest block has parameters, where state is on disk.
+        assert max(own["at_once"]) == (4 if later else sum(own["at_once"]))
 
 
 def steps_that_fail(folder: str, at: int | None) -> torch.Tensor:
