@@ -25,7 +25,7 @@ from autopar.search.outer.configuration import Candidate, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.host_choices import host_links
 from autopar.search.outer.offloads import has_room
-from autopar.search.outer.other_schedules import best_schedule
+from autopar.search.outer.other_schedules import best_schedule, open_shapes
 from autopar.search.pricing.block_moves import layouts_of
 from autopar.search.pricing.block_prices import evaluate
 from autopar.search.pricing.kept_graph import kept_graph
@@ -36,7 +36,7 @@ from autopar.search.problem.kept_sets import KeptSets
 # Chosen.
 _GAIN = 2e-3
 # Other plans that sets are found for, and how much slower without them one of them may be. Chosen.
-_RIVALS, _MOST_TO_GAIN = 2, 0.1
+_RIVALS, _MOST_TO_GAIN = 4, 0.1
 
 
 def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> Candidate:
@@ -52,6 +52,8 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
         if finds_sets(solver, other) and not any(_alike(other, one) for one in tried):
             tried.append(other)
     for candidate in tried:
+        if candidate is not tried[0] and _least_s(solver, candidate) >= best.predicted.step_time_s * (1 - _GAIN):
+            continue
         found = with_kept_sets(solver, candidate)
         if found is not None and found.predicted.step_time_s < best.predicted.step_time_s * (1 - _GAIN):
             best = found
@@ -66,7 +68,15 @@ def finds_sets(solver: Solver, found: Candidate) -> bool:
 
 def _alike(one: Candidate, other: Candidate) -> bool:
     a, b = one.configuration, other.configuration
-    return (a.num_stages, a.mesh.sizes, a.num_microbatches) == (b.num_stages, b.mesh.sizes, b.num_microbatches)
+    ours, theirs = ((c.num_stages, c.mesh.sizes, c.num_microbatches, c.zero) for c in (a, b))
+    return ours == theirs
+
+
+def _least_s(solver: Solver, found: Candidate) -> float:
+    """Estimated seconds of a step if everything were kept, under the best schedule."""
+    inner, configuration = Inner.of(found), found.configuration
+    shapes = (configuration.pipelining, *open_shapes(solver, configuration))
+    return min(solver.balanced_s(shape, inner) for shape in shapes)
 
 
 def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from autopar.ir.schedule import Pipelining
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 
@@ -25,22 +26,18 @@ def best_schedule(
 ) -> Candidate | None:
     """``best``, or a faster plan of an answer to the inner problem, under another schedule that the constraints leave
     open. split_alone: of those that split the backward."""
-    constraints = configuration.constraints
-    if constraints.schedule is not None or configuration.num_stages == 1:
-        return best
-    ranks, count = configuration.num_stages, configuration.num_microbatches
-    shapes = constraints.shapes(ranks, count, solver.workload.block_counts)
+    shapes = open_shapes(solver, configuration)
     tried = [
         (solver.balanced_s(shape, inner), number)
         for number, shape in enumerate(shapes)
-        if (shape.splits_backward or not split_alone) and shape != configuration.pipelining
+        if shape.splits_backward or not split_alone
     ]
     for ideal_s, number in sorted(tried):
         if best is not None and ideal_s >= best.predicted.step_time_s:
             break
         name, virtual = shapes[number].schedule, shapes[number].virtual_stages
         # Of a schedule that is pinned all levels are tried.
-        pinned = replace(constraints, schedule=name)
+        pinned = replace(configuration.constraints, schedule=name)
         own = replace(
             configuration, schedule=name, virtual_stages=virtual, passes=None, turns=False, constraints=pinned
         )
@@ -48,3 +45,12 @@ def best_schedule(
         if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
             best = found
     return best
+
+
+def open_shapes(solver: Solver, configuration: Configuration) -> tuple[Pipelining, ...]:
+    """The schedules that have a name, other than its own, that the constraints of a configuration leave open."""
+    constraints, ranks = configuration.constraints, configuration.num_stages
+    if constraints.schedule is not None or ranks == 1:
+        return ()
+    shapes = constraints.shapes(ranks, configuration.num_microbatches, solver.workload.block_counts)
+    return tuple(shape for shape in shapes if shape != configuration.pipelining)
