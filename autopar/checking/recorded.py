@@ -161,7 +161,7 @@ def unrecorded(trace: RankTrace, placed: PlacedModel, records: Iterable[Record])
     """In words where a traced step of one rank differs from ``records``. Fake tensors dispatch no tokens."""
     sent = []
     for one in trace.communications:
-        if one.kind != "recv":
+        if one.kind != "recv" and (one.kind == "send" or len(one.ranks) > 1):
             gathered = len(one.ranks) if one.kind == "all_gather" else 1
             payload, narrow = (
                 float(one.numel * width * gathered)

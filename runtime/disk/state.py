@@ -50,7 +50,8 @@ class DiskState:
         _give_back_what_is_freed()
         self._stages: list[DiskBlocks] = []
         self._steps: BlockSteps | None = None
-        self._filled: DiskBlock | None = None
+        self._to_fill: dict[DiskBlock, set[str]] = {}
+        """Blocks of which some parameters have got their first values, and the names of the others."""
 
     @property
     def traffic(self) -> Traffic:
@@ -78,17 +79,21 @@ class DiskState:
         return [block for stage in self._stages for block in stage.blocks]
 
     def filled(self, name: str) -> None:
-        """A parameter has got its first values. Of one block after the other they are written meanwhile."""
+        """A parameter has got its first values. Those of a block are written when it has all of them."""
         block = next((one for one in self._blocks if name in one.parameters), None)
-        if block is not self._filled and self._filled is not None:
-            self._filled.release_parameters(changed=True)
-        self._filled = block
+        if block is None:
+            return
+        left = self._to_fill.setdefault(block, set(block.parameters))
+        left.discard(name)
+        if not left:
+            del self._to_fill[block]
+            block.release_parameters(changed=True)
 
     def finish(self) -> None:
         """After a call of the model, or after its parameters have got their values."""
-        if self._filled is not None:
-            self._filled.release_parameters(changed=True)
-            self._filled = None
+        for block in self._to_fill:
+            block.release_parameters(changed=True)
+        self._to_fill = {}
         for stage in self._stages:
             stage.finish()
         self._mover.settle()

@@ -43,6 +43,27 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x), y)
 
 
+class Scaled(nn.Module):
+    """All layers read a scale of the first one, which is computed before them: its parameter is not of that block, and
+    lies between two that are, as T5's relative positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(2 * WIDTH, WIDTH)}) for _ in range(4)
+        )
+        self.inner[0]["up"].scale = nn.Embedding(2, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, scale = self.first(x), self.inner[0]["up"].scale((y > 4).long())
+        for layer in self.inner:
+            x = x + layer["down"](layer["up"](x).relu()) * scale
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
 class First(nn.Linear):
     """A block with two outputs."""
 
@@ -172,7 +193,9 @@ def train_slowly(folder: str, constraints: dict[str, Any], most: int, net: type[
         return train(folder, constraints, most, "adamw", False, net=net)
 
 
-@pytest.mark.parametrize(("name", "net"), [("zero3 microbatches", Skip), ("dp2 pp2 zb-h1", Net)])
+@pytest.mark.parametrize(
+    ("name", "net"), [("zero3 microbatches", Skip), ("dp2 pp2 zb-h1", Net), ("zero2 microbatches", Scaled)]
+)
 def test_gradients_are_not_written_before_all_are_added(name: str, net: type[nn.Module], tmp_path: Path) -> None:
     ranks, constraints = CONSTRAINTS[name]
     expected = run_ranks(train_slowly, ranks, str(tmp_path), constraints, 0, net)

@@ -19,12 +19,15 @@ def step_communication(placed: PlacedModel, num_microbatches: int | None = None)
     pipelining = placed.plan.pipelining
     if num_microbatches is not None:
         pipelining = replace(pipelining, num_microbatches=num_microbatches)
-    return (
+    records = (
         *op_communication(placed, pipelining.num_microbatches),
         *parameter_communication(placed, pipelining),
         *stage_communication(placed, pipelining.num_microbatches),
         *_loss(placed),
     )
+    # An axis may have one rank: what ZeRO shards over it is on disk or in host memory.
+    size = {**placed.plan.mesh, PIPELINE_AXIS: placed.plan.num_pipeline_ranks}
+    return tuple(record for record in records if any(size[axis] > 1 for axis in record.axes))
 
 
 def _loss(placed: PlacedModel) -> tuple[Record, ...]:
