@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
+
+from autopar.runtime.step_hooks import watch_steps
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -24,14 +26,14 @@ class OptimizerSettings:
         self._groups: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._of: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], tuple[str, ...]]]
         self._of = weakref.WeakKeyDictionary()  # how many parameters its groups have, and which
-        me = weakref.ref(self)
+        watch_steps(self)
 
-        def noted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (own := me()) is not None:
-                own._note(optimizer)
+    def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note its settings, and that it steps once more."""
+        self._note(optimizer)
 
-        handle = register_optimizer_step_pre_hook(noted)
-        weakref.finalize(self, handle.remove)
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Nothing is noted then."""
 
     def made(self) -> str | None:
         """How the optimiser was made, and its steps so far; None before the first, and of several.

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from autopar.ir.errors import InvalidInput
 from autopar.runtime.disk.blocks import DiskBlock
 from autopar.runtime.disk.mover import Mover
+from autopar.runtime.step_hooks import watch_steps
 
 # Blocks that are prefetched while one steps.
 _PREFETCH = 1
@@ -28,22 +29,11 @@ class BlockSteps:
         self._blocks, self._mover = blocks, mover
         self._of = {id(parameter): block for block in blocks for parameter in block.parameters.values()}
         self._taken: weakref.WeakKeyDictionary[Optimizer, list[list[Any]]] = weakref.WeakKeyDictionary()
-        me = weakref.ref(self)
+        watch_steps(self)
 
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (own := me()) is not None:
-                own.before(optimizer, args, kwargs)
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (own := me()) is not None:
-                own.after(optimizer)
-
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove)
-
-    def before(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Step all blocks on disk, and leave the optimiser with its other parameters."""
-        self.after(optimizer)
+        self.after_step(optimizer)
         groups = optimizer.param_groups
         members = [group["params"] for group in groups]
         blocks = [
@@ -75,7 +65,7 @@ class BlockSteps:
         for group, own in zip(groups, others, strict=True):
             group["params"] = own
 
-    def after(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Give an optimiser all its parameters back."""
         members = self._taken.pop(optimizer, None)
         if members is not None:

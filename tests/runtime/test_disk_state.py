@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopar
 from autopar.cost_model.catalogue import make_cluster
@@ -338,3 +340,28 @@ def test_a_folder_is_needed(tmp_path: Path) -> None:
 def test_memory_is_no_disk() -> None:
     with pytest.raises(DiskError, match="/dev/shm is in memory"):
         disk_folder(Path("/dev/shm"))
+
+
+def _freed_in_a_step(folder: str) -> list[float]:
+    """Another module, which had state on disk, goes while an optimiser steps, before the last hooks are called."""
+    gone: list[Any] = []
+
+    def free(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(free)
+    gone.append(parallel(folder, {"zero": 3, "offload": "on"}, 99))
+    pm = parallel(folder, {"zero": 3, "offload": "on"}, 99)
+    optimizer = optimizer_of("sgd", pm.parameters())
+    losses = []
+    for step in range(3):
+        losses.append(pm.step(**pm.shard_batch(batch(step))).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    return losses
+
+
+def test_a_module_may_be_freed_while_another_ones_optimiser_steps(tmp_path: Path) -> None:
+    assert len(run_ranks(_freed_in_a_step, 1, str(tmp_path))[0]) == 3
