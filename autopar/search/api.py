@@ -71,6 +71,8 @@ def search_captured(
         )
     batches = captured.batch_size // (batch_size or captured.batch_size)
     constraints = spread_experts(constraints, cluster.num_gpus)
+    able = cluster.device.stack.schedules
+    constraints = replace(constraints, schedules=tuple(name for name in constraints.schedules if name in able))
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
     if prices is not None:
         workload = prices.workload

@@ -20,6 +20,7 @@ from autopar.cost_model.stacks.attention_rate import AttentionKernel
 from autopar.cost_model.stacks.stack import Architecture, Stack
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.redistribution import Collective
+from autopar.ir.schedule import Schedule
 
 # Norms that a compiler puts into a kernel with pointwise ops.
 NORMS = frozenset({"rms_norm", "layer_norm", "fused_rms_norm"})
@@ -62,6 +63,10 @@ _CUDNN: dict[Architecture, AttentionKernel] = {
 }
 _FLASH2: dict[Architecture, AttentionKernel] = {**_CUDNN, "hopper": FLASH2_HOPPER}
 
+# Of pipelines: of Megatron, whose releases have these two, and of torch.distributed.pipelining.
+_MEGATRONS: tuple[Schedule, ...] = ("1f1b", "interleaved")
+_TORCHS: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
 AUTOPAR = Stack(
     name="autopar",
     memory=known_memory.AUTOPAR,
@@ -88,6 +93,7 @@ COMPILED = replace(
 )
 MEGATRON_LM = Stack(
     name="megatron-lm-2021",
+    schedules=_MEGATRONS,
     memory=known_memory.MEGATRON_LM,
     attention={"volta": FLASH1_AMPERE, "ampere": FLASH2_AMPERE, "hopper": FLASH2_HOPPER},
     fuses=True,
@@ -107,11 +113,13 @@ MEGATRON_LM_2022 = replace(
 ZERO_BUBBLE = replace(
     MEGATRON_LM_2022,
     name="zero-bubble-2023",
+    schedules=(*_MEGATRONS, "zb-h1", "zb-2p", "zb-v"),
     memory=known_memory.ZERO_BUBBLE,
     why="a copy of Megatron-LM of 2023 (github.com/sail-sg/zero-bubble-pipeline-parallelism)",
 )
 MEGATRON_CORE = Stack(
     name="megatron-core-2024",
+    schedules=_MEGATRONS,
     memory=known_memory.MEGATRON_CORE,
     attention=_CUDNN,
     fuses=True,
@@ -167,6 +175,7 @@ MEGATRON_CORE_DEEPEP = replace(
 )
 TORCHTITAN = Stack(
     name="torchtitan-2024",
+    schedules=_TORCHS,
     memory=known_memory.TORCHTITAN,
     attention=_FLASH2,
     fuses=True,
@@ -204,6 +213,7 @@ TORCHTITAN_ASYNC = replace(
 )
 NANOTRON = Stack(
     name="nanotron",
+    schedules=("gpipe", "1f1b"),
     memory=known_memory.NANOTRON,
     attention=_FLASH2,
     merges=True,

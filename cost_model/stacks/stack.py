@@ -12,6 +12,7 @@ from typing import Literal
 from autopar.cost_model.stacks.attention_rate import AttentionKernel
 from autopar.cost_model.stacks.memory import StackMemory
 from autopar.ir.redistribution import Collective
+from autopar.ir.schedule import SCHEDULES, Schedule
 
 # Bytes an element that biases of experts move in torch, row by row: of a row's bias, written (2), the sum (2 + 2 + 2);
 # backward what comes in, read to be sorted and summed by expert (counted, not measured).
@@ -45,8 +46,9 @@ class Stack:
     backward. adds_in_products: whether the product that makes a gradient of weights adds it to those of earlier
     microbatches, in float32. gathers_ahead: whether the parameters of a rank's next stage are gathered (once a step)
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
-    one microbatch travel to experts and back while another microbatch is computed. any_order: whether a pipeline runs
-    its passes in any order that a plan has, and not in those of named schedules alone. keeps_any: whether a block keeps
+    one microbatch travel to experts and back while another microbatch is computed. schedules: of pipelines, that a
+    free search may choose; any_order: whether a pipeline runs its passes in any order that a plan has, and not in those
+    of named schedules alone. keeps_any: whether a block keeps
     any tensors for its backward, and not those of a level alone; keeps_on_host: whether some of them may wait in host
     memory. why: where all this is from.
     """
@@ -72,6 +74,7 @@ class Stack:
     launches_of_bias: tuple[int, int] = (0, 0)
     adds_in_products: bool = False
     gathers_ahead: bool = False
+    schedules: tuple[Schedule, ...] = SCHEDULES
     any_order: bool = False
     keeps_any: bool = False
     keeps_on_host: bool = False

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.cost_model.catalogue import make_cluster
+from autopar.cost_model.stacks.known import find_stack
 from autopar.ir.capture.capture import capture
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.graph import CapturedModel
@@ -111,6 +112,15 @@ def test_a_plan_with_an_order_of_its_own_may_be_faster_under_a_schedule_with_a_n
     assert named is not None
     assert named.configuration.schedule != "found"
     assert named.configuration.passes is None
+
+
+def test_a_free_search_keeps_to_the_schedules_of_the_stack(tied: CapturedModel, workload: Workload) -> None:
+    cluster = make_cluster("a100-80gb", 2, 2)
+    assert splits_backward(search_captured(tied, cluster, PIPELINE, workload=workload).plan.schedule)
+    cluster = make_cluster("a100-80gb", 2, 2, stack=find_stack("megatron-core-2025"))
+    assert search_captured(tied, cluster, PIPELINE, workload=workload).plan.schedule in ("1f1b", "interleaved")
+    pinned = search_captured(tied, cluster, replace(PIPELINE, schedule="zb-v"), workload=workload)
+    assert pinned.plan.schedule == "zb-v"
 
 
 def test_more_microbatches_in_flight_hide_slow_sends_where_memory_allows() -> None:

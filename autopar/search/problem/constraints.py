@@ -65,7 +65,8 @@ class Constraints:
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
     documents: packed into a row, as the attention of the model keeps them apart, in the mean; one if left out.
-    whole_backward: without schedules that split the backward, which compiled blocks cannot.
+    whole_backward: without schedules that split the backward, which compiled blocks cannot. schedules: that are tried
+    where none is pinned.
     """
 
     pp: int | None = None
@@ -98,6 +99,7 @@ class Constraints:
     annotations: tuple[ParameterAnnotation, ...] = ()
     forbidden: tuple[Forbidden, ...] = ()
     whole_backward: bool = False
+    schedules: tuple[Schedule, ...] = SEARCHED
 
     @classmethod
     def of_mesh(cls, sizes: dict[str, int], **others: object) -> Constraints:
@@ -224,7 +226,7 @@ class Constraints:
         unless it is pinned, as 1F1B takes the same time in less memory. Of a single microbatch, schedules with the same
         passes as one before them are left out.
         """
-        names: tuple[Schedule, ...] = SEARCHED if num_ranks > 1 else ("1f1b",)
+        names: tuple[Schedule, ...] = self.schedules if num_ranks > 1 else ("1f1b",)
         if self.schedule == FOUND:
             names = tuple(name for name in names if splits_backward(name)) or names
         elif self.schedule is not None:
