@@ -196,7 +196,7 @@ def test_help_shows_examples(command: str, monkeypatch: pytest.MonkeyPatch, caps
         (("search", "{net}", "--gpus", "4", "--cluster", "nowhere.yaml"), "cannot read cluster nowhere.yaml"),
         (("search", "{net}:tiny", "--gpus", "4"), "has no function tiny()"),
         (("search", "{net}", "--gpus", "6", "--tp", "4"), "does not divide the 6 ranks"),
-        (("search", "{net}", "--gpus", "4", "--dp", "4", "--global-batch", "6"), "batch of 6 does not divide"),
+        (("search", "{net}", "--gpus", "4", "--dp", "4", "--global-batch", "3"), "batch of 3 does not divide"),
         (("search", "{net}:branching", "--gpus", "4"), "if x.sum() > 0"),
         (("show", "nowhere.yaml"), "cannot read plan nowhere.yaml"),
         (("train", "{net}", "nowhere.yaml"), "cannot read plan nowhere.yaml"),
