@@ -47,7 +47,7 @@ def test_two_ranks_write_a_cluster_file_and_a_page(tmp_path: Path) -> None:
     assert set(described["rates"]) == {"fp32", "bf16"}
     said = json.loads((tmp_path / "c.json").read_text())
     assert said["cluster"] == json.loads(json.dumps(described))
-    assert list(described["rates"]["fp32"]["attention_by_length"]) == [32, 64, 128, 256, 512, 1024]
+    assert list(described["rates"]["fp32"]["attention_by_length"]) == [32, 64, 128, 256, 512, 1024, 4096]
     assert all(fit["runs"] and fit["median_error"] <= abs(fit["largest_error"]) for fit in said["fits"])
     cluster = cluster_from_yaml(text)
     assert 1e8 < cluster.device.matmul_rate("fp32").peak_flops * cluster.device.matmul_rate("fp32").efficiency < 1e13
