@@ -20,7 +20,7 @@ from autopar.cost_model.stacks.attention_rate import AttentionKernel
 from autopar.cost_model.stacks.stack import Architecture, Stack
 from autopar.ir.errors import InvalidCluster
 from autopar.ir.redistribution import Collective
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Schedule, splits_backward
 
 # Norms that a compiler puts into a kernel with pointwise ops.
 NORMS = frozenset({"rms_norm", "layer_norm", "fused_rms_norm"})
@@ -88,6 +88,8 @@ COMPILED = replace(
     extra_bytes={"cross_entropy": _COMPILED_LOSS},
     expert_biases=_COMPILED_BIASES,
     keeps_on_host=False,
+    schedules=tuple(name for name in AUTOPAR.schedules if not splits_backward(name)),
+    any_order=False,
     why="the same, with compile=True: torch.compile makes kernels of pointwise ops and norms, but not of casts, as "
     "it does not look into the backward of an 8-bit layer",
 )

@@ -48,9 +48,8 @@ class Stack:
     while it computes the stage before, for all microbatches that come first there. hides_dispatch: whether tokens of
     one microbatch travel to experts and back while another microbatch is computed. schedules: of pipelines, that a
     free search may choose; any_order: whether a pipeline runs its passes in any order that a plan has, and not in those
-    of named schedules alone. keeps_any: whether a block keeps
-    any tensors for its backward, and not those of a level alone; keeps_on_host: whether some of them may wait in host
-    memory. why: where all this is from.
+    of named schedules alone. keeps_any: whether a block keeps any tensors for its backward, and not those of a level
+    alone; keeps_on_host: whether some of them may wait in host memory. why: where all this is from.
     """
 
     name: str

@@ -149,9 +149,8 @@ def _create_state(
     put_back = state.undo()
     if state.names:
         state.load_settings(saved["settings"])
-        state.create(
-            None if disk is None else disk.names_by_block(state.names)
-        )  # not within agree: the step of an optimiser may communicate
+        # Not within agree: the step of an optimiser may communicate.
+        state.create(None if disk is None else disk.names_by_block(state.names))
     try:
         return flat(agree(lambda: state.adopt(tensors, saved["values"])))
     except CheckpointError:

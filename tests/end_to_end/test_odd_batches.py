@@ -15,9 +15,8 @@ from autopar.cost_model.catalogue import make_cluster
 from autopar.ir.errors import InfeasiblePlan
 from autopar.planning import find_plan
 from autopar.search.problem.constraints import Constraints
-from tests.end_to_end.test_other_sizes import CASES, batch_of
+from tests.end_to_end.test_other_sizes import CASES, batch_of, errors_of_steps
 from tests.harness import run_ranks
-from tests.parity import relative
 
 STEPS = 3
 # Model, ranks, rows of a step, those of the plan, constraints.
@@ -47,20 +46,7 @@ def train(case: str, rows: int, constraints: dict[str, Any]) -> tuple[int, int, 
     parallel = autopar.parallelize(
         model, dist.get_world_size(), example_inputs=batch_of(case, rows, 16, 0), **constraints
     )
-    one = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    many = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
-    errors = []
-    for step in range(STEPS):
-        given = batch_of(case, rows, 16, step)
-        one.zero_grad()
-        many.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
-        got = parallel.step(**parallel.shard_batch(given))
-        expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-        errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
-        one.step()
-        many.step()
+    errors = errors_of_steps(parallel, alone, case, [(rows, 16)] * STEPS)
     plan = parallel.plan
     return plan.batch.global_size, plan.planned_rows, errors
 

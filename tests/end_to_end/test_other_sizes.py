@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -38,13 +39,8 @@ def batch_of(case: str, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, Any]) -> tuple[list[float], int]:
-    """Largest error of each step: of the loss, and of any gradient; and the number of programs at the end."""
-    torch.manual_seed(0)
-    model = CASES[case].build()
-    alone = copy.deepcopy(model)
-    given = batch_of(case, 8, 16, 0)
-    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **constraints)
+def errors_of_steps(parallel: Any, alone: nn.Module, case: str, sizes: Iterable[tuple[int, int]]) -> list[float]:
+    """Largest error of each step of a module beside one process: of the loss, and of any gradient."""
     one = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     many = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     errors = []
@@ -59,6 +55,17 @@ def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, 
         errors += [abs(got.item() / loss.item() - 1), relative(parallel.full_gradients(), expected)]
         one.step()
         many.step()
+    return errors
+
+
+def train(case: str, sizes: tuple[tuple[int, int], ...], constraints: dict[str, Any]) -> tuple[list[float], int]:
+    """Largest error of each step: of the loss, and of any gradient; and the number of programs at the end."""
+    torch.manual_seed(0)
+    model = CASES[case].build()
+    alone = copy.deepcopy(model)
+    given = batch_of(case, 8, 16, 0)
+    parallel = autopar.parallelize(model, dist.get_world_size(), example_inputs=given, **constraints)
+    errors = errors_of_steps(parallel, alone, case, sizes)
     parallel.eval()
     alone.eval()
     with torch.no_grad():
