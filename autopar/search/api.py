@@ -10,6 +10,7 @@ from math import gcd, inf, prod
 
 from autopar.cost_model.compute.documents import Documents
 from autopar.cost_model.hardware.cluster import Cluster
+from autopar.cost_model.stacks.stack import Stack
 from autopar.ir.analysis.analysis import Analysis
 from autopar.ir.errors import InfeasiblePlan, InvalidCluster
 from autopar.ir.graph import CapturedModel
@@ -71,9 +72,8 @@ def search_captured(
         )
     batches = captured.batch_size // (batch_size or captured.batch_size)
     constraints = spread_experts(constraints, cluster.num_gpus)
-    able = cluster.device.stack.schedules
-    constraints = replace(constraints, schedules=tuple(name for name in constraints.schedules if name in able))
     constraints.check(cluster.num_gpus, captured.batch_size // batches)
+    constraints = _of_stack(constraints, cluster.device.stack)
     if prices is not None:
         workload = prices.workload
     elif workload is None:
@@ -188,6 +188,17 @@ def _fastest_recipes(
             )  # fmt: skip
             best = min(best, other, key=lambda own: own.predicted.step_time_s)
     return replace(best, search_time_s=time.perf_counter() - start)
+
+
+def _of_stack(constraints: Constraints, stack: Stack) -> Constraints:
+    """``constraints`` with those of its schedules that ``stack`` has. Raises InfeasiblePlan if there are none."""
+    left = tuple(name for name in constraints.schedules if name in stack.schedules)
+    if not left:
+        raise InfeasiblePlan(
+            f"schedules: {', '.join(constraints.schedules)}; the stack {stack.name} has none of them.\n"
+            f"  try: some of {', '.join(stack.schedules)}"
+        )
+    return replace(constraints, schedules=left)
 
 
 def _check_precision(workload: Workload, cluster: Cluster) -> None:

@@ -71,3 +71,9 @@ def test_public_functions_take_them(function: Callable[..., Any]) -> None:
 def test_unknown_ones_are_refused() -> None:
     with pytest.raises(autopar.InvalidInput, match="unknown constraint 'dtp'"):
         constraints_of({"dtp": 2})
+
+
+@pytest.mark.parametrize("schedules", [(), ("1f1b", "1f2b"), ("found",)])
+def test_schedules_that_no_search_tries_are_refused(schedules: tuple[Any, ...]) -> None:
+    with pytest.raises(autopar.InfeasiblePlan, match="the search tries some of 1f1b, zb-h1"):
+        constraints_of({"schedules": schedules}).check(4, 8)

@@ -52,6 +52,7 @@ class ConstraintOptions(TypedDict, total=False):
     prefetch: int | None
     offload: bool | Literal["disk"] | None
     schedule: Schedule | None
+    schedules: tuple[Schedule, ...]
     virtual_stages: int | None
     num_microbatches: int | None
     microbatch_size: int | None

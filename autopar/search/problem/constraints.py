@@ -201,6 +201,11 @@ class Constraints:
 
     def _check_schedule(self) -> None:
         """Contradictions that hold for every plan; with what is open taken as it suits the schedule best."""
+        if not self.schedules or set(self.schedules) - set(SEARCHED):
+            raise InfeasiblePlan(
+                f"schedules: {', '.join(map(repr, self.schedules)) or 'none'}; the search tries some of "
+                f"{', '.join(SEARCHED)}.\n  try: names of these, or schedule=... for one of the others"
+            )
         if self.schedule is not None and self.schedule != FOUND:
             least, _ = virtual_stages_of(self.schedule)
             ranks, virtual = self.pp or 2, self.virtual_stages or least
