@@ -54,7 +54,8 @@ _LIMIT_S = 120.0
 @dataclass(slots=True)
 class Fault:
     """kind: of it. before: the last step that was reported; resumed: where the job went on; saved: by a checkpoint.
-    seconds: to the next reported step; said: the first line about it."""
+    seconds: to the next reported step, of which a plan for fewer ranks was searched for planned_s; said: the first line
+    about it."""
 
     setting: str
     kind: str
@@ -62,6 +63,7 @@ class Fault:
     resumed: int
     saved: int
     seconds: float
+    planned_s: float
     said: str
     partner_left: bool
 
@@ -342,8 +344,22 @@ def put(job: Job, kind: str, draw: random.Random) -> Fault:
     on = _went_on(job, lines) or start
     before = max((one.step for one in job.seen if one.reported and one.at < on), default=before)
     return Fault(
-        job.setting.name, kind, before, min(resumed, default=max(before, saved)), saved, seconds, said, partner_left
+        setting=job.setting.name,
+        kind=kind,
+        before=before,
+        resumed=min(resumed, default=max(before, saved)),
+        saved=saved,
+        seconds=seconds,
+        planned_s=sum(map(_searched_s, after)),
+        said=said,
+        partner_left=partner_left,
     )
+
+
+def _searched_s(line: str) -> float:
+    """Seconds that the line of a job that goes on says that a plan was searched for."""
+    found = re.search(r"searched for in ([\d.]+) (s|ms)", line)
+    return 0.0 if found is None else float(found[1]) * {"s": 1, "ms": 1e-3}[found[2]]
 
 
 def _went_on(job: Job, first: int) -> float | None:
@@ -352,8 +368,11 @@ def _went_on(job: Job, first: int) -> float | None:
 
 
 def table(faults: list[Fault]) -> Iterator[str]:
-    yield "| fault | times | to the next step, median s | worst s | steps lost, with copies left | without |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| fault | times | to the next step, median s | worst s | of it searching for a plan, worst s | "
+        "steps lost, with copies left | without |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for kind in KINDS:
         own = [fault for fault in faults if fault.kind == kind]
         if own:
@@ -361,11 +380,11 @@ def table(faults: list[Fault]) -> Iterator[str]:
             kept = [fault.lost for fault in own if fault.partner_left]
             other = [fault.lost for fault in own if not fault.partner_left]
             yield (
-                f"| {kind} | {len(own)} | {median(seconds):.1f} | {max(seconds):.1f} | {max(kept, default='')} | "
-                f"{max(other, default='')} |"
+                f"| {kind} | {len(own)} | {median(seconds):.1f} | {max(seconds):.1f} | "
+                f"{max(fault.planned_s for fault in own):.1f} | {max(kept, default='')} | {max(other, default='')} |"
             )
-    seconds = [fault.seconds for fault in faults]
-    yield f"| all | {len(faults)} | {median(seconds):.1f} | {max(seconds):.1f} | | |"
+    seconds, planned_s = [fault.seconds for fault in faults], max(fault.planned_s for fault in faults)
+    yield f"| all | {len(faults)} | {median(seconds):.1f} | {max(seconds):.1f} | {planned_s:.1f} | | |"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
 import torch
@@ -37,6 +38,8 @@ class FewerRanks:
         self._helper: Helper | None = None
         self._asked: list[int] = []
         """Sizes that the helper was sent and has not answered, in its order."""
+        self.searched_s = 0.0
+        """Seconds that the last call of ``plan`` searched, for what had not been searched ahead."""
 
     def ahead(self, sizes: Iterable[int]) -> None:
         """Search for these in a process beside this one."""
@@ -69,9 +72,12 @@ class FewerRanks:
     def plan(self, room: int) -> tuple[int, str] | None:
         """The most ranks, at most ``room``, that there is a plan for, and its text."""
         self.collect()
+        self.searched_s = 0.0
         for size in range(room, 0, -1):
             if size not in self._known:
+                start = time.monotonic()
                 self._known[size] = self._search(size)
+                self.searched_s += time.monotonic() - start
             text = self._known[size]
             if text is not None:
                 return size, text

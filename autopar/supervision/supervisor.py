@@ -43,6 +43,7 @@ from autopar.training.notice import LEFT, SAME_NOTICE_S
 from autopar.training.place import Place
 from autopar.training.rank import BAD_INPUT, DIFFERS, LOST_OTHERS, run_place
 from autopar.training.warm import Warm
+from autopar.units import seconds
 
 # What others know, after a failure: they have ranks to end first.
 _FACTS_S = 20.0
@@ -281,7 +282,9 @@ class Supervisor:
         }[decision.source.kind]
         if not cause and decision.source.kind == "start":
             return
-        plan = "the same plan" if decision.same_plan else f"a plan for {decision.world_size} ranks"
+        searched_s = self._fewer.searched_s
+        when = f"searched for in {seconds(searched_s)}" if searched_s else "searched ahead"
+        plan = "the same plan" if decision.same_plan else f"a plan for {decision.world_size} ranks, {when}"
         self._given.say(f"{cause + chr(10) if cause else ''}  going on {source}, with {plan}")
 
 

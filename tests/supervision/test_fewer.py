@@ -48,6 +48,7 @@ def test_sizes_that_are_asked_for_later_get_their_own_plans(tmp_path: Path) -> N
         found = plans.plan(size)
         assert found is not None
         assert (found[0], Plan.from_yaml(found[1]).num_ranks) == (size, size)
+        assert plans.searched_s == 0  # ahead
 
 
 def test_a_helper_that_ends_is_made_up_for(tmp_path: Path) -> None:
@@ -58,6 +59,9 @@ def test_a_helper_that_ends_is_made_up_for(tmp_path: Path) -> None:
     found = plans.plan(2)
     assert found is not None
     assert Plan.from_yaml(found[1]).num_ranks == 2
+    assert plans.searched_s > 0
+    plans.plan(2)
+    assert plans.searched_s == 0
 
 
 def test_nodes_of_fewer_ranks_are_equal(tmp_path: Path) -> None:
