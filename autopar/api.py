@@ -356,12 +356,18 @@ class _Request:
         cluster = with_disk(cluster, self.disk)
         if isinstance(self.mesh, DeviceMesh):
             limits = self._within_mesh(limits, self.mesh)
-        found, _ = search_rows(
-            captured,
-            cluster,
+        batch = captured.batch_size
+
+        def captured_rows(rows: int) -> CapturedModel:
+            if rows == batch:
+                return captured
+            return self.capture(*self._with_rows(rows, example_inputs, example_target))
+
+        found = search_rows(
+            batch,
+            cluster.num_gpus,
             limits,
-            search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
-            captured_with=lambda rows: self.capture(*self._with_rows(rows, example_inputs, example_target)),
+            search=lambda rows, limits: search_captured(captured_rows(rows), cluster, limits, samples=batch),
             symbolic=lambda: self.capture(example_inputs, example_target, symbolic=True),
         )
         known.append(found.workload.analysis)

@@ -96,23 +96,26 @@ def find_plan(
 
     search = estimate_captured if pin_degrees else search_captured
 
+    batch = captured.batch_size
+
     def captured_rows(rows: int) -> CapturedModel:
+        if rows == batch:
+            return captured
         if inputs_of is not None:
             return captured_with(inputs_of(rows), example_target)
         return captured_with(*at_sizes(model, example_inputs, loss_fn, example_target, {BATCH: rows}))
 
-    result, captured = search_rows(
-        captured,
-        cluster,
+    result = search_rows(
+        batch,
+        cluster.num_gpus,
         constraints,
-        search=lambda own, limits, samples: search(own, cluster, limits, samples=samples, report=report),
-        captured_with=captured_rows,
+        search=lambda rows, limits: search(captured_rows(rows), cluster, limits, samples=batch, report=report),
         symbolic=lambda: captured_with(example_inputs, example_target, symbolic=True),
     )
     return Planned(
         result=result,
         capture_time_s=capture_time_s,
-        captured=captured,
+        captured=result.workload.captured,
         constraints=constraints,
         pin_degrees=pin_degrees,
         capture_batch=None if inputs_of is None else lambda size: captured_with(inputs_of(size), example_target),

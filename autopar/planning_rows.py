@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 from math import lcm
 
-from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.capture.symbols import BATCH
 from autopar.ir.errors import AutoparError, InfeasiblePlan
 from autopar.ir.graph import CapturedModel
@@ -29,44 +28,40 @@ _MOST_RANKS, _MOST_ADDED = 16, 0.25
 
 
 def search_rows(
-    captured: CapturedModel,
-    cluster: Cluster,
+    batch: int,
+    num_ranks: int,
     constraints: Constraints,
     *,
-    search: Callable[[CapturedModel, Constraints, int], SearchResult],
-    captured_with: Callable[[int], CapturedModel],
+    search: Callable[[int, Constraints], SearchResult],
     symbolic: Callable[[], CapturedModel],
-) -> tuple[SearchResult, CapturedModel]:
-    """The fastest plan for the batch of ``captured``, and the capture that it is for, with its ``planned_rows``.
+) -> SearchResult:
+    """The fastest plan for a batch of so many rows.
 
-    search: of a capture of any batch, for steps of so many samples. captured_with: the capture of another batch;
-    symbolic: with symbols; in normal form. Raises what they raise for the first number of rows that is tried, or
-    InfeasiblePlan where the batch has to divide and does not.
+    search: for a captured batch of any number of rows, of which a step has ``batch``. symbolic: the capture with
+    symbols, in normal form. Raises what they raise for the first number of rows that is tried, or InfeasiblePlan where
+    the batch has to divide and does not.
     """
-    batch = captured.batch_size
-    best: tuple[SearchResult, CapturedModel] | None = None
+    best: SearchResult | None = None
     with_symbols = cache(symbolic)
-    for rows, limits in _tried(batch, cluster.num_gpus, constraints):
+    for rows, limits in _tried(batch, num_ranks, constraints):
         try:
-            own = captured if rows == batch else captured_with(rows)
-            found = search(own, limits, batch)
-            _check(found.plan, own, batch, with_symbols)
+            found = search(rows, limits)
+            if found.plan.planned_rows != batch:
+                _check(found.plan, found.workload.captured, batch, with_symbols)
         except AutoparError:
             if best is None:
                 raise
             continue
         if best is not None and found.plan.planned_rows != rows:
             continue  # the first search had that plan too
-        if best is None or found.predicted.step_time_s < best[0].predicted.step_time_s:
-            best = found, own
+        if best is None or found.predicted.step_time_s < best.predicted.step_time_s:
+            best = found
     assert best is not None, "a number of rows is tried"
     return best
 
 
 def _check(plan: Plan, captured: CapturedModel, batch: int, symbolic: Callable[[], CapturedModel]) -> None:
-    """Raise InfeasiblePlan if microbatches under ``plan`` differ, and cannot."""
-    if plan.planned_rows == batch:
-        return
+    """Raise InfeasiblePlan if microbatches under ``plan`` cannot differ. captured: with its ``planned_rows``."""
     obstacle = uneven_obstacle(place_captured(captured, plan), symbolic(), frozenset({BATCH}))
     if obstacle is not None:
         pieces = plan.batch.num_microbatches * plan.data_parallel_size

@@ -71,6 +71,10 @@ class SizedCaptures:
             self._known[batch, length] = self._capture(batch, length) if found is None else found
         return self._known[batch, length]
 
+    def symbolic_at(self, batch: int | None, length: int | None) -> CapturedModel:
+        """The capture with symbols, of this size where none holds for all. Raises CaptureError."""
+        return self._symbolic or self._capture(batch, length, symbolic=True)
+
     def _is_at(self, size: Size, helper: Helper | None) -> bool:
         """Whether the capture with symbols is at ``size`` what a capture of that size is, which a helper may have."""
         answer = None

@@ -16,11 +16,13 @@ from math import inf
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.ir.errors import InfeasiblePlan, InvalidPlan, PlanMismatch
 from autopar.ir.plan import Plan
+from autopar.planning_rows import search_rows
 from autopar.search.api import estimate_captured, predict_plan, prices_of, search_captured
 from autopar.search.outer.known_configurations import Known, best_of
 from autopar.search.outer.prices import Prices
 from autopar.search.problem.constraints import Constraints
 from autopar.search.problem.workload import Workload
+from autopar.search.result import SearchResult
 from autopar.sized_captures import Size, SizedCaptures
 
 # Configurations of earlier searches that one begins with. Chosen.
@@ -80,14 +82,29 @@ class SizedSearches:
 
     def _search(self, size: Size, known: Sequence[Known]) -> tuple[SizedPlan, tuple[Known, ...]]:
         batch, length = size
-        prices = self._prices(size)
-        captured = prices.workload.captured
-        samples = batch or captured.batch_size
+        samples = batch or self._prices(size).workload.captured.batch_size
         self.progress(f"searching plans for {samples} samples" + ("" if length is None else f" of {length}"))
-        search = estimate_captured if self.pin_degrees else search_captured
+        searched = estimate_captured if self.pin_degrees else search_captured
+
+        def search(rows: int, limits: Constraints) -> SearchResult:
+            prices = self._prices_of(batch, rows, length)
+            return searched(
+                prices.workload.captured,
+                self.cluster,
+                limits,
+                prices=prices,
+                batch_size=rows,
+                samples=samples,
+                known=tuple(known),
+            )
+
         try:
-            result = search(
-                captured, self.cluster, self.constraints, prices=prices, batch_size=samples, known=tuple(known)
+            result = search_rows(
+                samples,
+                self.cluster.num_gpus,
+                self.constraints,
+                search=search,
+                symbolic=lambda: self.captures.symbolic_at(batch, length),
             )
         except InfeasiblePlan as error:
             return SizedPlan(batch=samples, length=length, plan=None, reason=str(error)), ()
@@ -101,6 +118,12 @@ class SizedSearches:
             found = self._known.get(size) or self._made(batch, length)
         return found
 
+    def _prices_of(self, batch: int | None, rows: int, length: int | None) -> Prices:
+        """Prices of a step of ``batch``, under a plan for so many rows, which may be a few more."""
+        if batch is None or rows == batch:
+            return self._prices((batch, length))
+        return self._known.get((rows, length)) or self._made(rows, length)
+
     def _made(self, batch: int | None, length: int | None) -> Prices:
         limits = self.constraints
         (recipe,) = limits.recipes
@@ -110,7 +133,8 @@ class SizedSearches:
         return found
 
     def _step_time_s(self, plan: Plan, length: int | None) -> float:
-        prices, zigzag = self._prices((plan.batch.global_size, length)), plan.sequence_layout == "zigzag"
+        prices = self._prices_of(plan.batch.global_size, plan.planned_rows, length)
+        zigzag = plan.sequence_layout == "zigzag"
         if prices.balanced is not zigzag:
             other = self._other_layout.get(length)
             if other is None or other.workload is not prices.workload:

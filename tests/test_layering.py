@@ -33,7 +33,9 @@ ALLOWED = {
     "autopar.planning_rows": ("autopar.ir", "autopar.cost_model", "autopar.search"),
     "autopar.any_size": ("autopar.ir", "autopar.passes"),
     "autopar.sized_captures": ("autopar.ir", "autopar.passes", "autopar.helper"),
-    "autopar.sized_searches": ("autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures"),
+    "autopar.sized_searches": (
+        "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.planning_rows",
+    ),
     "autopar.sized_workers": ("autopar.helper", "autopar.sized_searches"),
     "autopar.planning_sizes": (
         "autopar.ir", "autopar.cost_model", "autopar.search", "autopar.sized_captures", "autopar.sized_searches",

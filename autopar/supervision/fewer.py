@@ -96,15 +96,14 @@ class FewerRanks:
         constraints = Constraints(
             precision=plan.precision, recipes=tuple(recipes) or (None,), expert_capacity=plan.expert_capacity
         )
-        cluster = cluster_like(plan, size)
+        cluster, batch = cluster_like(plan, size), plan.batch.global_size
         try:
-            found, _ = search_rows(
-                self._captured_with(plan.batch.global_size),
-                cluster,
+            found = search_rows(
+                batch,
+                cluster.num_gpus,
                 constraints,
-                search=lambda own, limits, samples: search_captured(own, cluster, limits, samples=samples),
-                captured_with=self._captured_with,
-                symbolic=lambda: self._capture(plan.batch.global_size, symbolic=True),
+                search=lambda rows, limits: search_captured(self._captured_with(rows), cluster, limits, samples=batch),
+                symbolic=lambda: self._capture(batch, symbolic=True),
             )
         except AutoparError:
             return None

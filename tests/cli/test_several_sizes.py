@@ -134,6 +134,22 @@ def test_forks_find_the_same(monkeypatch: pytest.MonkeyPatch, spare: int | str) 
     assert found.num_captures == 2
 
 
+def test_batches_that_do_not_divide() -> None:
+    """6 rows on 4 data-parallel ranks have the plan for 8 that a search for them alone finds."""
+    source, cluster, limits = load_model_file(GPT), make_cluster("h100-sxm", 4, 4), Constraints(dp=4)
+    found = find_plans(
+        source.meta_model(), cluster, source.meta_inputs, (6, 12), (128, 256), constraints=limits, pin_degrees=True
+    )
+    assert [own.batch for own in found.found] == [6, 6, 12, 12]
+    for own in found.found:
+        inputs = source.meta_inputs(own.batch, own.length)
+        alone = find_plan(source.meta_model(), cluster, inputs, constraints=limits, pin_degrees=True).plan
+        assert own.plan is not None
+        assert own.plan.batch == alone.batch
+        assert own.plan.planned_rows == {6: 8, 12: 12}[own.batch]
+        assert own.plan.prediction == alone.prediction
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--gpus", "8", "--global-batch", "16", "--seq", "256,1024", "--shares", "0.9,0.1"]
     assert autopar(monkeypatch, "search", GPT, *sizes, "-o", str(tmp_path / "plans")) == 0
