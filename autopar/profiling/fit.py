@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_model.communication.collectives import issued_as, latency_rounds, volume_bytes
-from autopar.cost_model.communication.gradient_sync import LOST_BESIDE
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import GB, JITTER_AFTER_S, MIB, Device
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
@@ -180,9 +180,9 @@ def link_figures(samples: list[Communicated], device: Device) -> dict[str, Any]:
 
 
 def overlap_of(one: Overlapped) -> float:
-    """Share of an all-reduce that runs beside compute, of each second of which ``LOST_BESIDE`` is lost."""
+    """Share of an all-reduce that runs beside compute, which is slower for it by ``OVERLAP_SLOWDOWN``."""
     saved = one.communication_s + one.compute_s - one.both_s
-    return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - LOST_BESIDE)))
+    return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - OVERLAP_SLOWDOWN)))
 
 
 def jitter_of(one: Waited) -> float:

@@ -4,7 +4,7 @@ checkpoint    training stands still while the state is copied to host memory (by
               the write is prepared; the write itself runs beside it (bytes of the model / storage)
 replica       a rank's state goes to its host and on to its partner's, in chunks, so the slower link decides; that a
               partner may have a part of it itself, and is not sent that, is left out. It runs beside the next
-              steps, which change no state until they end: they are slower by ``COPY_SLOWDOWN`` meanwhile, and
+              steps, which change no state until they end: they are slower by ``OVERLAP_SLOWDOWN`` meanwhile, and
               wait for what is not through when the next copy is due
 recovery      from replicas: the way back; from disk: every rank reads its state, which all share the storage for
 """
@@ -14,13 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.goodput.job import Job, Policy
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.failure_rates import FailureKind
-
-# Slow-down of a step while a copy of state leaves a GPU beside it. Engines copy it, so that kernels lose bandwidth of
-# memory alone; taken from steps beside gradients' all-reduces, 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
-COPY_SLOWDOWN = 0.126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ class ProtectionCosts:
     def replica_stall_s(self, between_s: float) -> float:
         """Seconds by which a copy delays the ``between_s`` seconds of training until the next."""
         hidden = min(self.copy_s, between_s) if self.overlaps else 0.0
-        return self.copy_s - hidden + COPY_SLOWDOWN * hidden
+        return self.copy_s - hidden + OVERLAP_SLOWDOWN * hidden
 
     def load_s(self, *, from_disk: bool) -> float:
         """Seconds until every rank has its state again."""

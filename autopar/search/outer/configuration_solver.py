@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf, prod
 from typing import NamedTuple
 
-from autopar.cost_model.communication.gradient_sync import LOST_BESIDE
+from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.memory.model_state import state_memory
 from autopar.cost_model.schedule.pipeline_simulator import time_weights
@@ -30,7 +30,7 @@ from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage_cuts import Cuts, cut_pipeline
 
 # Optimistic: all gradient communication that can be hidden is. The slow-down that it causes remains.
-HIDDEN = LOST_BESIDE
+HIDDEN = OVERLAP_SLOWDOWN
 
 # A plan whose estimate is this many times as long as the record is not simulated. Chosen. With half or twice its
 # distance from 1: same plans, work −3 to +8 % (docs/decisions/0021, as for the others below).

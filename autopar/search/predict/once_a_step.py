@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost_model.communication.gradient_sync import LOST_BESIDE, most_hidden_s
+from autopar.cost_model.communication.gradient_sync import OVERLAP, OVERLAP_SLOWDOWN
 from autopar.cost_model.schedule.pipeline_simulator import Event
 from autopar.ir.schedule import Order, Pipelining
 from autopar.search.pricing.block_prices import BlockPrice, exposed_gathers_of_step, reductions_of_step
@@ -53,5 +53,5 @@ def exposed_reductions(held: dict[int, Sequence[BlockPrice]], events: Sequence[E
         computed = sum(b.compute.backward_s for b in blocks) + after
         reductions, in_between = reductions_of_step(blocks)
         total, waited = total + reductions, waited + in_between
-        exposed = max(exposed, total - most_hidden_s(computed))
-    return exposed + LOST_BESIDE * (total - exposed) + waited
+        exposed = max(exposed, total - OVERLAP * computed)
+    return exposed + OVERLAP_SLOWDOWN * (total - exposed) + waited
