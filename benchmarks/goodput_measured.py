@@ -103,7 +103,7 @@ def simulated(ranks: int, step_s: float, recovery_s: float, kills: list[float], 
         ),
         Policy(checkpoint_steps=_MANY, replica_steps=1),
         ProtectionCosts(
-            checkpoint_stall_s=0, write_s=0, copy_s=0, overlaps=True, fetch_s=0, read_s=0, detection_s=0,
+            checkpoint_stall_s=0, write_s=0, copy_s=0, overlaps=True, lost=0, fetch_s=0, read_s=0, detection_s=0,
             restart_s=recovery_s, replan_s=0, repair_s=0,
         ),
         [Fault(at_s=one, node=0, lost_nodes=0) for one in kills],

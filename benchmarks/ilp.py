@@ -27,7 +27,7 @@ from autopar.passes.normalise import normalise
 from autopar.search.assign.instance import Instance, value
 from autopar.search.assign.solve import solve, solve_program
 from autopar.search.outer.configuration import Configuration
-from autopar.search.outer.configuration_solver import HIDDEN, Solver
+from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.lagrangian_sweep import MULTIPLIERS
 from autopar.search.outer.prices import Prices
 from autopar.search.pricing.build_instance import Weights, build
@@ -73,7 +73,7 @@ def problems(solver: Solver, sizes: Sequence[int]) -> tuple[Timed, list[Timed]]:
         data_axes=(),
         constraints=Constraints(precision="bf16"),
     )
-    plain = timed(solver, configuration, Weights(sync=HIDDEN))
+    plain = timed(solver, configuration, Weights(sync=0.0))
     seconds = [price * plain.cost / solver.budget_bytes for price in MULTIPLIERS]
     return plain, [timed(solver, configuration, solver.memory_weights(configuration, price)) for price in seconds]
 

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_model.communication.collectives import issued_as, latency_rounds, volume_bytes
-from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.communication.collectives import issued_as, latency_rounds, lost_beside, volume_bytes
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import GB, JITTER_AFTER_S, MIB, Device
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
@@ -95,7 +94,8 @@ def description_of(samples: Samples, cluster: Cluster, gpu: str) -> dict[str, An
             found[name] = link_figures(own_links, device)
             beside = [one for one in samples.overlapped if one.group.spans_nodes is outside]
             if beside:
-                found[name]["overlap"] = _rounded(median(map(overlap_of, beside)))
+                link = found[name]["bandwidth_gb_s"] * GB
+                found[name]["overlap"] = _rounded(median(overlap_of(one, link, device) for one in beside))
     return found
 
 
@@ -179,10 +179,11 @@ def link_figures(samples: list[Communicated], device: Device) -> dict[str, Any]:
     return figures
 
 
-def overlap_of(one: Overlapped) -> float:
-    """Share of an all-reduce that runs beside compute, which is slower for it by ``OVERLAP_SLOWDOWN``."""
+def overlap_of(one: Overlapped, link: float, device: Device) -> float:
+    """Share of an all-reduce that runs beside compute, which is slower for it. link: bytes/s of one rank."""
+    lost = lost_beside(link * (one.group.ranks_per_node if one.group.spans_nodes else 1), device)
     saved = one.communication_s + one.compute_s - one.both_s
-    return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - OVERLAP_SLOWDOWN)))
+    return min(1.0, max(0.0, saved / min(one.communication_s, one.compute_s) / (1 - lost)))
 
 
 def jitter_of(one: Waited) -> float:

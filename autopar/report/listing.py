@@ -43,7 +43,7 @@ def listings(study: Study) -> list[list[Row]]:
 def _sync(study: Study, index: int) -> list[Row]:
     """What the data axes do for a block's parameters: seconds of a microbatch and once a step, before any overlap."""
     block = study.predicted.costs.blocks[index]
-    sync = block.sync + block.waited
+    sync = block.sync.beside + block.sync.waited
     if not sync.total_s(study.plan.batch.num_microbatches):
         return []
     return [

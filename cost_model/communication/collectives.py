@@ -32,6 +32,17 @@ from autopar.ir.redistribution import Collective
 # NCCL takes the switch's own reduction from this group size on (NVIDIA/nccl#1455).
 _SWITCH_REDUCE_FROM = 5
 
+# How much longer kernels take beside a collective, for its bus bandwidth as a share of that of a GPU's memory. It moves
+# two to three times its bytes in memory and has a multiprocessor for each 12 GB/s (NVIDIA/nccl#689, #1428). On A100
+# beside an all-gather in a node, 235 of 2,039 GB/s, products take 1.76 times as long, attention 1.83, elementwise 2.5
+# (NVIDIA/nccl#1428). On H100, 0.11 by this, products take 1.7 times (NVIDIA's developer forum, 337991), where they take
+# all multiprocessors 2 (pytorch#143988). Passes of four GPUs that are beside one for a part of their time take 1.19
+# times as long in the mean, at most 1.4 (arXiv 2507.03114).
+_SLOWDOWN = 0.76 / (235 / 2039)
+
+# The same where processes share the cores of a host: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
+_SLOWDOWN_ON_CPU = 0.126
+
 # Bytes at which times that are affine in them are sampled.
 _SAMPLE = 1e6
 
@@ -126,6 +137,17 @@ def latency_rounds(collective: Collective, group: Group, *, trees: bool = True) 
     return (2 if collective is Collective.ALL_REDUCE else 1) * (group.size - 1)
 
 
+def slowdown_beside(bandwidth: float, device: Device) -> float:
+    """How much longer kernels take beside communication of so many bytes/s: 0.76 is 1.76 times as long."""
+    return _SLOWDOWN_ON_CPU if device.is_cpu else _SLOWDOWN * bandwidth / device.memory_bandwidth
+
+
+def lost_beside(bandwidth: float, device: Device) -> float:
+    """What compute loses of each second of such communication that runs beside it."""
+    slowdown = slowdown_beside(bandwidth, device)
+    return slowdown / (1.0 + slowdown)
+
+
 def point_to_point_time(payload_bytes: float, link: Link) -> float:
     """Seconds to send ``payload_bytes`` from one rank to one other."""
     latency = link.base_latency_s + link.hop_latency_s
@@ -176,6 +198,11 @@ class Fabric:
     def overlap(self, axes: int | Sequence[int], zero: int) -> float:
         """Share of the synchronisation of gradients that can run beside compute. FSDP needs streams for that."""
         return float(not self.cluster.device.is_cpu) if zero else self.link(axes).overlap
+
+    def lost(self, axes: int | Sequence[int]) -> float:
+        """What compute loses of each second of a gather or reduction over ``axes`` that runs beside it."""
+        bandwidth = _ring_bandwidth(Collective.ALL_GATHER, self.group(axes), self.cluster)
+        return lost_beside(bandwidth, self.cluster.device)
 
     def rate(self, collective: Collective, axis: int) -> tuple[float, float]:
         """Seconds of a collective along an axis: fixed, and for each byte of its payload."""

@@ -36,10 +36,6 @@ _MASTER = 4
 # more with 0.6, one of Mixtral 8x7B on 32 as long (docs/decisions/0021).
 OVERLAP = 0.8
 
-# Slow-down of compute while a collective runs beside it: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb. Halved,
-# steps of the two take 0.7 and 1.6 % less; doubled, 1.4 and 3.1 % more.
-OVERLAP_SLOWDOWN = 0.126
-
 # Cost on a CPU of starting the W pass of a split backward at one op with weights, in launches of a kernel: 14 to
 # 35 were measured on layers alone, 59 to 82 in stages of a pipeline of four ranks on two cores, where that pass
 # finds nothing in the caches any more. A GPU has its kernels queued meanwhile.
@@ -84,6 +80,21 @@ class SyncTime:
 
 
 _parts = operator.attrgetter(*(field.name for field in fields(SyncTime)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSync:
+    """Synchronisation of some parameters, before any overlap: what can run beside compute, what compute loses if all of
+    that does, and what it waits for."""
+
+    beside: SyncTime = SyncTime()
+    lost: SyncTime = SyncTime()
+    waited: SyncTime = SyncTime()
+
+    def __add__(self, other: BucketSync) -> BucketSync:
+        return BucketSync(
+            beside=self.beside + other.beside, lost=self.lost + other.lost, waited=self.waited + other.waited
+        )
 
 
 def sync_time(
@@ -219,13 +230,20 @@ def offload_time(
     return _when(zero, gather, scatter, reshard=reshard)
 
 
-def exposed_time(communication_s: float, compute_s: float, overlap: float = OVERLAP) -> float:
+def exposed_time(communication_s: float, compute_s: float, lost_s: float, overlap: float = OVERLAP) -> float:
     """Seconds that communication adds to ``compute_s`` seconds of work it may run beside.
 
-    Hidden communication still slows the compute down.
+    lost_s: by which all of it, if hidden, slows the compute down, which then has more time to hide it.
     """
-    hidden = min(communication_s, overlap * compute_s)
-    return communication_s - hidden + OVERLAP_SLOWDOWN * hidden
+    if not communication_s:
+        return 0.0
+    hidden = min(communication_s, most_hidden_s(compute_s, lost_s / communication_s, overlap))
+    return communication_s - hidden + lost_s / communication_s * hidden
+
+
+def most_hidden_s(compute_s: float, lost: float, overlap: float = OVERLAP) -> float:
+    """Seconds of communication that can run beside ``compute_s`` seconds of work. lost: of each of them."""
+    return overlap * compute_s / (1.0 - lost)
 
 
 def optimizer_time(numel: float, device: Device, *, offload: Offload = Offload.NONE) -> float:

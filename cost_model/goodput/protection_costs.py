@@ -4,7 +4,7 @@ checkpoint    training stands still while the state is copied to host memory (by
               the write is prepared; the write itself runs beside it (bytes of the model / storage)
 replica       a rank's state goes to its host and on to its partner's, in chunks, so the slower link decides; that a
               partner may have a part of it itself, and is not sent that, is left out. It runs beside the next
-              steps, which change no state until they end: they are slower by ``OVERLAP_SLOWDOWN`` meanwhile, and
+              steps, which change no state until they end: they are slower meanwhile, and
               wait for what is not through when the next copy is due
 recovery      from replicas: the way back; from disk: every rank reads its state, which all share the storage for
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.communication.collectives import lost_beside
 from autopar.cost_model.goodput.job import Job, Policy
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.failure_rates import FailureKind
@@ -25,7 +25,8 @@ class ProtectionCosts:
     """Seconds of a job on a cluster; a measurement may stand for any of them.
 
     checkpoint_stall_s: by which a checkpoint delays training; write_s: from then until it is complete. copy_s: of one
-    copy of all ranks' state to their partners; overlaps: whether it runs beside training. fetch_s, read_s: to load
+    copy of all ranks' state to their partners; overlaps: whether it runs beside training, which then loses ``lost`` of
+    each of its seconds. fetch_s, read_s: to load
     state from partners and from disk. detection_s, restart_s, replan_s, repair_s: as of ``Reliability``.
     """
 
@@ -33,6 +34,7 @@ class ProtectionCosts:
     write_s: float
     copy_s: float
     overlaps: bool
+    lost: float
     fetch_s: float
     read_s: float
     detection_s: float
@@ -52,6 +54,7 @@ class ProtectionCosts:
             write_s=job.checkpoint_bytes / storage,
             copy_s=way,
             overlaps=not cluster.device.is_cpu,
+            lost=lost_beside(job.state_bytes / way, cluster.device) if way else 0.0,
             fetch_s=way,
             read_s=job.state_bytes * job.num_gpus / storage,
             detection_s=known.detection_s,
@@ -63,7 +66,7 @@ class ProtectionCosts:
     def replica_stall_s(self, between_s: float) -> float:
         """Seconds by which a copy delays the ``between_s`` seconds of training until the next."""
         hidden = min(self.copy_s, between_s) if self.overlaps else 0.0
-        return self.copy_s - hidden + OVERLAP_SLOWDOWN * hidden
+        return self.copy_s - hidden + self.lost * hidden
 
     def load_s(self, *, from_disk: bool) -> float:
         """Seconds until every rank has its state again."""

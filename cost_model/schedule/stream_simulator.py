@@ -5,7 +5,7 @@ which they were added, as on a GPU; a task also waits for others, of any stream 
 slows each other down:
 
     n communications    each has an n-th of its speed: they share the network
-    compute             1 / (1 + OVERLAP_SLOWDOWN) of its speed beside any of them
+    compute             1 / (1 + slowdown) of its speed, of that of them which slows it down most
 
 so a task has so many seconds of work, and how long that takes depends on what runs beside it.
 """
@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.ir.errors import InvalidPlan
 
 COMPUTE = "compute"
@@ -51,22 +50,25 @@ class _Task(NamedTuple):
     name: str
     work_s: float
     after: tuple[int, ...]
+    slowdown: float
 
 
 @dataclass(slots=True)
 class _Rank:
-    """Streams of a rank: what is queued, and what runs with the work that it has left at ``time_s``."""
+    """Streams of a rank: what is queued, and what runs with the work that it has left at ``time_s``. slowdown: of
+    compute, by each stream that runs."""
 
     queues: dict[str, list[int]] = field(default_factory=dict)
     position: dict[str, int] = field(default_factory=dict)
     running: dict[str, tuple[int, float]] = field(default_factory=dict)
+    slowdown: dict[str, float] = field(default_factory=dict)
     time_s: float = 0.0
     version: int = 0
 
     def speed(self, stream: str) -> float:
         communications = len(self.running) - (COMPUTE in self.running)
         if stream == COMPUTE:
-            return 1.0 / (1.0 + OVERLAP_SLOWDOWN) if communications else 1.0
+            return 1.0 / (1.0 + max(self.slowdown.values(), default=0.0))
         return 1.0 / communications
 
     def advance(self, now: float) -> None:
@@ -98,16 +100,24 @@ class Streams:
         return self._reserved
 
     def add(
-        self, rank: int, stream: str, name: str, work_s: float, after: Iterable[int] = (), number: int | None = None
+        self,
+        rank: int,
+        stream: str,
+        name: str,
+        work_s: float,
+        after: Iterable[int] = (),
+        number: int | None = None,
+        slowdown: float = 0.0,
     ) -> int:
-        """A task that waits for those of the numbers ``after``. number: reserved for it. Returns its number."""
+        """A task that waits for those of the numbers ``after``. number: reserved for it. slowdown: how much longer
+        compute takes beside it. Returns its number."""
         number = self.reserve() if number is None else number
         waits = set(after)
         self._waits[number] = len(waits)
         for other in waits:
             self._followers.setdefault(other, []).append(number)
         queue = self._ranks.setdefault(rank, _Rank()).queues.setdefault(stream, [])
-        self._tasks[number] = _Task(rank, stream, name, work_s, tuple(waits.union(queue[-1:])))
+        self._tasks[number] = _Task(rank, stream, name, work_s, tuple(waits.union(queue[-1:])), slowdown)
         queue.append(number)
         return number
 
@@ -123,7 +133,7 @@ class Streams:
         heap: list[tuple[float, int, int]] = []
         for number, rank in self._ranks.items():
             rank.position = dict.fromkeys(rank.queues, 0)
-            rank.running, rank.time_s, rank.version = {}, 0.0, 0
+            rank.running, rank.slowdown, rank.time_s, rank.version = {}, {}, 0.0, 0
             self._begin(number, rank, 0.0, waits, began, heap)
         while heap:
             now, number, version = heapq.heappop(heap)
@@ -135,8 +145,9 @@ class Streams:
             for stream, (task, left) in list(rank.running.items()):
                 if left <= _NOTHING_S:
                     del rank.running[stream]
+                    rank.slowdown.pop(stream, None)
                     rank.position[stream] += 1
-                    _, _, name, work_s, after = self._tasks[task]
+                    _, _, name, work_s, after, _ = self._tasks[task]
                     spans.append(Span(number, stream, name, began[task], now, work_s, task, after))
                     for follower in self._followers.get(task, ()):
                         waits[follower] -= 1
@@ -163,7 +174,9 @@ class Streams:
             position = rank.position[stream]
             if stream not in rank.running and position < len(queue) and not waits[queue[position]]:
                 began[queue[position]] = now
-                rank.running[stream] = queue[position], self._tasks[queue[position]].work_s
+                task = self._tasks[queue[position]]
+                rank.running[stream] = queue[position], task.work_s
+                rank.slowdown[stream] = task.slowdown
         rank.version += 1
         end = rank.next_end()
         if end is not None:

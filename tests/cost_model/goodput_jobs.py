@@ -31,6 +31,7 @@ def costs(**changes: float) -> ProtectionCosts:
             "write_s": 60.0,
             "copy_s": 0.5,
             "overlaps": True,
+            "lost": 0.1,
             "fetch_s": 0.5,
             "read_s": 90.0,
             "detection_s": 10.0,

@@ -122,11 +122,11 @@ def test_sync_adds_and_scales() -> None:
     assert total.total_s(4) == 4 * 3 + 5
 
 
-@given(st.just(0.0) | st.floats(1e-9, 10), st.floats(0, 10))
-def test_exposed_time_is_bounded(communication_s: float, compute_s: float) -> None:
-    exposed = exposed_time(communication_s, compute_s)
-    assert 0 <= exposed <= communication_s
-    assert exposed_time(communication_s, 0) == communication_s
+@given(st.just(0.0) | st.floats(1e-9, 10), st.floats(0, 10), st.floats(0.01, 0.6))
+def test_exposed_time_is_bounded(communication_s: float, compute_s: float, lost: float) -> None:
+    exposed = exposed_time(communication_s, compute_s, lost * communication_s)
+    assert lost * communication_s * (1 - 1e-12) <= exposed <= communication_s * (1 + 1e-12)
+    assert exposed_time(communication_s, 0, lost * communication_s) == communication_s
     if communication_s > 0:
         assert exposed > 0  # overlap slows compute down: never free
 

@@ -8,8 +8,7 @@ import pytest
 
 from autopar.cost_model.catalogue import make_cluster
 from autopar.cost_model.cluster_file import cluster_from_dict
-from autopar.cost_model.communication.collectives import collective_time, point_to_point_time
-from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
+from autopar.cost_model.communication.collectives import collective_time, lost_beside, point_to_point_time
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.hardware.device import MIB
 from autopar.cost_model.hardware.matmul_efficiency import fraction_of_rate
@@ -108,7 +107,8 @@ def test_what_one_device_reaches_alone_what_overlaps_and_what_ranks_wait() -> No
     for size in SIZES:
         seconds = point_to_point_time(size, alone.among(1, 8))
         samples.communicated.append(Communicated("send", group, size, seconds, alone=True))
-    samples.overlapped.append(Overlapped(group, 0.6, 1.0, 1.0 + 0.6 * OVERLAP_SLOWDOWN))
+    lost = lost_beside(group.ranks_per_node * truth.inter_node.ring_bandwidth(2), truth.device)
+    samples.overlapped.append(Overlapped(group, 0.6, 1.0, 1.0 + 0.6 * lost))
     inside = truth.group(Mesh.of(stage=4, rank=8), 1)
     samples.overlapped.append(Overlapped(inside, 0.6, 1.0, 1.7))
     samples.waited += [

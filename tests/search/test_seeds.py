@@ -10,7 +10,6 @@ import pytest
 from autopar.search.outer.baselines import BEST, Seeds
 from autopar.search.outer.best_first import Outer
 from autopar.search.outer.configuration import Candidate, Configuration
-from autopar.search.outer.configuration_solver import HIDDEN
 from autopar.search.outer.outcome import Outcome
 from autopar.search.pricing.build_instance import Weights
 from tests.search.test_outer import outer_of
@@ -82,7 +81,7 @@ def test_stages_are_cut_again_to_fill_the_memory() -> None:
         for configuration in Seeds(outer).in_turns():
             if configuration.num_stages == 1 or configuration.num_microbatches > 8:
                 continue
-            inner = solver.inner(configuration, Weights(sync=HIDDEN))
+            inner = solver.inner(configuration, Weights(sync=0.0))
             for shape in solver.shapes(configuration)[:2]:
                 own = replace(configuration, schedule=shape.schedule, virtual_stages=shape.virtual_stages)
                 cuts = solver._cut(own, inner, solver.budget_bytes, inf)

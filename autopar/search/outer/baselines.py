@@ -15,7 +15,7 @@ from typing import Protocol
 
 from autopar.ir.mesh import Mesh
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
-from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
+from autopar.search.outer.configuration_solver import Solver, job
 from autopar.search.outer.lower_bounds import Bounds
 from autopar.search.outer.outcome import Outcome
 from autopar.search.outer.space import Space
@@ -153,7 +153,7 @@ class Seeds:
 
         def coming() -> Iterator[Job]:
             left = (c for c in configurations if c not in self.outcomes and outer.known_of(c) is None)
-            return (job((c,), Weights(sync=HIDDEN), outer.record_s) for c in left if self.by_others(c) is None)
+            return (job((c,), Weights(sync=0.0), outer.record_s) for c in left if self.by_others(c) is None)
 
         with outer.solver.ahead.expecting(coming):
             for configuration in configurations:
@@ -186,8 +186,8 @@ class Seeds:
         tried = outcome is not None and outcome.least_s < inf and outer.known_of(configuration) is None
         if not tried or configuration.zero > 1:
             return
-        inner = outer.solver.inner(configuration, Weights(sync=HIDDEN))
-        sums_s = HIDDEN * sum(block.sync.step_s for block in inner.priced.blocks)
+        inner = outer.solver.inner(configuration, Weights(sync=0.0))
+        sums_s = sum(block.sync.lost.step_s for block in inner.priced.blocks)
         seconds = outer.solver.least_s(configuration, inner.objective - sums_s)
         slower = seconds / outer.bounds.estimate_s(configuration.num_stages, configuration.num_microbatches)
         for alike in _alike(configuration):

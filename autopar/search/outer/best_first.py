@@ -39,7 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload
 from autopar.search.outer.baselines import Seeds
 from autopar.search.outer.configuration import Candidate, Configuration, Inner
-from autopar.search.outer.configuration_solver import HIDDEN, Solver, job
+from autopar.search.outer.configuration_solver import Solver, job
 from autopar.search.outer.known_configurations import Known, try_known
 from autopar.search.outer.lagrangian_sweep import lagrangian_sweep
 from autopar.search.outer.lower_bounds import Bounds
@@ -189,7 +189,7 @@ class Outer:
             for _, _, _, lower, item in heapq.nsmallest(3, heap):
                 variants = (item,) if isinstance(item, Configuration) else tuple(self.space.variants(item.root))
                 if variants and not self.good_enough(lower):
-                    yield job(variants, Weights(sync=HIDDEN), self.record_s)
+                    yield job(variants, Weights(sync=0.0), self.record_s)
 
         with self.solver.ahead.expecting(next_configurations):
             while heap and not self._settled():
@@ -361,7 +361,7 @@ class Outer:
 
     def _expand(self, configuration: Configuration, relaxed: bool) -> Outcome:
         solver = self.solver
-        inner = solver.inner(configuration, Weights(sync=HIDDEN))
+        inner = solver.inner(configuration, Weights(sync=0.0))
         lower = self.bounds.pipelined(inner.objective, configuration)
         likely = 0.0 if self.best is None else solver.likely_s(configuration, inner, self.record_s)
         self._learn((configuration.num_stages, configuration.mesh.sizes), configuration, max(lower, likely))
@@ -407,7 +407,7 @@ class Outer:
     def too_large(self, configuration: Configuration, inner: Inner) -> bool:
         """Whether the model state alone excludes a configuration. Before anything fits only size matters."""
         multiplier = 1e6 * inner.objective / self.solver.budget_bytes
-        leanest = self.solver.inner(configuration, Weights(sync=HIDDEN, state=multiplier))
+        leanest = self.solver.inner(configuration, Weights(sync=0.0, state=multiplier))
         self.closest.append((configuration, leanest))
         state = sum(block.states.total for block in leanest.priced.blocks)
         return state > configuration.num_stages * self.solver.budget_bytes

@@ -9,7 +9,6 @@ from itertools import pairwise
 from math import inf, prod
 from typing import NamedTuple
 
-from autopar.cost_model.communication.gradient_sync import OVERLAP_SLOWDOWN
 from autopar.cost_model.hardware.cluster import Cluster
 from autopar.cost_model.memory.model_state import state_memory
 from autopar.cost_model.schedule.pipeline_simulator import time_weights
@@ -28,9 +27,6 @@ from autopar.search.problem.allowed_choices import Allowed, AnyOf, Rules
 from autopar.search.problem.constraints import Constraints, role_of_axis
 from autopar.search.problem.workload import Workload
 from autopar.search.stages.stage_cuts import Cuts, cut_pipeline
-
-# Optimistic: all gradient communication that can be hidden is. The slow-down that it causes remains.
-HIDDEN = OVERLAP_SLOWDOWN
 
 # A plan whose estimate is this many times as long as the record is not simulated. Chosen. With half or twice its
 # distance from 1: same plans, work −3 to +8 % (docs/decisions/0021, as for the others below).
@@ -206,7 +202,7 @@ class Solver:
     def least(self, variants: Sequence[Configuration]) -> float:
         """Least objective of the inner problems of all of ``variants``, with memory free of charge, in seconds of a
         step."""
-        key, arguments = job(variants, Weights(sync=HIDDEN))
+        key, arguments = job(variants, Weights(sync=0.0))
         self.num_solved += 1
         solved: Solved = self.ahead.answer(key, arguments)
         self.work += solved.work
@@ -403,7 +399,7 @@ class Solver:
 
     def microbatches_to_fit(self, configuration: Configuration) -> tuple[float, ...]:
         """Number of microbatches at which the activations saved by one stage fit, for every rematerialisation level."""
-        costs = self.inner(configuration, Weights(sync=HIDDEN)).costs(1)
+        costs = self.inner(configuration, Weights(sync=0.0)).costs(1)
         room = self.budget_bytes - sum(block.static_bytes for block in costs)
         if room <= 0:
             return ()
@@ -417,7 +413,7 @@ class Solver:
         live, _ = self.room(configuration.num_stages, configuration.num_microbatches, configuration.constraints)
         kept = live if "none" in self.levels else 0
         rematerialise = len(self.levels) > 1
-        return Weights(sync=HIDDEN, state=price, activations=price * kept, working=price, rematerialise=rematerialise)
+        return Weights(sync=0.0, state=price, activations=price * kept, working=price, rematerialise=rematerialise)
 
     def room(self, num_stages: int, num_microbatches: int, constraints: Constraints) -> tuple[int, float]:
         """The most microbatches that a rank saves under the plainest schedule, and the bytes that one place in every

@@ -102,7 +102,7 @@ class BlockItems:
 
     def copied(self, block: int) -> SyncTime:
         """Seconds of ``copies``."""
-        return self.pricing.summed_sync(self.priced.held.get(block, ()))[1]
+        return self.pricing.summed_sync(self.priced.held.get(block, ())).waited
 
     def _names(self, axes: Iterable[int]) -> str:
         return ", ".join(self.pricing.mesh.names[axis] for axis in sorted(axes))

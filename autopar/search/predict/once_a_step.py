@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost_model.communication.gradient_sync import OVERLAP, OVERLAP_SLOWDOWN
+from autopar.cost_model.communication.gradient_sync import most_hidden_s
 from autopar.cost_model.schedule.pipeline_simulator import Event
 from autopar.ir.schedule import Order, Pipelining
 from autopar.search.pricing.block_prices import BlockPrice, exposed_gathers_of_step, reductions_of_step
@@ -44,14 +44,15 @@ def exposed_reductions(held: dict[int, Sequence[BlockPrice]], events: Sequence[E
     """Seconds between the last pass of a rank and the end of its reductions. held: the blocks of each of its stages.
     events: its passes, in order."""
     last = {e.action.stage: e for e in events if e.action.kind in "BW"}
-    total = exposed = waited = 0.0
+    total = exposed = lost = waited = 0.0
     end = events[-1].end_s if events else 0.0
     # From the stage whose last backward is the last of all.
     for stage in sorted(held, key=lambda stage: -last[stage].end_s if stage in last else 0.0):
         blocks = held[stage]
         after = end - last[stage].end_s if stage in last else 0.0
         computed = sum(b.compute.backward_s for b in blocks) + after
-        reductions, in_between = reductions_of_step(blocks)
-        total, waited = total + reductions, waited + in_between
-        exposed = max(exposed, total - OVERLAP * computed)
-    return exposed + OVERLAP_SLOWDOWN * (total - exposed) + waited
+        reductions, own_lost, in_between = reductions_of_step(blocks)
+        total, lost, waited = total + reductions, lost + own_lost, waited + in_between
+        if total:
+            exposed = max(exposed, total - most_hidden_s(computed, lost / total))
+    return exposed + (lost * (total - exposed) / total if total else 0.0) + waited

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from autopar.cost_model.communication.collectives import point_to_point_time, time_over_stages
+from autopar.cost_model.communication.collectives import point_to_point_time, slowdown_beside, time_over_stages
 from autopar.cost_model.memory.model_state import MemoryParts
 from autopar.cost_model.schedule.pipeline_simulator import Timeline, simulate
 from autopar.cost_model.schedule.stream_simulator import Span
@@ -207,6 +207,7 @@ def predict(
             passing_s=[own + passes / 2 for own, passes in zip(copies, delays.of_passes(), strict=True)],
             prefetch=pricing.prefetch,
             gathers_ahead=cluster.device.stack.gathers_ahead,
+            sends_slow=max((slowdown_beside(own.ring_bandwidth(2), cluster.device) for own in links), default=0.0),
             prelude_s=priced.prelude_s,
             launch_s=cluster.device.kernel_launch_s,
         ),

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost_model.communication.gradient_sync import SyncTime
+from autopar.cost_model.communication.gradient_sync import BucketSync, SyncTime
 from autopar.cost_model.schedule.stream_simulator import COMPUTE, Span, Streams
 from autopar.ir.schedule import Action, Pipelining, work_of
 from autopar.search.pricing.block_prices import BlockPrice
@@ -35,7 +35,8 @@ class StepCosts:
     sends, returns: seconds from each stage to the next, and of the gradients back. prelude_s: of every microbatch of
     every stage. names: of the blocks. launch_s: of the optimiser's kernel. passing_s: seconds of each stage's compute
     spent on sends and receives in a pass. shared_s: ranks of the pipeline whose stages share parameters -> seconds to
-    all-reduce their gradients. gathers_ahead: as of ``Stack``.
+    all-reduce their gradients. gathers_ahead: as of ``Stack``. sends_slow: how much longer compute takes beside sends
+    and those all-reduces.
     """
 
     blocks: Sequence[BlockPrice]
@@ -46,6 +47,7 @@ class StepCosts:
     returns: Sequence[float]
     prefetch: int
     gathers_ahead: bool
+    sends_slow: float
     prelude_s: float
     launch_s: float
     passing_s: Sequence[float]
@@ -132,7 +134,8 @@ class StepTasks:
             self.streams.add(rank, REDUCE, "own gradients", 0.0, (*passed[-1:], *reductions), self._summed(rank))
         for holders, shared in sharing.items():
             others = [self._summed(other) for other in holders]
-            reductions.append(self.streams.add(rank, REDUCE, "shared gradients", shared, others))
+            slowdown = self.costs.sends_slow
+            reductions.append(self.streams.add(rank, REDUCE, "shared gradients", shared, others, slowdown=slowdown))
         self.streams.add(rank, COMPUTE, "optimiser", seconds, reductions)
 
     def _summed(self, rank: int) -> int:
@@ -199,9 +202,16 @@ class StepTasks:
         passes: list[BlockPass],
         number: int | None = None,
     ) -> int:
-        number = self.streams.add(rank, stream, name, work_s, after, number)
+        slowdown = 0.0 if stream == COMPUTE else self.costs.sends_slow if stream == SEND else self._slowdown(passes)
+        number = self.streams.add(rank, stream, name, work_s, after, number, slowdown)
         self.passes[number] = passes
         return number
+
+    def _slowdown(self, passes: Sequence[BlockPass]) -> float:
+        """How much longer compute takes beside the gathers and reductions of these blocks."""
+        sync = sum((self.costs.blocks[one.block].sync for one in passes), BucketSync())
+        beside_s, lost_s = sync.beside.total_s(1), sync.lost.total_s(1)
+        return lost_s / (beside_s - lost_s)
 
     def _work(self, one: BlockPass) -> float:
         return sum(self.compute(one).values())
@@ -214,7 +224,7 @@ class StepTasks:
         """
         block, costs, stage, kind = self.costs.blocks[one.block], self.costs, one.action.stage, work_of(one.action)
         passing = costs.passing_s[stage] if one.opens and one.action.kind != "W" else 0.0
-        gather, reduce = communication_of(block.waited, one)
+        gather, reduce = communication_of(block.sync.waited, one)
         found = {"passing": passing, "gather": gather, "reduce": reduce}
         level = costs.stages[stage].level(one.block)
         added = block.host[level].added
@@ -231,7 +241,7 @@ class StepTasks:
 
     def _beside(self, one: BlockPass) -> tuple[float, float]:
         """Seconds on the streams of communication: gathered before a block, and reduced after it."""
-        return communication_of(self.costs.blocks[one.block].sync, one)
+        return communication_of(self.costs.blocks[one.block].sync.beside, one)
 
 
 def communication_of(sync: SyncTime, one: BlockPass) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import fx
 
 from autopar.cost_model.communication.collectives import point_to_point_time
-from autopar.cost_model.communication.gradient_sync import SyncTime, branch_s, exposed_time, rematerialised_s
+from autopar.cost_model.communication.gradient_sync import BucketSync, branch_s, exposed_time, rematerialised_s
 from autopar.cost_model.communication.host_copies import HostCopies
 from autopar.cost_model.compute.flops import is_contraction
 from autopar.cost_model.compute.op_time import ZERO, OpTime
@@ -38,7 +38,7 @@ class BlockPrice:
 
     compute, communication: of one microbatch, forward and backward. recomputed_s: seconds of recomputation, at each of
     LEVELS, then with each set of ``Pricing.kept``, as everything that is by level. sync: gradient and ZeRO
-    communication that can overlap, not yet overlapped; waited: communication that cannot. optimiser_s: once a step.
+    communication, not yet overlapped. optimiser_s: once a step.
     weights_s: seconds of the backward that a split backward may delay (its W pass); twice_s, delayed_bytes: seconds
     that it then spends twice, and bytes of a microbatch that it holds until then. states: bytes held inside a step,
     lasting_bytes of them gradients allocated from the step before. resting, optimiser_bytes: bytes held while the
@@ -57,8 +57,7 @@ class BlockPrice:
     weights_s: float
     twice_s: float
     delayed_bytes: float
-    sync: SyncTime
-    waited: SyncTime
+    sync: BucketSync
     optimiser_s: float
     states: MemoryParts
     lasting_bytes: float
@@ -131,33 +130,34 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
     forward = backward = 0.0
     for start in range(0, len(blocks), prefetch):
         window = blocks[start : start + prefetch]
-        forward += exposed_time(sum(b.sync.forward_s for b in window), sum(b.compute.forward_s for b in window))
-        backward += exposed_time(sum(b.sync.backward_s for b in window), sum(b.compute.backward_s for b in window))
-        forward += sum(b.waited.forward_s for b in window)
-        backward += sum(b.waited.backward_s for b in window)
+        sync, computed = sum((b.sync for b in window), BucketSync()), sum((b.compute for b in window), ZERO)
+        beside, lost, waited = sync.beside, sync.lost, sync.waited
+        forward += exposed_time(beside.forward_s, computed.forward_s, lost.forward_s) + waited.forward_s
+        backward += exposed_time(beside.backward_s, computed.backward_s, lost.backward_s) + waited.backward_s
     return forward, backward
 
 
 def exposed_step_sync(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
     """Seconds that gathers of once a step add to the first forward, and gradient reductions to the step, as far as the
     first forward and the last backward do not hide them."""
-    reductions, waited = reductions_of_step(blocks)
-    last = exposed_time(reductions, sum(b.compute.backward_s for b in blocks))
+    reductions, lost, waited = reductions_of_step(blocks)
+    last = exposed_time(reductions, sum(b.compute.backward_s for b in blocks), lost)
     return exposed_gathers_of_step(blocks), last + waited
 
 
 def exposed_gathers_of_step(blocks: Sequence[BlockPrice], forwards: int = 1) -> float:
     """Seconds that gathers of once a step add, beside so many forwards of ``blocks``."""
     computed = forwards * sum(b.compute.forward_s for b in blocks)
-    return exposed_time(sum(b.sync.first_s for b in blocks), computed) + sum(b.waited.first_s for b in blocks)
+    sync = sum((b.sync for b in blocks), BucketSync())
+    return exposed_time(sync.beside.first_s, computed, sync.lost.first_s) + sync.waited.first_s
 
 
-def reductions_of_step(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
-    """Seconds of gradient reductions of once a step: beside compute, and of those that compute waits for."""
-    return (
-        sum(b.sync.step_s - b.sync.first_s for b in blocks),
-        sum(b.waited.step_s - b.waited.first_s for b in blocks),
-    )
+def reductions_of_step(blocks: Sequence[BlockPrice]) -> tuple[float, float, float]:
+    """Seconds of gradient reductions of once a step: beside compute, what that loses by them, and of those that compute
+    waits for."""
+    sync = sum((b.sync for b in blocks), BucketSync())
+    beside, lost, waited = (own.step_s - own.first_s for own in (sync.beside, sync.lost, sync.waited))
+    return beside, lost, waited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +388,6 @@ class _Ops:
         forward = self.compute.forward_s + communication.forward_s
         states = sum((pricing.state(p) for p in held), MemoryParts())
         gathered, unsharded, scattered = pricing.zero_bytes(held)
-        sync, waited = pricing.bucket_sync(held)
         dear = self.contraction_s + communication.forward_s - moved.recomputed_s
         # Without ops that recomputation does not reach.
         forward -= self.unreached_s + past.all.forward_s
@@ -403,8 +402,7 @@ class _Ops:
             weights_s=self.weights_s + micro.backward_s,
             twice_s=self.twice_s,
             delayed_bytes=self.delayed_bytes,
-            sync=sync,
-            waited=waited,
+            sync=pricing.bucket_sync(held),
             optimiser_s=sum(pricing.optimiser_s(p) for p in held),
             states=states,
             lasting_bytes=sum(pricing.lasting_bytes(p) for p in held),

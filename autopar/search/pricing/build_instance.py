@@ -49,10 +49,10 @@ from autopar.search.problem.workload import ParameterGroup, Transfer, Workload
 class Weights:
     """Terms that the inner objective adds to seconds of compute and redistribution.
 
-    sync: exposed share of the gradient communication. masters: share that counts of the work on float32 parameters,
-    which ZeRO divides (optimiser, casts). state, activations, working: seconds per byte of parameter state, of saved
-    activations, and of the gradients of the op that has the most of them. rematerialise: fewer activations are saved
-    where recomputation is cheaper, op by op.
+    sync: exposed share of the gradient communication; the rest runs beside compute, which it slows down. masters: share
+    that counts of the work on float32 parameters, which ZeRO divides (optimiser, casts). state, activations, working:
+    seconds per byte of parameter state, of saved activations, and of the gradients of the op that has the most of them.
+    rematerialise: fewer activations are saved where recomputation is cheaper, op by op.
     """
 
     sync: float = 1.0
@@ -235,7 +235,8 @@ class _Builder:
         weights, found = self.weights, inf
         for pricing in self.pricings:
             price = pricing.parameter_seconds(group, uses)
-            seconds = price.micro_s + weights.masters * price.masters_s + weights.sync * price.sync_s
+            seconds = price.micro_s + weights.masters * price.masters_s
+            seconds += weights.sync * price.sync_s + (1.0 - weights.sync) * price.lost_s
             found = min(found, (seconds + weights.state * price.state_bytes) / price.numel)
         return found * group.numel * len(group.names)
 
@@ -294,7 +295,7 @@ class _Builder:
         for (axes, pieces), where in shape.summed.items():
             rate = min(self._sum_rate(pricing, axes) for pricing in self.pricings)
             share = len(transfer.blocks) * transfer.tensor.numel / pieces
-            cost = cost + self.weights.sync * share * rate * where
+            cost = cost + share * rate * where
         self.factors.append(Factor(producer=variables[0], sources=shape.sources, users=shape.users, cost=cost))
 
     def _rows_class(self, rows: float) -> float:
@@ -304,10 +305,14 @@ class _Builder:
         return found
 
     def _sum_rate(self, pricing: Pricing, axes: tuple[int, ...]) -> float:
-        """Seconds that an element of a gradient takes to be summed over axes, once a step."""
+        """Seconds that an element of a gradient adds to be summed over axes, once a step."""
         # ZeRO sums over its axes whatever the gradient is, and is paid for with the parameter.
         own = tuple(axis for axis in axes if not pricing.zero or axis not in pricing.data_axes)
-        return pricing.moves.sync_rate(own, 0, self.workload.precision).total_s(self.count) if own else 0.0
+        if not own:
+            return 0.0
+        exposed, lost = self.weights.sync, pricing.moves.fabric.lost(own)
+        rate = pricing.moves.sync_rate(own, 0, self.workload.precision).total_s(self.count)
+        return (exposed + (1.0 - exposed) * lost) * rate
 
     def _shape(self, transfer: Transfer, pattern: FactorPattern, rows: float) -> FactorShape:
         moves, summed = self.pricing.moves, dict[tuple[tuple[int, ...], int], Floats]()

@@ -148,12 +148,13 @@ class ParameterSeconds(NamedTuple):
     """Seconds of a step for a parameter of ``numel`` elements, and the bytes of its state on a rank.
 
     micro_s: in microbatches, without its casts. masters_s: casts and the optimiser. sync_s: communication of ZeRO and
-    of its gradient, before any overlap.
+    of its gradient, before any overlap; lost_s: what compute loses if all of it runs beside.
     """
 
     micro_s: float
     masters_s: float
     sync_s: float
+    lost_s: float
     state_bytes: float
     numel: int
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from autopar.cost_model.communication.gradient_sync import (
+    BucketSync,
     SyncTime,
     buffer_copies,
     hooks_time,
@@ -270,35 +271,38 @@ class Pricing:
             found = self.moves.parameters[key] = ParameterSeconds(
                 micro_s=count * (price.micro.total_s - price.cast_s - spared_s),
                 masters_s=count * price.cast_s + self.optimiser_s(price),
-                sync_s=self.sync(price).total_s(count),
+                sync_s=sum(own.total_s(count) for _, own in self.sync(price)),
+                lost_s=sum(lost * own.total_s(count) for lost, own in self.sync(price)),
                 state_bytes=self.state(price).total,
                 numel=size,
             )
         return found
 
-    def sync(self, price: ParameterPrice) -> SyncTime:
-        """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency.
+    def sync(self, price: ParameterPrice) -> list[tuple[float, SyncTime]]:
+        """Communication of a parameter's gradient, and of the parameter under ZeRO, without latency, and what compute
+        loses of each second of it that runs beside.
 
         Latency is that of a bucket, not of a parameter; see ``bucket_sync``.
         """
-        total = SyncTime()
+        found = []
         if price.zero_axes:
-            total += price.numel * self.moves.sync_rate(
+            rate = self.moves.sync_rate(
                 price.zero_axes,
                 price.zero,
                 self.workload.precision,
                 trains=price.requires_grad,
                 gathered=price.gathered,
             )
+            found.append((self.moves.fabric.lost(price.zero_axes), price.numel * rate))
         if price.sync_axes:
             share = price.numel / (price.shards if price.zero_axes else 1)
-            total += share * self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
-        return total
+            rate = self.moves.sync_rate(price.sync_axes, 0, self.workload.precision)
+            found.append((self.moves.fabric.lost(price.sync_axes), share * rate))
+        return found
 
-    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
-        """Communication of the parameters of one block, in one bucket for each set of axes: the part that can
-        run beside compute, and the part that cannot."""
-        beside, waited = self.summed_sync(prices)
+    def bucket_sync(self, prices: Sequence[ParameterPrice]) -> BucketSync:
+        """Communication of the parameters of one block, in one bucket for each set of axes."""
+        total = self.summed_sync(prices)
         precision, fabric = self.workload.precision, self.moves.fabric
         device = self.ops.cluster.device
         for (zero, reshard, axes), own in by_zero_stage(prices).items():
@@ -307,10 +311,9 @@ class Pricing:
             if self.offload:
                 when |= {"offload": self.offload, "num_microbatches": self.num_microbatches}
                 found += offload_time(own.numel / self._size(axes), device, **when)
-            hidden, exposed = self._overlap(found, axes, zero)
-            beside, waited = beside + hidden, waited + exposed
-            waited += hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
-        return beside, waited
+            hooks = hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
+            total += self._overlapped(found, axes, zero) + BucketSync(waited=hooks)
+        return total
 
     def maxima_s(self, prices: Iterable[ParameterPrice]) -> float:
         """Once a step: the largest magnitudes of what a stage gathers in 8 bits, over all of its ranks."""
@@ -318,25 +321,24 @@ class Pricing:
         axes = tuple(range(len(self.mesh)))
         return self.moves.fabric.time(Collective.ALL_REDUCE, 4.0 * count, axes) if count else 0.0
 
-    def summed_sync(self, prices: Sequence[ParameterPrice]) -> tuple[SyncTime, SyncTime]:
-        """The all-reduces of ``bucket_sync``: the part that can run beside compute, and the part that needs the core
-        that computes (``Link.overlap``)."""
+    def summed_sync(self, prices: Sequence[ParameterPrice]) -> BucketSync:
+        """The all-reduces of ``bucket_sync``, of which a part may need the core that computes (``Link.overlap``)."""
         summed: dict[tuple[int, ...], float] = {}
         for price in prices:
             if price.sync_axes:
                 share = price.numel / (price.shards if price.zero_axes else 1)
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
-        beside = copied = SyncTime()
+        total = BucketSync()
         for axes, numel in summed.items():
             found = sync_time(self.moves.fabric, numel, axes, precision=self.workload.precision)
-            hidden, exposed = self._overlap(found, axes, 0)
-            beside, copied = beside + hidden, copied + exposed
-        return beside, copied
+            total += self._overlapped(found, axes, 0)
+        return total
 
-    def _overlap(self, found: SyncTime, axes: tuple[int, ...], zero: int) -> tuple[SyncTime, SyncTime]:
-        """The part of a synchronisation that can run beside compute, and the part that cannot."""
-        share = self.moves.fabric.overlap(axes, zero)
-        return share * found, (1.0 - share) * found
+    def _overlapped(self, found: SyncTime, axes: tuple[int, ...], zero: int) -> BucketSync:
+        """A synchronisation, divided by what can run beside compute."""
+        fabric = self.moves.fabric
+        beside = fabric.overlap(axes, zero) * found
+        return BucketSync(beside=beside, lost=fabric.lost(axes) * beside, waited=found + -1.0 * beside)
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
