@@ -307,12 +307,16 @@ class Pricing:
         device = self.ops.cluster.device
         for (zero, reshard, axes), own in by_zero_stage(prices).items():
             when: dict[str, Any] = {"zero": zero, "reshard": reshard, "trained": own.trained}
-            found = sync_time(fabric, own.numel, axes, precision=precision, gathered=own.gathered_bytes, **when)
+            found, twice = (
+                sync_time(fabric, n * own.numel, axes, precision=precision, gathered=n * own.gathered_bytes, **when)
+                for n in (1, 2)
+            )
+            moving = twice + -1.0 * found
             if self.offload:
                 when |= {"offload": self.offload, "num_microbatches": self.num_microbatches}
                 found += offload_time(own.numel / self._size(axes), device, **when)
             hooks = hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
-            total += self._overlapped(found, axes, zero) + BucketSync(waited=hooks)
+            total += self._overlapped(found, moving, axes, zero) + BucketSync(waited=hooks)
         return total
 
     def maxima_s(self, prices: Iterable[ParameterPrice]) -> float:
@@ -330,15 +334,19 @@ class Pricing:
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
         total = BucketSync()
         for axes, numel in summed.items():
-            found = sync_time(self.moves.fabric, numel, axes, precision=self.workload.precision)
-            total += self._overlapped(found, axes, 0)
+            found, twice = (
+                sync_time(self.moves.fabric, n * numel, axes, precision=self.workload.precision) for n in (1, 2)
+            )
+            total += self._overlapped(found, twice + -1.0 * found, axes, 0)
         return total
 
-    def _overlapped(self, found: SyncTime, axes: tuple[int, ...], zero: int) -> BucketSync:
-        """A synchronisation, divided by what can run beside compute."""
+    def _overlapped(self, found: SyncTime, moving: SyncTime, axes: tuple[int, ...], zero: int) -> BucketSync:
+        """A synchronisation, divided by what can run beside compute. moving: without latency, which takes nothing from
+        compute."""
         fabric = self.moves.fabric
-        beside = fabric.overlap(axes, zero) * found
-        return BucketSync(beside=beside, lost=fabric.lost(axes) * beside, waited=found + -1.0 * beside)
+        share = fabric.overlap(axes, zero)
+        beside = share * found
+        return BucketSync(beside=beside, lost=share * fabric.lost(axes) * moving, waited=found + -1.0 * beside)
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
