@@ -43,6 +43,10 @@ _SLOWDOWN = 0.76 / (235 / 2039)
 # The same where processes share the cores of a host: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
 _SLOWDOWN_ON_CPU = 0.126
 
+# Of the seconds in which a collective waits for others, which are its latency, as much is lost: its kernels keep their
+# multiprocessors. Chosen.
+LOST_IN_LATENCY = _SLOWDOWN_ON_CPU / (1.0 + _SLOWDOWN_ON_CPU)
+
 # Bytes at which times that are affine in them are sampled.
 _SAMPLE = 1e6
 

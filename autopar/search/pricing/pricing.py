@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.cost_model.communication.collectives import LOST_IN_LATENCY
 from autopar.cost_model.communication.gradient_sync import (
     BucketSync,
     SyncTime,
@@ -341,12 +342,13 @@ class Pricing:
         return total
 
     def _overlapped(self, found: SyncTime, moving: SyncTime, axes: tuple[int, ...], zero: int) -> BucketSync:
-        """A synchronisation, divided by what can run beside compute. moving: without latency, which takes nothing from
-        compute."""
+        """A synchronisation, divided by what can run beside compute. moving: without latency, in which its
+        kernels wait."""
         fabric = self.moves.fabric
         share = fabric.overlap(axes, zero)
         beside = share * found
-        return BucketSync(beside=beside, lost=share * fabric.lost(axes) * moving, waited=found + -1.0 * beside)
+        lost = share * (fabric.lost(axes) * moving + LOST_IN_LATENCY * (found + -1.0 * moving))
+        return BucketSync(beside=beside, lost=lost, waited=found + -1.0 * beside)
 
     def state(self, price: ParameterPrice, *, whole: bool = False) -> MemoryParts:
         """Parameter, gradient and optimiser bytes of one parameter. whole: without ZeRO."""
