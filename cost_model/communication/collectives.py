@@ -43,8 +43,8 @@ _SLOWDOWN = 0.76 / (235 / 2039)
 # The same where processes share the cores of a host: 1.126, Hetu-Galvatron overlap coefficient @cea12ffb.
 _SLOWDOWN_ON_CPU = 0.126
 
-# Of the seconds in which a collective waits for others, which are its latency, as much is lost: its kernels keep their
-# multiprocessors. Chosen.
+# Of each second of a collective's latency, in which its kernels wait and keep their multiprocessors, and of copies to
+# host memory or disk, as much is lost. Chosen.
 LOST_IN_LATENCY = _SLOWDOWN_ON_CPU / (1.0 + _SLOWDOWN_ON_CPU)
 
 # Bytes at which times that are affine in them are sampled.

@@ -21,7 +21,7 @@ are read and 12n/d written. All of it is ahead of its use or behind it, block by
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from autopar.cost_model.communication.collectives import Fabric
@@ -129,6 +129,11 @@ def sync_time(
     )
     gather = count * fabric.time(Collective.ALL_GATHER, copy, axes, "zero_gather")
     return _when(zero, gather, scatter, reshard=reshard)
+
+
+def without_latency(time: Callable[[float], SyncTime]) -> SyncTime:
+    """What is in proportion to the elements in ``time``, of a synchronisation of so many times as many."""
+    return time(2.0) + -1.0 * time(1.0)
 
 
 def _when(zero: int, gather_s: float, scatter_s: float, *, reshard: bool) -> SyncTime:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost_model.communication.collectives import Fabric
-from autopar.cost_model.communication.gradient_sync import SyncTime, sync_time
+from autopar.cost_model.communication.gradient_sync import SyncTime, sync_time, without_latency
 from autopar.cost_model.communication.lowered_ops import lowering_time
 from autopar.cost_model.communication.redistribution_table import WHOLE, LinkPrices, Shares, Times
 from autopar.cost_model.compute.documents import Documents
@@ -259,17 +259,16 @@ class MeshPrices:
         key = (axes, zero, precision, trains, gathered)
         found = self._rates.get(key)
         if found is None:
-            one, two = (
-                sync_time(
+            sampled = without_latency(
+                lambda times: sync_time(
                     self.fabric,
-                    n * _SAMPLE,
+                    times * _SAMPLE,
                     axes,
                     zero=zero,
                     precision=precision,
                     trained=float(trains),
-                    gathered=None if gathered is None else gathered * n * _SAMPLE,
+                    gathered=None if gathered is None else gathered * times * _SAMPLE,
                 )
-                for n in (1, 2)
             )
-            found = self._rates[key] = (two + -1.0 * one) * (1 / _SAMPLE)
+            found = self._rates[key] = sampled * (1 / _SAMPLE)
         return found

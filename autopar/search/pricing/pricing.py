@@ -5,7 +5,7 @@ The search and the prediction of a finished plan take all their prices from here
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from autopar.cost_model.communication.gradient_sync import (
     offload_time,
     optimizer_time,
     sync_time,
+    without_latency,
 )
 from autopar.cost_model.communication.redistribution_table import WHOLE, Shares
 from autopar.cost_model.compute.casts import spared_by_gather
@@ -304,20 +305,16 @@ class Pricing:
     def bucket_sync(self, prices: Sequence[ParameterPrice]) -> BucketSync:
         """Communication of the parameters of one block, in one bucket for each set of axes."""
         total = self.summed_sync(prices)
-        precision, fabric = self.workload.precision, self.moves.fabric
         device = self.ops.cluster.device
         for (zero, reshard, axes), own in by_zero_stage(prices).items():
             when: dict[str, Any] = {"zero": zero, "reshard": reshard, "trained": own.trained}
-            found, twice = (
-                sync_time(fabric, n * own.numel, axes, precision=precision, gathered=n * own.gathered_bytes, **when)
-                for n in (1, 2)
-            )
-            moving = twice + -1.0 * found
+            bucket = self._bucket(axes, own.numel, gathered=own.gathered_bytes, **when)
+            found = bucket(1.0)
             if self.offload:
                 when |= {"offload": self.offload, "num_microbatches": self.num_microbatches}
                 found += offload_time(own.numel / self._size(axes), device, **when)
             hooks = hooks_time(own.num_tensors, device, zero=zero, reshard=reshard)
-            total += self._overlapped(found, moving, axes, zero) + BucketSync(waited=hooks)
+            total += self._overlapped(found, without_latency(bucket), axes, zero) + BucketSync(waited=hooks)
         return total
 
     def maxima_s(self, prices: Iterable[ParameterPrice]) -> float:
@@ -335,11 +332,21 @@ class Pricing:
                 summed[price.sync_axes] = summed.get(price.sync_axes, 0.0) + share
         total = BucketSync()
         for axes, numel in summed.items():
-            found, twice = (
-                sync_time(self.moves.fabric, n * numel, axes, precision=self.workload.precision) for n in (1, 2)
-            )
-            total += self._overlapped(found, twice + -1.0 * found, axes, 0)
+            bucket = self._bucket(axes, numel)
+            total += self._overlapped(bucket(1.0), without_latency(bucket), axes, 0)
         return total
+
+    def _bucket(
+        self, axes: tuple[int, ...], numel: float, *, gathered: float | None = None, **when: Any
+    ) -> Callable[[float], SyncTime]:
+        """The synchronisation of so many times as many elements. gathered, when: as of ``sync_time``."""
+        fabric, precision = self.moves.fabric, self.workload.precision
+
+        def times(more: float) -> SyncTime:
+            own = None if gathered is None else more * gathered
+            return sync_time(fabric, more * numel, axes, precision=precision, gathered=own, **when)
+
+        return times
 
     def _overlapped(self, found: SyncTime, moving: SyncTime, axes: tuple[int, ...], zero: int) -> BucketSync:
         """A synchronisation, divided by what can run beside compute. moving: without latency, in which its
