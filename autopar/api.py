@@ -350,8 +350,6 @@ class _Request:
         if self.plan is not None:
             return Plan.load(self.plan)
         limits = constraints_of(self.constraints)
-        if self.compile:
-            limits = replace(limits, whole_backward=True)
         cluster = self.mesh if isinstance(self.mesh, Cluster) else local_cluster(dist.get_world_size(), this_device())
         cluster = with_disk(cluster, self.disk)
         if isinstance(self.mesh, DeviceMesh):

@@ -27,6 +27,7 @@ from autopar.runtime.compiled import compile_block
 from autopar.runtime.host_activations import HostMemory
 from autopar.runtime.rematerialised import mark, rematerialised
 from autopar.runtime.split_activations import Waiting
+from autopar.runtime.split_compiled import compile_split_block
 from autopar.runtime.tiled import Tiled, TiledCalls, tiles_of
 
 
@@ -166,7 +167,7 @@ class CodeLibrary:
             draws=any(map(is_random, graph.nodes)),
             keeps_work=any(node.target is linear_cross_entropy for node in graph.nodes),
         )
-        mark(graph, program.remat, compiled=traits.compiled)
+        mark(graph, program.remat, compiled=traits.compiled and not self._splits)
         code = graph.python_code("self")
         key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
         if key not in self._functions:
@@ -186,13 +187,14 @@ class CodeLibrary:
                 rematerialised,
                 remat=remat,
                 preserve_rng_state=traits.draws,
-                compiled=traits.compiled,
+                compiled=traits.compiled and not self._splits,
                 keeps_work=traits.keeps_work,
                 splits_backward=self._splits,
                 waiting=None if on_host is None else Waiting(self.host, on_host),
             )
             if traits.compiled:
-                self._callables[key] = compile_block(function, wrap)
+                compiled = compile_split_block if self._splits else compile_block
+                self._callables[key] = compiled(function, wrap)
             else:
                 self._callables[key] = wrap(function.forward)
         return self._callables[key]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -25,12 +26,8 @@ from autopar.ir.primitives.read_parameter import read_parameter
 
 def check_compiles(plan: Plan) -> None:
     """Raise PlanMismatch for a plan whose blocks cannot be compiled."""
-    if plan.num_stages > 1 and plan.pipelining.splits_backward:
-        raise PlanMismatch(
-            f"the plan's schedule {plan.schedule} splits the backward, which a compiled block cannot.\n  try: "
-            "compile=False, or a plan with schedule 1f1b or interleaved"
-        )
-    if any(stage.remat.get("alternate") for stage in plan.stages):
+    splits = plan.num_stages > 1 and plan.pipelining.splits_backward
+    if not splits and any(stage.remat.get("alternate") for stage in plan.stages):
         raise PlanMismatch(
             "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
             "block are recomputed.\n"
@@ -48,7 +45,7 @@ def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callab
 
     What cannot be traced (a mixture of experts reads how many tokens chose each) runs between compiled parts.
     """
-    body, reads = _without_reads(function.graph)
+    body, reads = without_reads(function.graph)
     # A size that changes becomes a symbol: what changes for the first time is compiled once more, and not again.
     has_sizes = any(node.op == "placeholder" and node.name.startswith("s") for node in function.graph.nodes)
     compiled = torch.compile(remat(body.forward), dynamic=None if has_sizes else False)
@@ -59,7 +56,7 @@ def compile_block(function: fx.GraphModule, remat: Callable[..., Any]) -> Callab
     return run
 
 
-def _without_reads(graph: fx.Graph) -> tuple[fx.GraphModule, list[tuple[int, Callable[..., torch.Tensor]]]]:
+def without_reads(graph: fx.Graph) -> tuple[fx.GraphModule, list[tuple[int, Callable[..., torch.Tensor]]]]:
     """The graph on local tensors; for each of its arguments, the number of one of ``graph`` and how to read it.
 
     A cast to the dtype of compute stays inside, where the compiler can fuse it.
@@ -76,14 +73,14 @@ def _without_reads(graph: fx.Graph) -> tuple[fx.GraphModule, list[tuple[int, Cal
         return reads[key]
 
     for node in graph.nodes:
-        if node.target is read_parameter:
+        if _reads(node):
             argument(node.args[0], node.kwargs.get("grad_scale", 1.0))
         elif node.op != "placeholder":
             for operand in node.all_input_nodes:
                 if operand.op == "placeholder":
                     copied[operand] = argument(operand, None)
     for node in graph.nodes:
-        if node.target is read_parameter:
+        if _reads(node):
             local = argument(node.args[0], node.kwargs.get("grad_scale", 1.0))
             dtype = node.kwargs.get("dtype")
             copied[node] = local if dtype is None else body.call_method("to", (local, dtype))
@@ -93,6 +90,11 @@ def _without_reads(graph: fx.Graph) -> tuple[fx.GraphModule, list[tuple[int, Cal
     return module, [
         (number, _as_it_is if scale is None else partial(read_parameter, grad_scale=scale)) for number, scale in reads
     ]
+
+
+def _reads(node: fx.Node) -> bool:
+    """Whether a node reads a parameter; what is kept may have been marked."""
+    return node.op == "call_function" and unwrap(node.target) is read_parameter  # type: ignore[arg-type]  # a callable
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:

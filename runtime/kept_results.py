@@ -28,7 +28,7 @@ from autopar.runtime.host_activations import BlockOnHost, OnHost
 # Kernels whose results are dear to compute or to communicate.
 _CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _ATTENTION = ("_scaled_dot_product", "flash_attention")
-_COSTLY_NAMESPACES = ("_c10d_functional", "autopar")
+_OF_COLLECTIVES = ("_c10d_functional", "autopar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,12 @@ class Mark:
 def is_costly(kernel: Any) -> bool:
     """Whether a kernel is a product, an attention or a collective."""
     name = _name(kernel)
-    costly = getattr(kernel, "namespace", "") in _COSTLY_NAMESPACES or name in _CONTRACTIONS
-    return costly or any(part in name for part in _ATTENTION)
+    return communicates(kernel) or name in _CONTRACTIONS or any(part in name for part in _ATTENTION)
+
+
+def communicates(kernel: Any) -> bool:
+    """Whether a kernel is a collective."""
+    return getattr(kernel, "namespace", "") in _OF_COLLECTIVES
 
 
 def _name(kernel: Any) -> str:
@@ -87,8 +91,9 @@ def marked(target: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
 
 
 def named(call: Callable[..., Any], target: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """``call``, with a name in generated code that says what it calls."""
+    """``call``, with a name in generated code that says what it calls; ``inspect.unwrap`` gives ``target``."""
     words = how.replace(",", "").split()
+    call.__wrapped__ = target  # type: ignore[attr-defined]  # as functools.wraps does
     call.__name__ = call.__qualname__ = "_".join([*words, getattr(target, "__name__", "op").replace(".", "_")])
     call.__module__ = __name__
     return call

@@ -39,8 +39,10 @@ class _Saved:
 
 @dataclass(slots=True)
 class _InputPass:
-    """The I that runs. still_read: whether W, too, runs a node. read: what the node at hand has read."""
+    """The I that runs. on_line: whether a node is on its line. still_read: whether W, too, runs a node. read: what the
+    node at hand has read."""
 
+    on_line: Callable[[Node], bool]
     still_read: Callable[[Node], bool]
     node: Node | None = None
     read: list[_Saved] = field(default_factory=list)
@@ -64,13 +66,18 @@ _running: list[_InputPass] = []
 
 
 @contextmanager
-def releasing(still_read: Callable[[Node], bool]) -> Iterator[None]:
-    """Within it, what a node of autograd has read goes with the node, unless it is ``still_read``."""
-    _running.append(_InputPass(still_read))
+def releasing(on_line: Callable[[Node], bool], still_read: Callable[[Node], bool]) -> Iterator[None]:
+    """Within it, an I, what a node of autograd has read goes with the node, unless it is ``still_read``."""
+    _running.append(_InputPass(on_line, still_read))
     try:
         yield
     finally:
         _running.pop().end_node()
+
+
+def is_on_line(node: Node) -> bool | None:
+    """Whether a node is on the line of the I that runs: W runs no node before it then. None if no I runs."""
+    return _running[-1].on_line(node) if _running else None
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -40,7 +40,11 @@ class _Branches:
     grads: Grads = field(default_factory=dict)
 
     def keep(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """A compiled block (``split_compiled``) keeps those that it reads itself, and is run by one without memory."""
         self.grads = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        if self.grads and getattr(self.node, "keeps_what_it_reads", False):
+            number, grad = next(iter(self.grads.items()))
+            self.grads = {number: grad.new_zeros(()).expand_as(grad)}
 
 
 @dataclass(slots=True)
@@ -93,12 +97,15 @@ def backward_to_inputs(
     targets = [*(_variable(leaf) for leaf in leaves), *at_once]
     later = {branches.node for branches in kept}
 
+    def on_line(node: Node) -> bool:
+        return graph.on_line.get(node, False)
+
     def still_read(node: Node) -> bool:
-        return node in later or not graph.on_line.get(node, False)
+        return node in later or not on_line(node)
 
     try:
         if targets:
-            with releasing(still_read):
+            with releasing(on_line, still_read):
                 torch.autograd.backward(
                     [output for output, _ in pairs], [grad for _, grad in pairs], retain_graph=True, inputs=targets
                 )

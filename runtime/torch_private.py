@@ -15,6 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +43,11 @@ norms_of_all = torch._foreach_norm
 unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of a list by a factor, and set a flag to 1 if one is not finite, in one kernel. The public
 ``torch.amp.GradScaler`` does it for the parameters of an optimiser."""
+
+
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What an op on tensors without values raises where it depends on them, or where nothing says what it makes. Public:
+none of their names."""
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -70,6 +80,12 @@ def node_of_backward() -> Node | None:
     """The node of the backward that is running. Public: hooks on a node, which run before it or after it."""
     node: Node | None = torch._C._current_autograd_node()
     return node
+
+
+def runs_in_backward(node: Node) -> bool:
+    """Whether the backward that is running will run a node. Public: a node is told which of its own inputs need a
+    gradient at all."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:

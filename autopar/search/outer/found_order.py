@@ -63,7 +63,7 @@ def with_found_order(solver: Solver, found: Candidate) -> Candidate:
         return found
     if configuration.num_stages == 1 or (configuration.num_microbatches == 1 and not pinned):
         return found
-    if constraints.whole_backward or constraints.schedule not in (None, FOUND):
+    if constraints.schedule not in (None, FOUND):
         return found
     best = None if pinned else found
 

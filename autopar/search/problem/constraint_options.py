@@ -69,4 +69,3 @@ class ConstraintOptions(TypedDict, total=False):
     axes: tuple[MeshAxis, ...] | None
     annotations: ParameterAnnotation | Iterable[ParameterAnnotation]
     forbidden: tuple[Forbidden, ...]
-    whole_backward: bool

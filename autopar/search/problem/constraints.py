@@ -65,8 +65,7 @@ class Constraints:
     as a named DeviceMesh gives it (without ``pp``). annotations: placements of parameters that are fixed
     (``autopar.constrain``). forbidden: placements of ops that are ruled out, on the axes that are given or pinned.
     documents: packed into a row, as the attention of the model keeps them apart, in the mean; one if left out.
-    whole_backward: without schedules that split the backward, which compiled blocks cannot. schedules: that are tried
-    where none is pinned.
+    schedules: that are tried where none is pinned.
     """
 
     pp: int | None = None
@@ -98,7 +97,6 @@ class Constraints:
     axes: tuple[MeshAxis, ...] | None = None
     annotations: tuple[ParameterAnnotation, ...] = ()
     forbidden: tuple[Forbidden, ...] = ()
-    whole_backward: bool = False
     schedules: tuple[Schedule, ...] = SEARCHED
 
     @classmethod
@@ -242,8 +240,6 @@ class Constraints:
             for size in sizes:
                 shape = Pipelining(name, num_ranks, num_microbatches, size)
                 possible = shape.num_stages <= sum(block_counts) and shape.obstacle() is None
-                if self.whole_backward and shape.splits_backward and self.schedule is None:
-                    continue
                 if not possible:
                     continue
                 if num_microbatches > 1 or all(shape.orders() != other.orders() for other in found):
