@@ -103,6 +103,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 pp2": (4, {"dp": 2, "pp": 2, "num_microbatches": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
     "cp2 pp2": (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),
+    "cp2 pp2 zb-h1": (4, {"cp": 2, "pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
     "ep2": (2, {"ep": 2, "dp": 1, "tp": 1}),
     "tp2 experts": (2, {"tp": 2, "remat": "selective", "annotations": [EXPERTS_ON_TP]}),
     "ep2 dp2": (4, {"ep": 2, "dp": 2, "zero": 0}),
@@ -155,7 +156,10 @@ HOST_PLANS = {
 NARROW_PLANS |= {name: HOST_PLANS[name] for name in HOST_PLANS if name.endswith("bf16")}
 KEPT_PLANS |= NARROW_PLANS | DISK_PLANS | HOST_PLANS
 # Under schedules that split the backward, compiled.
-_SPLIT = ("pp2 zb-h1", "pp2 zb-v", "pp2 zb-h1 remat", "tp2 pp2 zb-v remat", "zero3 pp2 zb-v remat", "pp4 zb-2p remat")
+_SPLIT = (
+    *("pp2 zb-h1", "pp2 zb-v", "pp2 zb-h1 remat", "tp2 pp2 zb-v remat", "zero3 pp2 zb-v remat", "pp4 zb-2p remat"),
+    "cp2 pp2 zb-h1",
+)
 COMPILED_PLANS = {f"{name} compiled": (PLANS[name][0], {**PLANS[name][1], "compile": True}) for name in _SPLIT}
 KEPT_PLANS |= COMPILED_PLANS
 PLANS |= KEPT_PLANS

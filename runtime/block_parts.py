@@ -8,8 +8,7 @@ The trace is of what runs without a compiler, at the block's level of rematerial
 autograd saves there, and what is recomputed comes in I. W has the products that gradients of late parameters alone
 need, and what is made of them. What products read is made in I, so that it is what waits (``split_backward``).
 
-A parameter of one dimension has its gradient from I, as has one whose gradient communicates: in W the ranks of a group
-could be at different microbatches.
+A parameter of one dimension has its gradient from I, as has one whose gradient communicates, as without a compiler.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from autopar.ir.ops.expert_ffn import recorded_loads
+from autopar.ir.primitives.values import of_traces_that_run
 from autopar.ir.torch_private import TO_COPY, FakeTensorMode, OpOverload, schema_of
 from autopar.runtime.kept_results import communicates
 
@@ -55,14 +56,14 @@ class BlockParts:
 
 
 class NotInParts(Exception):
-    """Ops of a block depend on values, or write to tensors."""
+    """A block writes to tensors, or a result of it is none."""
 
 
 def parts_of(call: Callable[..., Any], args: Sequence[Any], late: Collection[int]) -> BlockParts:
     """``call`` in parts. args: tensors and integers, like those that it will be given; nothing is read of tensors but
     shapes. late: numbers of those that get their gradient in W, where they need one.
 
-    Raises NotInParts, or what ops raise for tensors without values.
+    Raises NotInParts, and NeedsValues or one of torch's errors where what an op does depends on numbers.
     """
     trace = _Trace(call, args)
     return _Cut(trace, late).parts()
@@ -81,7 +82,7 @@ class _Trace:
         self.is_tensor = [isinstance(arg, Tensor) for arg in args]
         self.needed = [number for number, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
         # What a call is given may come from modules, whose constants have values.
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), of_traces_that_run(), recorded_loads(), torch.enable_grad():
             tensors = [_like(arg) for arg in args if isinstance(arg, Tensor)]
             made = self._run(tensors)
             if not all(isinstance(result, Tensor) for result in made):
@@ -93,11 +94,11 @@ class _Trace:
             self.module = make_fx(lambda *given: self._both(given[: len(tensors)], given[len(tensors) :]))(
                 *tensors, *gradients
             )
-        _divide_convolutions(self.module.graph)
         nodes = list(self.module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self.tensors, self.gradients = placeholders[: len(tensors)], placeholders[len(tensors) :]
         self.forward = {node for node in nodes[: self._boundary] if node.op != "placeholder"}
+        _divide_convolutions(nodes[self._boundary :])
         self.results, self.found = nodes[-1].args[0][:count], nodes[-1].args[0][count:]
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -119,16 +120,18 @@ class _Trace:
         return [*made, *found]
 
 
-def _divide_convolutions(graph: fx.Graph) -> None:
+def _divide_convolutions(backward: Iterable[fx.Node]) -> None:
     """A convolution's backward gives the gradients of input, weight and bias. Have one of its own give the weight's."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
-        *args, (of_input, of_weight, of_bias) = node.args
-        users = [user for user in node.users if user.args[1] == 1]
-        if not (of_weight and of_input and users):
+    for node in backward:
+        if node.target is not torch.ops.aten.convolution_backward.default:
             continue
-        with graph.inserting_before(node):
-            own = graph.call_function(node.target, (*args, [False, True, False]), node.kwargs)
-        node.args = (*args, [of_input, False, of_bias])
+        args, wanted = node.args[:-1], cast("list[bool]", node.args[-1])
+        users = [user for user in node.users if user.args[1] == 1]
+        if not users:
+            continue
+        with node.graph.inserting_before(node):
+            own = node.graph.call_function(node.target, (*args, [False, True, False]), node.kwargs)
+        node.args = (*args, [wanted[0], False, wanted[2]])
         for user in users:
             user.args = (own, 1)
 

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.primitives.collectives import apply
+from autopar.ir.primitives.values import NeedsValues
+from autopar.ir.torch_private import will_run
 from autopar.runtime.block_parts import BlockParts, NotInParts, Part, parts_of
 from autopar.runtime.compiled import without_reads
 from autopar.runtime.split_activations import is_on_line
-from autopar.runtime.torch_private import NO_VALUES, runs_in_backward
+from autopar.runtime.torch_private import NO_VALUES
 
 # So many shapes of a block are compiled, as by torch.compile itself; others run as they are.
 MOST_SHAPES = 8
@@ -66,7 +68,7 @@ class _SplitBlock:
         late = [number for number in self._state if args[number].ndim > 1]
         try:
             return _Compiled(parts_of(self._call, args, late), args)
-        except (NotInParts, *NO_VALUES):
+        except (NotInParts, NeedsValues, *NO_VALUES):
             return None
 
 
@@ -128,7 +130,7 @@ class _Block(torch.autograd.Function):
         compiled: _Compiled = ctx.compiled
         parts, values = compiled.parts, _Values(ctx.values)
         edges = zip(compiled.edges, ctx.next_functions, strict=True)
-        wanted = {number for number, (node, _) in edges if node is not None and runs_in_backward(node)}
+        wanted = {number for number, (node, _) in edges if node is not None and will_run(node)}
         if not ctx.waits:
             values.update(
                 (name, grads[number].contiguous()) for name, number in zip(parts.gradients, parts.trained, strict=True)

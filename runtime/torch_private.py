@@ -82,12 +82,6 @@ def node_of_backward() -> Node | None:
     return node
 
 
-def runs_in_backward(node: Node) -> bool:
-    """Whether the backward that is running will run a node. Public: a node is told which of its own inputs need a
-    gradient at all."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
     """The result of ``nn.Module.load_state_dict``, whose type has no public name."""
     return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.ir.ops.documents import Runs, runs_of
-from autopar.ir.ops.expert_ffn import has_values
+from autopar.ir.primitives.values import has_values
 from autopar.ir.sequence import Block, Held, Sight, Span, blocks_between, held, joined, natural_order
 from autopar.ir.torch_private import never_compiled, writes_to
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from autopar.ir.ops.composite import attention, moe
+from autopar.ir.ops.expert_ffn import recorded_loads
 from autopar.ir.rematerialisation import Remat
 from autopar.runtime.block_parts import BlockParts, Part, parts_of
 from autopar.runtime.rematerialised import mark, rematerialised
@@ -37,6 +39,10 @@ def weights() -> list[Tensor]:
 def inputs(rows: int = 12) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(rows, WIDTH, requires_grad=True), torch.rand(rows, WIDTH, requires_grad=True)
+
+
+fx.wrap("moe")
+fx.wrap("attention")
 
 
 def compiled(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -141,6 +147,35 @@ def test_what_depends_on_values_runs_as_it_is() -> None:
     (output,) = run(weight, x, x > 0)
     backward_to_inputs([output], [torch.ones_like(output)], [x]).run()
     assert output.shape == ((x > 0).sum(),) and torch.equal(x.grad, (x > 0).float())
+
+
+def experts(w0: Tensor, w1: Tensor, x0: Tensor, x1: Tensor, x2: Tensor) -> Any:
+    return (moe(x0, x1, x2, w0, w1, activation="silu", gated=False),)
+
+
+def packed(w0: Tensor, x0: Tensor, x1: Tensor) -> Any:
+    q = (x0 @ w0).view(1, 12, 2, -1).transpose(1, 2)
+    return (attention(q, q, q, kind="causal", scale=None, documents=x1),)
+
+
+def test_what_shapes_do_not_tell_runs_as_it_is() -> None:
+    """On shapes alone every expert has as many rows, and a row is one document."""
+    torch.manual_seed(0)
+    x = torch.randn(12, WIDTH, requires_grad=True)
+    state = [torch.randn(3, 16, WIDTH, requires_grad=True), torch.randn(3, WIDTH, 16, requires_grad=True)]
+    index = torch.tensor([[0, 1], [1, 2]]).repeat(6, 1)
+    wanted = whole(lambda *leaves: experts(*leaves, index, torch.ones(12, 2)), [*state, x])
+    with recorded_loads() as loads:
+        (output,) = compiled(experts, "none")(*state, x, index, torch.ones(12, 2))
+    backward_to_inputs([output], [torch.cos(output.detach())], [x]).run()
+    torch.testing.assert_close([value.grad for value in (*state, x)], wanted)
+    assert [load.tolist() for load in loads] == [[6, 12, 6]]
+    weight, documents = torch.randn(WIDTH, WIDTH, requires_grad=True), torch.tensor([[0] * 5 + [1] * 7])
+    x.grad = None
+    wanted = whole(lambda *leaves: packed(*leaves, documents), [weight, x])
+    (output,) = compiled(packed, "none")(weight, x, documents)
+    backward_to_inputs([output], [torch.cos(output.detach())], [x]).run()
+    torch.testing.assert_close([weight.grad, x.grad], wanted)
 
 
 def test_no_more_shapes_are_compiled_than_it_says() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar.ir.primitives.collectives import apply
 from autopar.ir.torch_private import FakeTensorMode, TorchDispatchMode, local_tensor
 from autopar.runtime import torch_private as private
 from autopar.runtime import torch_private_pipelining as pipelining
@@ -175,31 +174,6 @@ def _backward_node() -> None:
     second.backward()
     assert nodes == [second.grad_fn, first.grad_fn], "nodes are known by their identity"
     assert private.node_of_backward() is None
-
-
-class _Asks(torch.autograd.Function):
-    """Notes of which operands' gradients somebody asks for."""
-
-    found: ClassVar[list[tuple[bool, ...]]] = []
-
-    @staticmethod
-    def forward(ctx: Any, *operands: Tensor) -> Tensor:
-        return operands[0] + operands[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        _Asks.found.append(tuple(private.runs_in_backward(node) for node, _ in ctx.next_functions))
-        return grad, grad
-
-
-@case("runs_in_backward")
-def _runs_in_backward() -> None:
-    leaf, other = (torch.ones(1, requires_grad=True) for _ in range(2))
-    made = apply(_Asks, leaf.sin(), other)
-    made.backward(inputs=[leaf], retain_graph=True)
-    made.backward(inputs=[other], retain_graph=True)
-    made.backward()
-    assert _Asks.found == [(True, False), (False, True), (True, True)]
 
 
 @case("incompatible_keys")

@@ -21,8 +21,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
 from autopar.ir.ops.composite import both
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
-from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
+from autopar.ir.primitives.values import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Sight
 from autopar.ir.torch_private import FakeTensor

@@ -34,7 +34,6 @@ from autopar.ir.ops.expert_ffn import (
     capacity_of,
     combine,
     first_of_experts,
-    has_values,
     record_load,
     rows_of_experts,
     run_experts,
@@ -48,6 +47,7 @@ from autopar.ir.primitives.group_communication import (
     group_size,
     joint_groups,
 )
+from autopar.ir.primitives.values import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.rules.moe import EXPERTS
 

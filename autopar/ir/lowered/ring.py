@@ -35,14 +35,14 @@ from autopar.ir.lowered.inside import Inside, LocalSizes, Phase
 from autopar.ir.lowered.shards import Groups, axes_with
 from autopar.ir.mesh import Mesh
 from autopar.ir.ops import composite
-from autopar.ir.ops.expert_ffn import has_values
 from autopar.ir.packed_order import PackedRows
 from autopar.ir.primitives.collectives import all_gather, apply, communicates_backward
 from autopar.ir.primitives.computed_once import computed_once
 from autopar.ir.primitives.group_communication import group_rank, group_size
+from autopar.ir.primitives.values import has_values
 from autopar.ir.rule import Assignment, FactorRule
 from autopar.ir.sequence import Block, RingShape, Sight, Span, blocks, hops_needed, owner, spans
-from autopar.ir.torch_private import is_fake, never_compiled, process_group
+from autopar.ir.torch_private import never_compiled, process_group
 
 Wait = Callable[[], Tensor]
 
@@ -230,7 +230,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: _Round) -> Tensor:
         ctx.way = way
         communicates_backward(ctx)
-        if is_fake(q):
+        if not has_values(q):
             ctx.save_for_backward(q, k, v, mask, None, None)
             return q.new_empty((*q.shape[:3], v.shape[3]))
         out, lse = computed_once(lambda: _attend(q, k, v, mask, way))
@@ -241,7 +241,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         wants_mask = ctx.needs_input_grad[3]
-        if is_fake(q):
+        if not has_values(q):
             return *map(torch.empty_like, (q, k, v)), torch.empty_like(mask) if wants_mask else None, None
         grad_mask = torch.zeros_like(mask, dtype=blockwise.wide_dtype(q)) if wants_mask else None
         dq, dk, dv = _gradients(grad, q, k, v, mask, out, lse, ctx.way, grad_mask)

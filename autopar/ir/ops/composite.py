@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.ops.documents import attend_in_documents, in_one_piece, runs_of, same_document
-from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, has_values, record_load, run_experts
+from autopar.ir.ops.expert_ffn import capacity_of, combine, first_of_experts, record_load, run_experts
 from autopar.ir.ops.scaled_products import scaled_product
 from autopar.ir.ops.scalings import Recipe
 from autopar.ir.ops.varlen import attend_at_once, takes_documents
 from autopar.ir.primitives.group_communication import group_size
-from autopar.ir.torch_private import ATTENTION_OF_TWO_WIDTHS, FUSED_RMS_NORM, is_fake, never_compiled
+from autopar.ir.primitives.values import has_values
+from autopar.ir.torch_private import ATTENTION_OF_TWO_WIDTHS, FUSED_RMS_NORM, never_compiled
 
 AttentionKind = Literal["full", "causal", "sliding", "mask"]
 Reduction = Literal["mean", "sum", "none"]
@@ -62,8 +63,8 @@ def attention(
         return _attention_with_sinks(q, k, v, mask, sinks, kind=kind, window=window, scale=scale, dropout_p=dropout_p)
     width = v.shape[3]
     if q.device.type == "cpu" and q.shape[3] != width and not dropout_p:
-        if mask is None and kind in ("full", "causal") and not torch.compiler.is_compiling() and is_fake(q):
-            # Fake tensors stand for those of a GPU, where a kernel needs no padding.
+        if mask is None and kind in ("full", "causal") and not torch.compiler.is_compiling() and not has_values(q):
+            # What has a shape alone stands for what is on a GPU, where a kernel needs no padding.
             k, v = repeat_heads(k, q), repeat_heads(v, q)
             found: Tensor = ATTENTION_OF_TWO_WIDTHS(q, k, v, None, True, 0.0, kind == "causal", False, scale=scale)[0]
             return found

@@ -19,7 +19,8 @@ from autopar.ir.gates import GATE, VALUE, gate_function
 from autopar.ir.ops.scaled_experts import scaled_grouped_linear
 from autopar.ir.ops.scalings import Recipe
 from autopar.ir.ops.shared_maxima import Groups
-from autopar.ir.torch_private import is_fake, will_run
+from autopar.ir.primitives.values import has_values
+from autopar.ir.torch_private import will_run
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,11 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # (rows sorted by expert, the expert of each) -> each row through its expert
 Experts = Callable[[Tensor, Tensor], Tensor]
-
-
-def has_values(x: Tensor) -> bool:
-    """Whether ``x`` has numbers, on which the number of rows of an expert depends, and not only a shape."""
-    return not x.is_meta and not is_fake(x)
 
 
 _loads: ContextVar[list[Tensor] | None] = ContextVar("autopar expert loads", default=None)
