@@ -73,7 +73,7 @@ def test_two_parts_make_a_whole(remat: Remat) -> None:
             value.grad = None
 
 
-@pytest.mark.parametrize("remat", LEVELS)
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_between_its_parts_is_what_products_read(remat: Remat) -> None:
     """The inputs of two products, and the gradients of their results."""
     rows = 1024
@@ -178,6 +178,7 @@ def test_what_shapes_do_not_tell_runs_as_it_is() -> None:
     torch.testing.assert_close([weight.grad, x.grad], wanted)
 
 
+@pytest.mark.slow
 def test_no_more_shapes_are_compiled_than_it_says() -> None:
     run, state = compiled(layer, "none"), weights()
     counters = torch._dynamo.utils.counters["stats"]
