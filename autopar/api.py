@@ -79,7 +79,8 @@ def parallelize(
         pp, cp, ep, sp, zero, schedule, virtual_stages, num_microbatches, microbatch, precision, remat,
         activation_memory, fit_probability, expert_capacity, expert_load, annotations).
     compile: run each distinct block through ``torch.compile``, once however often it repeats. Blocks that draw random
-        numbers (dropout) are left as they are, since the compiler would draw others.
+        numbers (dropout) are left as they are, since the compiler would draw others; under a schedule that splits the
+        backward also those whose ops depend on values (experts, rings, documents in a row).
     disk: folder on a local disk of every node, for what the plan keeps there (``on_disk`` of its stages). Its files
         have no names and end with the process.
 

@@ -259,7 +259,7 @@ def _ancestors(nodes: Iterable[fx.Node], within: Collection[fx.Node]) -> set[fx.
 def _is_free(node: fx.Node) -> bool:
     """Whether a node takes no time and no memory of its own: a view, or nothing but numbers."""
     if node.target is operator.getitem:
-        return _is_free(node.args[0])  # type: ignore[arg-type]  # of a call
+        return _is_free(node.args[0])  # type: ignore[arg-type]  # what it takes an item of is a node
     if not node.all_input_nodes:
         return not _draws(node.target)
     return isinstance(node.target, OpOverload) and node.target.is_view

@@ -26,8 +26,7 @@ from autopar.ir.primitives.read_parameter import read_parameter
 
 def check_compiles(plan: Plan) -> None:
     """Raise PlanMismatch for a plan whose blocks cannot be compiled."""
-    splits = plan.num_stages > 1 and plan.pipelining.splits_backward
-    if not splits and any(stage.remat.get("alternate") for stage in plan.stages):
+    if not plan.splits_backward and any(stage.remat.get("alternate") for stage in plan.stages):
         raise PlanMismatch(
             "the plan rematerialises at level alternate, and the compiler chooses itself which products of a "
             "block are recomputed.\n"

@@ -77,7 +77,6 @@ class Engine:
         register_fused_steps()
         if compile_blocks:
             check_compiles(plan)
-        splits = plan.num_stages > 1 and plan.pipelining.splits_backward
         self.mesh = JobMesh.build(plan, self.device.type)
         self.mesh.make_groups(programs)
         make_meshes(programs, self.mesh)
@@ -99,6 +98,7 @@ class Engine:
         state = blank_state(model, self.layouts, self.buffers, cut_axes(programs), self.mesh, self.device, later)
         self.histories = MaximaHistories(own, self.mesh, self.device)
         state |= self.histories.tensors
+        splits = plan.splits_backward
         self._library = CodeLibrary(self.mesh.group_names(), self.device, compile_blocks=compile_blocks, splits=splits)
         self.reducer = GradientReducer(self.device)
         self.local = tuple(self._local_stage(part, state) for part in own)

@@ -38,7 +38,6 @@ def compile_split_block(function: fx.GraphModule, remat: Callable[..., Any]) -> 
     """
     body, reads = without_reads(function.graph)
     placeholders = [node.name for node in function.graph.nodes if node.op == "placeholder"]
-    # Gradients of vectors cost no more than a sum (``split_backward``).
     state = [number for number, (place, _) in enumerate(reads) if placeholders[place].startswith("w")]
     block = _SplitBlock(remat(body.forward), torch.compile(body.forward), state)
 
@@ -65,6 +64,7 @@ class _SplitBlock:
         return self._call(*args) if compiled is None else apply(_Block, compiled, *args)
 
     def _compile(self, args: tuple[Any, ...]) -> _Compiled | None:
+        # Gradients of vectors cost no more than a sum (``split_backward``).
         late = [number for number in self._state if args[number].ndim > 1]
         try:
             return _Compiled(parts_of(self._call, args, late), args)

@@ -223,6 +223,11 @@ class Plan(_Model):
         return self.num_stages // self.virtual_stages
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether a backward is an input-gradient and a weight-gradient pass: of a pipeline whose schedule has both."""
+        return self.num_stages > 1 and self.pipelining.splits_backward
+
+    @property
     def pipelining(self) -> Pipelining:
         """The schedule, by ranks of the pipeline."""
         return Pipelining(
