@@ -69,8 +69,9 @@ Order = tuple[Action, ...]
 def work_of(action: Action) -> Kind | None:
     """What an action computes. The first stage sends no gradient back: of a split backward its input-gradient pass has
     nothing to do, and its weight-gradient pass is a whole backward."""
-    of_first: dict[Kind, Kind | None] = {"F": "F", "B": "B", "I": None, "W": "B"}
-    return action.kind if action.stage else of_first[action.kind]
+    if action.stage or action.kind in ("F", "B"):
+        return action.kind
+    return "B" if action.kind == "W" else None
 
 
 @dataclass(frozen=True, slots=True)

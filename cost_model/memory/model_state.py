@@ -25,7 +25,7 @@ moves 4n/d parameters, 4n/d gradients and 8n/d moments to host memory; gathered 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import add, attrgetter
 
 from autopar.cost_model.hardware.device import ITEMSIZE
 from autopar.cost_model.stacks.known_memory import AUTOPAR
@@ -35,7 +35,7 @@ _MASTER = 4  # float32 parameters and gradients
 _ADAM = 8  # two float32 moments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryParts:
     """Bytes on one rank at its peak.
 
@@ -56,10 +56,10 @@ class MemoryParts:
         return float(sum(_values(self)))
 
     def __add__(self, other: MemoryParts) -> MemoryParts:
-        return MemoryParts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return MemoryParts(*map(add, _values(self), _values(other)))
 
     def __mul__(self, factor: float) -> MemoryParts:
-        return MemoryParts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+        return MemoryParts(*(part * factor for part in _values(self)))
 
     __rmul__ = __mul__
 

@@ -332,8 +332,10 @@ class Solver:
 
     def filled(self, configuration: Configuration, inner: Inner, record_s: float = inf) -> Candidate | None:
         """The plan of a configuration under its own schedule, whose stages fill the memory that there is; None if
-        nothing fits, or its closed form is far above ``record_s``."""
+        nothing fits, or its closed form is above ``record_s``."""
         first = self._cut(configuration, inner, self.budget_bytes, record_s)
+        if first is not None and first.estimate_s * _CLOSED_FORM >= record_s:
+            return None
         found = self._complete(configuration, inner, record_s, _CUTS, first)
         if found is None or found.pruned:
             return None
@@ -347,9 +349,11 @@ class Solver:
         Cuts count the memory of a stage in one sum, the prediction as a profile over the step. So where a plan leaves
         room, or takes too much, stages are cut anew with as much more or less to fill.
         """
-        room, best = self.budget_bytes, None
+        room, best, last = self.budget_bytes, None, first
         for number in range(num_cuts):
             candidate = self._cut(configuration, inner, room, record_s) if number else first
+            if candidate is not None and last is not None and candidate.stages == last.stages:
+                candidate = last  # its prediction is known
             if candidate is None:
                 if best is not None or room > self.budget_bytes:
                     break
@@ -357,7 +361,7 @@ class Solver:
                 continue
             if candidate.pruned:
                 return best or candidate
-            filled = candidate.predicted.peak_bytes / self.budget_bytes
+            last, filled = candidate, candidate.predicted.peak_bytes / self.budget_bytes
             if filled <= 1:
                 faster = best is None or candidate.step_time_s < best.step_time_s
                 best = candidate if faster else best

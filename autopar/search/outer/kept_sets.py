@@ -12,25 +12,28 @@ of the frontier where they are below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 from autopar.cost_model.memory.kept_frontier import PICOSECONDS, KeptSet, PricedForward, frontier
 from autopar.ir.errors import InfeasiblePlan
 from autopar.ir.rule import Assignment
-from autopar.search.outer.configuration import Candidate, Inner
+from autopar.search.outer.configuration import Candidate, Configuration, Inner
 from autopar.search.outer.configuration_solver import Solver
 from autopar.search.outer.host_choices import host_links
 from autopar.search.outer.offloads import has_room
 from autopar.search.outer.other_schedules import best_schedule, open_shapes
+from autopar.search.outer.speculation import Ahead, Job
 from autopar.search.pricing.block_moves import layouts_of
-from autopar.search.pricing.block_prices import evaluate
+from autopar.search.pricing.block_prices import Priced, evaluate
 from autopar.search.pricing.kept_graph import kept_graph
 from autopar.search.pricing.pricing import Pricing
 from autopar.search.problem.kept_sets import KeptSets
+from autopar.search.stages.stage import Stage
 
 # Share of a step's time that other sets than those of the levels have to save, as a plan with them is longer to read.
 # Chosen.
@@ -51,13 +54,52 @@ def best_kept(solver: Solver, best: Candidate, others: Iterable[Candidate]) -> C
             break
         if finds_sets(solver, other) and not any(_alike(other, one) for one in tried):
             tried.append(other)
-    for candidate in tried:
-        if candidate is not tried[0] and _least_s(solver, candidate) >= best.predicted.step_time_s * (1 - _GAIN):
-            continue
-        found = with_kept_sets(solver, candidate)
-        if found is not None and found.predicted.step_time_s < best.predicted.step_time_s * (1 - _GAIN):
-            best = found
+    record_s = best.predicted.step_time_s * (1 - _GAIN)
+
+    def jobs() -> Iterator[Job]:
+        for number, candidate in enumerate(tried):
+            if not number or _least_s(solver, candidate) < record_s:
+                yield number, (number, record_s)
+
+    def solve(number: int, record_s: float) -> tuple[_Found, ...]:
+        found = with_kept_sets(solver, tried[number], record_s)
+        return () if found is None else (_Found.of(found),)
+
+    ahead = Ahead(solve)
+    with ahead.help() if len(tried) > 1 else nullcontext(), ahead.expecting(jobs):
+        for number, candidate in enumerate(tried):
+            if not number or _least_s(solver, candidate) < record_s:
+                for found in ahead.answer(number, (number, record_s)):
+                    if found.step_time_s < record_s:
+                        best, record_s = found.on(candidate), found.step_time_s * (1 - _GAIN)
     return best
+
+
+class _Found(NamedTuple):
+    """What another process has to say of a plan with other sets and stages than one that is known here."""
+
+    configuration: Configuration
+    kept: tuple[KeptSets, ...]
+    priced: Priced
+    stages: tuple[Stage, ...]
+    estimate_s: float
+    step_time_s: float
+
+    @classmethod
+    def of(cls, found: Candidate) -> _Found:
+        plan = found.configuration, found.pricing.kept, found.priced, found.stages
+        return cls(*plan, found.estimate_s, found.predicted.step_time_s)
+
+    def on(self, known: Candidate) -> Candidate:
+        """The plan, of the same ops as ``known``."""
+        return replace(
+            known,
+            configuration=self.configuration,
+            pricing=replace(known.pricing, kept=self.kept),
+            priced=self.priced,
+            stages=self.stages,
+            estimate_s=self.estimate_s,
+        )
 
 
 def finds_sets(solver: Solver, found: Candidate) -> bool:
@@ -79,14 +121,16 @@ def _least_s(solver: Solver, found: Candidate) -> float:
     return min(solver.balanced_s(shape, inner) for shape in shapes)
 
 
-def with_kept_sets(solver: Solver, found: Candidate) -> Candidate | None:
-    """The plan with its stages cut for all sets; None if sets are not open to it, or nothing fits."""
+def with_kept_sets(solver: Solver, found: Candidate, record_s: float = inf) -> Candidate | None:
+    """The plan with its stages cut for all sets; None if sets are not open to it, or nothing fits. record_s: of a plan
+    that takes longer nothing more need be known, and it may be None too."""
     if not finds_sets(solver, found):
         return None
     for on_host in (True, False):
         pricing = replace(found.pricing, kept=kept_sets(found.pricing, found.assignment, on_host=on_host))
         inner = _inner(found, pricing)
-        own = best_schedule(solver, found.configuration, inner, solver.filled(found.configuration, inner))
+        own = solver.filled(found.configuration, inner, record_s)
+        own = best_schedule(solver, found.configuration, inner, own, record_s=record_s)
         if own is None or has_room(own) or not any(own.predicted.host_bytes):
             return own
     return None

@@ -22,10 +22,16 @@ def with_split_backward(solver: Solver, found: Candidate) -> Candidate:
 
 
 def best_schedule(
-    solver: Solver, configuration: Configuration, inner: Inner, best: Candidate | None, *, split_alone: bool = False
+    solver: Solver,
+    configuration: Configuration,
+    inner: Inner,
+    best: Candidate | None,
+    *,
+    split_alone: bool = False,
+    record_s: float = inf,
 ) -> Candidate | None:
     """``best``, or a faster plan of an answer to the inner problem, under another schedule that the constraints leave
-    open. split_alone: of those that split the backward."""
+    open. split_alone: of those that split the backward. record_s: slower plans are not looked for."""
     shapes = open_shapes(solver, configuration)
     tried = [
         (solver.balanced_s(shape, inner), number)
@@ -33,7 +39,8 @@ def best_schedule(
         if shape.splits_backward or not split_alone
     ]
     for ideal_s, number in sorted(tried):
-        if best is not None and ideal_s >= best.predicted.step_time_s:
+        limit_s = record_s if best is None else min(record_s, best.predicted.step_time_s)
+        if ideal_s >= limit_s:
             break
         name, virtual = shapes[number].schedule, shapes[number].virtual_stages
         # Of a schedule that is pinned all levels are tried.
@@ -41,7 +48,7 @@ def best_schedule(
         own = replace(
             configuration, schedule=name, virtual_stages=virtual, passes=None, turns=False, constraints=pinned
         )
-        found = solver.filled(own, inner, inf if best is None else best.predicted.step_time_s)
+        found = solver.filled(own, inner, limit_s)
         if found is not None and (best is None or found.predicted.step_time_s < best.predicted.step_time_s):
             best = found
     return best

@@ -49,13 +49,16 @@ def peak_memory(
     unsharded. memory: of the software stack.
     """
     rank = _Rank.of(priced, stages, order, whole_copies, prefetch, memory)
-    peak, most, fragmentation = rank.states, 0.0, memory.fragmentation
-    for action, own, others, waiting in rank.passes(order):
-        if action.kind == "F":
+    largest, most, fragmentation = None, 0.0, memory.fragmentation
+    alone: dict[_Key | None, float] = {None: 0.0}
+    alone |= {key: own.total + fragmentation * own.activations for key, own in rank.peaks.items()}
+    for own in rank.passes(order):
+        if own.action.kind == "F":
             continue
-        total = own.total + others + (1 + fragmentation) * (own.activations + waiting) - own.activations
+        total = alone[own.key] + own.others + (1 + fragmentation) * own.waiting
         if total > most:
-            most, peak = total, rank.held(own, others, waiting)
+            largest, most = own, total
+    peak = rank.states if largest is None else rank.held(largest)
     return max(peak, rank.resting, key=lambda parts: parts.total)
 
 
@@ -73,16 +76,20 @@ def memory_profile(
     The arguments are those of ``peak_memory``, which is the largest of these, or the optimiser's.
     """
     rank = _Rank.of(priced, stages, order, whole_copies, prefetch, memory)
-    for action, own, others, waiting in rank.passes(order):
-        yield action, rank.held(own, others, waiting)
+    for own in rank.passes(order):
+        yield own.action, rank.held(own)
+
+
+# Stage, what is computed, whether it is the first backward of the step.
+_Key = tuple[int, Kind, bool]
 
 
 class _Pass(NamedTuple):
-    """own: bytes that the pass holds itself. others: gradients of other stages. waiting: activations saved for other
-    passes."""
+    """key: of the bytes that the pass holds itself, in ``_Rank.peaks``; None if there are none. others: gradients of
+    other stages. waiting: activations saved for other passes."""
 
     action: Action
-    own: MemoryParts
+    key: _Key | None
     others: float
     waiting: float
 
@@ -94,8 +101,7 @@ _NOTHING = MemoryParts()
 class _Rank:
     """By stage of a rank: bytes of gradients that the first backward makes, of activations saved for a microbatch, of
     those on their way to host memory after a forward, and of what is held from the input-gradient to the
-    weight-gradient pass; peaks: (stage, kind of pass, whether it is the first backward of the step) -> peak of the
-    backward. work: what an action computes.
+    weight-gradient pass; peaks: of backwards. work: what an action computes.
 
     states: held throughout. resting: held while the optimiser runs, when all gradients exist and no activation does.
     """
@@ -108,7 +114,7 @@ class _Rank:
     delayed: dict[int, float]
     work: Callable[[Action], Kind | None]
     fragmentation: float
-    peaks: dict[tuple[int, Kind, bool], MemoryParts]
+    peaks: dict[_Key, MemoryParts]
 
     @staticmethod
     def of(
@@ -151,27 +157,30 @@ class _Rank:
 
     def passes(self, order: Order) -> Iterator[_Pass]:
         now, begun = 0.0, set[int]()
+        others, every = dict.fromkeys(self.kept, 0.0), 0.0
         for action in order:
             stage, kind = action.stage, self.work(action)
             if kind == "F":
                 now += self.kept[stage]
-                waiting = now + self.sending[stage]
-                yield _Pass(action, _NOTHING, sum(self.arriving[other] for other in begun), waiting)
+                yield _Pass(action, None, every, now + self.sending[stage])
                 continue
-            others = sum(self.arriving[other] for other in begun if other != stage)
             if kind is None:
-                yield _Pass(action, _NOTHING, others, now)
+                yield _Pass(action, None, others[stage], now)
                 continue
-            own = self.peaks[stage, kind, stage not in begun]
             before = self.delayed[stage] if kind == "W" else self.kept[stage]
-            yield _Pass(action, own, others, now - before)
+            yield _Pass(action, (stage, kind, stage not in begun), others[stage], now - before)
             now += (self.delayed[stage] if kind == "I" else 0.0) - before
-            if kind != "I":
+            if kind != "I" and stage not in begun:
                 begun.add(stage)
+                every = sum(self.arriving[other] for other in begun)
+                others = {own: sum(self.arriving[other] for other in begun if other != own) for own in others}
 
-    def held(self, own: MemoryParts, others: float, waiting: float) -> MemoryParts:
-        workspace = self.fragmentation * (own.activations + waiting)
-        return self.states + own + MemoryParts(gradients=others, activations=waiting, workspace=workspace)
+    def held(self, own: _Pass) -> MemoryParts:
+        """Bytes in a pass."""
+        inside = _NOTHING if own.key is None else self.peaks[own.key]
+        workspace = self.fragmentation * (inside.activations + own.waiting)
+        waiting = MemoryParts(gradients=own.others, activations=own.waiting, workspace=workspace)
+        return self.states + inside + waiting
 
 
 def most_kept(priced: Priced, stages: Sequence[Stage], order: Order) -> float:

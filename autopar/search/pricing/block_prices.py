@@ -129,8 +129,8 @@ def exposed_sync(blocks: Sequence[BlockPrice], prefetch: int = 1) -> tuple[float
     """
     forward = backward = 0.0
     for start in range(0, len(blocks), prefetch):
-        window = blocks[start : start + prefetch]
-        sync, computed = sum((b.sync for b in window), BucketSync()), sum((b.compute for b in window), ZERO)
+        first, *others = blocks[start : start + prefetch]
+        sync, computed = sum((b.sync for b in others), first.sync), sum((b.compute for b in others), first.compute)
         beside, lost, waited = sync.beside, sync.lost, sync.waited
         forward += exposed_time(beside.forward_s, computed.forward_s, lost.forward_s) + waited.forward_s
         backward += exposed_time(beside.backward_s, computed.backward_s, lost.backward_s) + waited.backward_s
@@ -148,15 +148,15 @@ def exposed_step_sync(blocks: Sequence[BlockPrice]) -> tuple[float, float]:
 def exposed_gathers_of_step(blocks: Sequence[BlockPrice], forwards: int = 1) -> float:
     """Seconds that gathers of once a step add, beside so many forwards of ``blocks``."""
     computed = forwards * sum(b.compute.forward_s for b in blocks)
-    sync = sum((b.sync for b in blocks), BucketSync())
-    return exposed_time(sync.beside.first_s, computed, sync.lost.first_s) + sync.waited.first_s
+    beside, lost = sum(b.sync.beside.first_s for b in blocks), sum(b.sync.lost.first_s for b in blocks)
+    return exposed_time(beside, computed, lost) + sum(b.sync.waited.first_s for b in blocks)
 
 
 def reductions_of_step(blocks: Sequence[BlockPrice]) -> tuple[float, float, float]:
     """Seconds of gradient reductions of once a step: beside compute, what that loses by them, and of those that compute
     waits for."""
-    sync = sum((b.sync for b in blocks), BucketSync())
-    beside, lost, waited = (own.step_s - own.first_s for own in (sync.beside, sync.lost, sync.waited))
+    every = ((b.sync.beside, b.sync.lost, b.sync.waited) for b in blocks)
+    beside, lost, waited = (sum(own.step_s - own.first_s for own in part) for part in zip(*every, strict=True))
     return beside, lost, waited
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from autopar.ir.rematerialisation import LEVELS
 from autopar.search.assign.instance import Floats, Ints
 from autopar.search.stages.stage import FULL, BlockCost, Stage
 
-# (range, block) pairs that are looked at together. Chosen: 8 MiB an array, so that numpy's call costs nothing beside
-# its work and memory stays small. It changes no result.
+# (range, block) and (range, pair of levels) pairs that are looked at together. Chosen: 8 MiB an array, so that numpy's
+# call costs nothing beside its work and memory stays small. It changes no result.
 _CHUNK = 1 << 20
 
 
@@ -97,6 +97,37 @@ class _Wanted(NamedTuple):
         return _Wanted(*counts, self.budget[these], self.most[these])
 
 
+class _Change(NamedTuple):
+    """Of a level, sums over the blocks before each: how many seconds more and bytes less it takes than none, how many
+    more level full takes than it; whether each block at it takes no more memory and no less time than at none."""
+
+    extra_s: Floats
+    spared: Floats
+    full_s: Floats
+    full_saved: Floats
+    monotonous: bool
+
+    @classmethod
+    def of(cls, level: int, time: Sequence[Floats], saved: Sequence[Floats]) -> _Change:
+        extra_s, spared = time[level] - time[0], saved[0] - saved[level]
+        monotonous = bool(np.all(np.diff(spared) >= 0) and np.all(np.diff(extra_s) >= 0))
+        return cls(extra_s, spared, time[3] - time[level], saved[3] - saved[level], monotonous)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of levels or sets for the first and for the last blocks of a range: ``less`` is kept of the first, ``more``
+    of the last. By pair, sums over the blocks before each: seconds and bytes at ``more``, and how many seconds more and
+    bytes less ``less`` takes; and by number of a range, what is held while one of its blocks is recomputed."""
+
+    less: Ints
+    more: Ints
+    time: Floats
+    saved: Floats
+    extra: Floats
+    spared: Floats
+    recomputed: Floats
+
+
 class _Tables(NamedTuple):
     """The best of each place: seconds, blocks at level full, blocks at the level ``middle``, and level of the rest."""
 
@@ -128,6 +159,7 @@ class Ranges:
         self.costly = all(block.time_s[0] <= min(block.time_s) for block in blocks)
         self.time = [_prefix([b.time_s[level] for b in blocks]) for level in every]
         self.saved = [_prefix([b.saved_bytes[level] for b in blocks]) for level in every]
+        self.changes = [_Change.of(level, self.time, self.saved) for level in range(3)]
         # The least that blocks keep if none keeps less than at a level.
         order = sorted(every, key=lambda level: -self.saved[level][-1]) if len(every) > len(LEVELS) else every
         usable = [[other for other in order[: order.index(level) + 1] if self.allowed[other]] for level in every]
@@ -173,11 +205,11 @@ class Ranges:
         wanted = np.nonzero(fitting.fits[:, :-1] & (ends <= self.reach(bound)[begins]))
         longest = int((ends - begins)[wanted[1]].max(initial=0))
         tables = _Tables(best.reshape(-1), *(table.reshape(-1) for table in (full, partly, middle, rest)))
-        for row, number in zip(*(np.array_split(w, 1 + len(w) * longest // _CHUNK) for w in wanted), strict=True):
+        each = max(longest, len(self.pairs.less))
+        for row, number in zip(*(np.array_split(w, 1 + len(w) * each // _CHUNK) for w in wanted), strict=True):
             some = _Wanted(row * shape[1] + number, number, live[row], waiting[row], budget[row], most[row])
             self._solve_some(some, tables)
-            if len(self.saved) > len(LEVELS):
-                self._solve_pairs(some, tables)
+            self._solve_pairs(some, tables)
         return Solved(self, fitting.rows, best, full, partly, middle, rest)
 
     def _solve_some(self, some: _Wanted, tables: _Tables) -> None:
@@ -194,38 +226,37 @@ class Ranges:
             place, number, lives, waiting, budgets, most = some
             if not len(place):
                 return
-            # What changes when the blocks before k go from level none to the one tried.
-            extra_time, extra_saved = self.time[level] - self.time[0], self.saved[level] - self.saved[0]
-            monotonous = bool(np.all(np.diff(extra_saved) <= 0) and np.all(np.diff(extra_time) >= 0))
+            change = self.changes[level]
             begin, end, live = self.begins[number, None], self.ends[number, None], lives[:, None]
             fixed = self._fixed(begin, end, waiting[:, None]) + self.workspace[number, None]
             used = [own for own, uses in ((level, True), (3, use_full)) if uses]
             room = budgets[:, None] - fixed - np.maximum.reduce([self.recomputed[own][number, None] for own in used])
             room = np.minimum(room, most[:, None] - self._delayed(begin, end, waiting[:, None]))
-            slack = 1e-9 * np.abs(room) + 1e-6
+            room = room + 1e-9 * np.abs(room) + 1e-6
             m = begin + (np.arange(1, length + 1) if use_full else np.zeros(1, dtype=np.int64))
             inside = m <= end
             m = np.minimum(m, end)
+            if not self.allowed[0] and not level:
+                m, inside = end, np.ones((len(place), 1), dtype=bool)
+            # Seconds and bytes of one microbatch, but for what depends on k.
+            time_s = self.time[0][end] - self.time[3][begin] + change.full_s[m]
+            saved = self.saved[0][end] - self.saved[3][begin] + change.full_saved[m]
             candidates: list[Ints]
             if not self.allowed[0]:
                 # Every block is rematerialised: the middle part reaches to the end, or there is none.
-                if not level:
-                    m, inside = end, np.ones((len(place), 1), dtype=bool)
                 candidates = [np.broadcast_to(end, m.shape)]
             elif not level:
                 candidates = [m]
-            elif monotonous:
+            elif change.monotonous:
                 # More blocks at that level take less memory and more time: the fewest that fit are best.
-                target = (room + slack) / live - self._saved(begin, end, m, m, level) + extra_saved[m]
-                k = np.searchsorted(-extra_saved, -target, side="left")
+                k = np.searchsorted(change.spared, saved - room / live)
                 candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
             else:
                 candidates = [np.minimum(m + more, self.n) for more in range(1, length + 1)]
             for k in candidates:
-                fits = (k <= end) & (live * self._saved(begin, end, m, k, level) <= room + slack)
-                fits &= inside
+                fits = inside & (k <= end) & (live * (saved - change.spared[k]) <= room)
                 fits &= (k > m) if level else (k == m)
-                seconds = np.where(fits, self._seconds(begin, end, m, k, level), np.inf)
+                seconds = np.where(fits, time_s + change.extra_s[k], np.inf)
                 column = seconds.argmin(axis=1)
                 rows = np.arange(len(place))
                 better = seconds[rows, column] < tables.best[place]
@@ -238,29 +269,58 @@ class Ranges:
     def _solve_pairs(self, some: _Wanted, tables: _Tables) -> None:
         """``_solve_some`` with at most two of all levels and sets, at least one of them a set. At level none are only
         last blocks."""
-        if self.costly:
+        pairs = self.pairs
+        if len(pairs.less) and self.costly:
             some = some.only(tables.rematerialised(some.place))
+        if not len(pairs.less) or not len(some.place):
+            return
         place, number, lives, waiting, budgets, most = some
         begin, end = self.begins[number], self.ends[number]
         fixed = self._fixed(begin, end, waiting) + self.workspace[number]
-        for less, more in product(range(1, len(self.saved)), range(len(self.saved))):
-            if max(less, more) < len(LEVELS) or not (self.allowed[less] and self.allowed[more]):
-                continue
-            extra_time, extra_saved = self.time[less] - self.time[more], self.saved[less] - self.saved[more]
-            if np.any(np.diff(extra_saved) > 0) or np.any(np.diff(extra_time) < 0):
-                continue
-            largest = np.maximum(self.recomputed[less][number], self.recomputed[more][number])
-            room = np.minimum(budgets - fixed - largest, most - self._delayed(begin, end, waiting))
-            room += 1e-9 * np.abs(room) + 1e-6
-            with np.errstate(divide="ignore"):  # of no microbatch everything is saved
-                target = room / lives - (self.saved[more][end] - self.saved[more][begin]) + extra_saved[begin]
-            k = np.maximum(np.searchsorted(-extra_saved, -target, side="left"), begin)
-            fits, k = k <= end, np.minimum(k, end)
-            seconds = self.time[more][end] - self.time[more][begin] + extra_time[k] - extra_time[begin]
-            better = fits & (seconds < tables.best[place])
-            at = place[better]
-            tables.best[at], tables.full[at], tables.partly[at] = seconds[better], 0, (k - begin)[better]
-            tables.middle[at], tables.rest[at] = less, more
+        # By pair (rows) and range (columns).
+        room = np.minimum(budgets - fixed - pairs.recomputed[:, number], most - self._delayed(begin, end, waiting))
+        room += 1e-9 * np.abs(room) + 1e-6
+        with np.errstate(divide="ignore"):  # of no microbatch everything is saved
+            target = room / lives - (pairs.saved[:, end] - pairs.saved[:, begin]) - pairs.spared[:, begin]
+        found = [np.searchsorted(own, -least) for own, least in zip(pairs.spared, target, strict=True)]
+        k = np.maximum(np.array(found), begin)
+        fits, k = k <= end, np.minimum(k, end)
+        extra = np.take_along_axis(pairs.extra, k, axis=1) - pairs.extra[:, begin]
+        seconds = np.where(fits, pairs.time[:, end] - pairs.time[:, begin] + extra, np.inf)
+        pair, column = seconds.argmin(axis=0), np.arange(len(place))
+        better = seconds[pair, column] < tables.best[place]
+        at, pair, column = place[better], pair[better], column[better]
+        tables.best[at], tables.full[at], tables.partly[at] = (
+            seconds[pair, column],
+            0,
+            (k[pair, column] - begin[better]),
+        )
+        tables.middle[at], tables.rest[at] = pairs.less[pair], pairs.more[pair]
+
+    @cached_property
+    def pairs(self) -> _Pairs:
+        """Those of which one keeps no more than the other and takes no less time, in every block."""
+        every = range(len(self.saved))
+        found = [
+            (less, more)
+            for less, more in product(every[1:], every)
+            if max(less, more) >= len(LEVELS)
+            and self.allowed[less]
+            and self.allowed[more]
+            and np.all(np.diff(self.saved[more] - self.saved[less]) >= 0)
+            and np.all(np.diff(self.time[less] - self.time[more]) >= 0)
+        ]
+        less, more = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        time, saved, recomputed = np.array(self.time), np.array(self.saved), np.array(self.recomputed)
+        return _Pairs(
+            less=less,
+            more=more,
+            time=time[more],
+            saved=saved[more],
+            extra=time[less] - time[more],
+            spared=saved[more] - saved[less],
+            recomputed=np.maximum(recomputed[less], recomputed[more]),
+        )
 
     def _fixed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
         """Bytes at any level."""
@@ -269,15 +329,6 @@ class Ranges:
     def _delayed(self, begin: Ints, end: Ints, waiting: Ints) -> Floats:
         """Bytes of microbatches whose gradients of weights wait."""
         return np.asarray(waiting * (self.delayed[end] - self.delayed[begin]))
-
-    def _seconds(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
-        none, some, everything = self.time[0], self.time[level], self.time[3]
-        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
-
-    def _saved(self, begin: Ints, end: Ints, m: Ints, k: Ints, level: int) -> Floats:
-        """Bytes of one microbatch."""
-        none, some, everything = self.saved[0], self.saved[level], self.saved[3]
-        return np.asarray(everything[m] - everything[begin] + some[k] - some[m] + none[end] - none[k])
 
 
 # Plans of a leaf differ in schedule and memory, not in blocks.
