@@ -152,7 +152,7 @@ def cut(
     return _cut(tuple(blocks), tuple(limits), weights, tuple(levels))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _cut(
     blocks: tuple[BlockCost, ...], limits: tuple[Limit, ...], weights: tuple[float, float], levels: tuple[str, ...]
 ) -> Cuts | None:
