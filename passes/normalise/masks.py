@@ -31,9 +31,10 @@ _AND = {
 }
 # Additive masks write "never" as the smallest number of some dtype; -1e4 was usual for float16.
 NEVER = -9999.0
-# Elements of a mask that are looked at together, and altogether. Beyond, a sample of rows and columns decides, with
-# as many elements of rows as of columns.
-_BLOCK_NUMEL = 1 << 23
+# Elements of a mask that are looked at together, few enough for a cache, and altogether. Beyond, first and last rows
+# and a sample of rows and columns decide, with as many elements of rows as of columns.
+_BLOCK_NUMEL = 1 << 20
+_EDGE_NUMEL = 1 << 22
 _TOTAL_NUMEL = 1 << 27
 _SAMPLE_NUMEL = 1 << 24
 
@@ -176,7 +177,7 @@ def _looked_at(queries: int, keys: int, lead: int) -> Iterator[tuple[Span, Span]
     if lead * queries * keys <= _TOTAL_NUMEL:
         yield from ((Span(low, min(low + rows, queries)), Span(0, keys)) for low in range(0, queries, rows))
         return
-    edge = -(-rows // 2)
+    edge = max(_EDGE_NUMEL // (keys * lead), 1)
     yield Span(0, edge), Span(0, keys)
     yield Span(queries - edge, queries), Span(0, keys)
     yield from ((row, Span(0, keys)) for row in _spread(queries, _SAMPLE_NUMEL // (keys * lead)))
