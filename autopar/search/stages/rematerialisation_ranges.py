@@ -332,7 +332,7 @@ class Ranges:
 
 
 # Plans of a leaf differ in schedule and memory, not in blocks.
-ranges_of = lru_cache(maxsize=16)(Ranges)
+ranges_of = lru_cache(maxsize=64)(Ranges)
 
 
 def _runs(blocks: Sequence[BlockCost]) -> tuple[int, ...]:

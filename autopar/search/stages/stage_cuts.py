@@ -39,7 +39,7 @@ from autopar.cost_model.schedule.pipeline_simulator import pipeline_time, time_w
 from autopar.ir.rematerialisation import LEVELS
 from autopar.ir.schedule import Pipelining
 from autopar.search.assign.instance import Floats
-from autopar.search.stages.rematerialisation_ranges import Fitting, Limit, ranges_of
+from autopar.search.stages.rematerialisation_ranges import Fitting, Limit, Ranges, ranges_of
 from autopar.search.stages.stage import BlockCost, Stage, stage_time
 
 # The first bound on the longest stage, of one as long as the mean or the longest block. Chosen: without a plan below it
@@ -149,20 +149,17 @@ def cut(
     """
     waiting = [0] * len(live) if waiting is None else waiting
     limits = (Limit(n - w, w, budget, saved) for n, w, budget in zip(live, waiting, budgets, strict=True))
-    return _cut(tuple(blocks), tuple(limits), weights, tuple(levels))
+    if len(live) > len(blocks):
+        return None
+    return _cut(ranges_of(tuple(blocks), tuple(levels)), tuple(limits), weights)
 
 
 @lru_cache(maxsize=1024)
-def _cut(
-    blocks: tuple[BlockCost, ...], limits: tuple[Limit, ...], weights: tuple[float, float], levels: tuple[str, ...]
-) -> Cuts | None:
-    if len(limits) > len(blocks):
-        return None
-    ranges = ranges_of(blocks, levels)
+def _cut(ranges: Ranges, limits: tuple[Limit, ...], weights: tuple[float, float]) -> Cuts | None:
     fitting = ranges.fitting(limits)
     if not fitting.cover():
         return None
-    sends = np.array([0.0, *(block.send_s for block in blocks[1:]), np.inf])
+    sends = np.array([0.0, *(block.send_s for block in ranges.blocks[1:]), np.inf])
     fastest = float(ranges.fastest[-1])
 
     def objective(answer: _Answer) -> float:
