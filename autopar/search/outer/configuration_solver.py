@@ -332,9 +332,9 @@ class Solver:
 
     def filled(self, configuration: Configuration, inner: Inner, record_s: float = inf) -> Candidate | None:
         """The plan of a configuration under its own schedule, whose stages fill the memory that there is; None if
-        nothing fits, or its closed form is above ``record_s``."""
+        nothing fits, or its closed form is above ``record_s``. Of an order that was found the form is a rough one."""
         first = self._cut(configuration, inner, self.budget_bytes, record_s)
-        if first is not None and first.estimate_s * _CLOSED_FORM >= record_s:
+        if first is not None and configuration.passes is None and first.estimate_s * _CLOSED_FORM >= record_s:
             return None
         found = self._complete(configuration, inner, record_s, _CUTS, first)
         if found is None or found.pruned:

@@ -96,7 +96,7 @@ def _candidates(solver: Solver, found: Candidate, most_s: Callable[[], float]) -
         if first is not None:
             assert configuration.passes is not None
             own = replace(configuration, passes=_timed(first, configuration.passes))
-            candidate = solver.filled(own, inner, most_s())
+            candidate = solver.filled(own, inner)
             if candidate is not None:
                 yield candidate
 
