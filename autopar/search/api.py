@@ -115,7 +115,7 @@ def search_captured(
     if best is None:
         raise refusal if refusal is not None and not tried else explain(solver, constraints, tried)
     best = best_order(solver, best, outer.candidates)
-    best = best_kept(solver, best, outer.candidates)
+    best = best_kept(solver, best, () if outer.known else outer.candidates)
     best = refine(solver, best, best.step_time_s if outer.is_small else outer.baseline_s)
     shape = best.configuration.pipelining
     plan = plan_of(best.pricing, best.assignment, best.stages, shape, best.predicted, samples=samples)
