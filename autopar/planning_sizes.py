@@ -168,7 +168,7 @@ def _ends(
     ends = {least: workers[0][0], most: workers[-1][0]}
     for size, worker in ends.items():
         worker.ask("in_full", size)
-    for worker, lengths in workers[1:]:
+    for worker, lengths in workers:
         worker.ask("prepare", batches, lengths)
     answers = [own for one in _answers(workers) for own in one if own is not None]
     known = tuple(known for _, best in answers for known in best)
