@@ -6,7 +6,8 @@
 The kernels of marked calls alone are watched from Python. ``create_selective_checkpoint_contexts`` watches all of them,
 which takes longer than small kernels do (measured: 34 us a kernel, forward and recomputation).
 
-What is not read is not a number in recomputation, so that a gradient which reads it after all shows.
+What is not read is not a number in the first recomputation of a block, so that a gradient which reads it after all
+shows; later it is whatever memory holds, as writing it would take as long as a small op.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.ir.primitives.computed_once import Results, Work, keeping
-from autopar.ir.torch_private import TorchDispatchMode, pytree
+from autopar.ir.torch_private import TorchDispatchMode
 from autopar.runtime.host_activations import BlockOnHost, OnHost
 
 # Kernels whose results are dear to compute or to communicate.
@@ -79,15 +80,42 @@ def _name(kernel: Any) -> str:
 def marked(target: Callable[..., Any], mark: Mark) -> Callable[..., Any]:
     """``target``, whose kernels the ``Run`` at hand watches."""
 
+    own = _Marked(target, mark)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         run = _run.get()
         if run is None:
             return target(*args, **kwargs)
-        with _Watch(run, mark):
+        if own.is_kernel and not run.recomputes:
+            return run.made(own, target, target(*args, **kwargs))
+        with _Watch(run, own):
             return target(*args, **kwargs)
 
     where = " on host" if mark.on_host else ""
     return named(call, target, f"{mark.kept} kept{where}, {mark.unread} unread")
+
+
+class _Marked:
+    """A call, and what becomes of its kernels. is_kernel: whether it is a kernel itself, as its first forward shows;
+    what it makes in others is known without watching."""
+
+    def __init__(self, target: Callable[..., Any], mark: Mark) -> None:
+        self.mark, self._target = mark, target
+        self._known: dict[Any, tuple[bool, bool]] = {}
+        self._in_forward = set[Any]()
+        self.is_kernel = False
+
+    def becomes(self, kernel: Any) -> tuple[bool, bool]:
+        """Whether a kernel's results are kept, and whether it does not run again."""
+        found = self._known.get(kernel)
+        if found is None:
+            found = self._known[kernel] = self.mark.keeps(kernel), self.mark.skips(kernel)
+        return found
+
+    def ran(self, kernel: Any) -> None:
+        """Note a kernel of a forward."""
+        self._in_forward.add(kernel)
+        self.is_kernel = self._in_forward == {self._target}
 
 
 def named(call: Callable[..., Any], target: Callable[..., Any], how: str) -> Callable[..., Any]:
@@ -107,22 +135,41 @@ class _Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def nothing(self) -> Tensor:
-        """Elements are not a number, where they can be that. Strides decide which ops a view of it runs."""
+    @classmethod
+    def of(cls, value: Tensor) -> _Like:
+        return cls(value.shape, value.stride(), value.dtype, value.device)
+
+    def nothing(self, *, fill: bool) -> Tensor:
+        """Elements are not a number, where they can be that, or anything unless ``fill``. Strides decide which ops a
+        view of it runs."""
         found = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        if not fill:
+            return found
         able = self.dtype.is_complex or (self.dtype.is_floating_point and self.dtype.itemsize > 1)
         return found.fill_(float("nan")) if able else found.zero_()
+
+
+class Runs:
+    """Of one block. num_recomputed: how many there were that ended."""
+
+    def __init__(self) -> None:
+        self.num_recomputed = 0
+
+    def contexts(self, host: BlockOnHost | None = None) -> Any:
+        """Of a forward and its recomputation. host: where what waits in host memory does."""
+        run = Run(self, host)
+        return run.forward(), run.recomputation()
 
 
 class Run:
     """One forward of a block, and its recomputation. host: where what waits in host memory does."""
 
-    def __init__(self, host: BlockOnHost | None = None) -> None:
-        self._host, self._to_host = host, list[int]()
+    def __init__(self, runs: Runs, host: BlockOnHost | None = None) -> None:
+        self._runs, self._host, self._to_host = runs, host, list[int]()
         self._kept: list[Any] = []
         self._results: list[Results] = []
         self._next = 0
-        self._recomputes = self._in_work = False
+        self.recomputes = self._in_work = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -132,14 +179,17 @@ class Run:
         # Only now is what collectives make there for certain.
         for number in self._to_host:
             assert self._host is not None
-            self._kept[number] = pytree.tree_map_only(Tensor, self._host.put, self._kept[number])
+            self._kept[number] = _map(self._host.put, self._kept[number])
 
     @contextmanager
     def recomputation(self) -> Iterator[None]:
         """Within it the same calls are given it."""
-        self._recomputes, self._next = True, 0
-        with self._watching(), keeping(lambda _: self._results.pop(0)):
-            yield
+        self.recomputes, self._next = True, 0
+        try:
+            with self._watching(), keeping(lambda _: self._results.pop(0)):
+                yield
+        finally:
+            self._runs.num_recomputed += 1
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -158,46 +208,53 @@ class Run:
         self._results.append(tuple(result.detach() for result in found))
         return found
 
-    def call(self, mark: Mark, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, own: _Marked, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a kernel of a marked call makes, or made in the forward."""
-        keeps = not self._in_work and mark.keeps(kernel)
-        if not keeps and (self._in_work or not mark.skips(kernel)):
+        if not self.recomputes:
+            own.ran(kernel)
+            return self.made(own, kernel, kernel(*args, **kwargs))
+        keeps, skips = own.becomes(kernel)
+        if self._in_work or not (keeps or skips):
             return kernel(*args, **kwargs)
-        if not self._recomputes:
-            made = kernel(*args, **kwargs)
-            # Autograd writes to the tensors that are made themselves.
-            if keeps and mark.on_host:
-                self._to_host.append(len(self._kept))
-            self._kept.append(pytree.tree_map_only(Tensor, Tensor.detach if keeps else _like, made))
-            return made
         if self._next == len(self._kept) or self._kept[self._next] is None:
             raise RuntimeError(
                 "the backward of a block that recomputes runs once, and its forward is the same each time"
             )
         given, self._kept[self._next] = self._kept[self._next], None
         self._next += 1
-        if keeps:
-            return pytree.tree_map_only(OnHost, OnHost.take, given) if mark.on_host else given
-        return pytree.tree_map_only(_Like, _Like.nothing, given, is_leaf=_is_like)
+        if not keeps:
+            return _map(partial(_Like.nothing, fill=not self._runs.num_recomputed), given)
+        return _map(OnHost.take, given) if own.mark.on_host else given
+
+    def made(self, own: _Marked, kernel: Any, made: Any) -> Any:
+        """What a kernel of a marked call made in a forward."""
+        keeps, skips = own.becomes(kernel)
+        if not self._in_work and (keeps or skips):
+            if keeps and own.mark.on_host:
+                self._to_host.append(len(self._kept))
+            # Autograd writes to the tensors that are made themselves.
+            self._kept.append(_map(Tensor.detach if keeps else _Like.of, made))
+        return made
+
+
+def _map(change: Callable[[Any], Any], made: Any) -> Any:
+    """What a kernel made, with its tensors changed, or what stands for them."""
+    if isinstance(made, Tensor | _Like | OnHost):
+        return change(made)
+    if isinstance(made, list | tuple):
+        return type(made)(_map(change, one) for one in made)
+    return made
 
 
 _run: ContextVar[Run | None] = ContextVar("autopar run of a block that recomputes", default=None)
 
 
-def _like(value: Tensor) -> _Like:
-    return _Like(value.shape, value.stride(), value.dtype, value.device)
-
-
-def _is_like(value: Any) -> bool:
-    return isinstance(value, _Like)
-
-
 class _Watch(TorchDispatchMode):
-    def __init__(self, run: Run, mark: Mark) -> None:
+    def __init__(self, run: Run, own: _Marked) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._run, self._mark = run, mark
+        self._run, self._own = run, own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._run.call(self._mark, func, args, kwargs or {})
+        return self._run.call(self._own, func, args, kwargs or {})

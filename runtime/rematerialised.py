@@ -34,8 +34,7 @@ from autopar.ir.placed.recomputed import Recomputation
 from autopar.ir.primitives.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autopar.ir.rematerialisation import Remat
 from autopar.ir.torch_private import OpOverload
-from autopar.runtime.host_activations import BlockOnHost
-from autopar.runtime.kept_results import Mark, Run, is_costly, marked, named
+from autopar.runtime.kept_results import Mark, Runs, is_costly, marked, named
 from autopar.runtime.split_activations import Waiting, held, recomputed
 
 # Key of a note in a compiler's graph.
@@ -65,7 +64,7 @@ def rematerialised(
         # The compiler knows torch's contexts alone; it finds out itself what nobody reads.
         contexts = partial(create_selective_checkpoint_contexts, _POLICIES[remat]) if remat in _POLICIES else None
     elif remat != "full" or keeps_work:
-        contexts = _contexts
+        contexts = Runs().contexts
     if splits_backward or waiting is not None:
         return recomputed(call, preserve_rng_state=preserve_rng_state, contexts=contexts, waiting=waiting)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
@@ -76,11 +75,6 @@ def rematerialised(
         return checkpoint(call, *args, **options) if torch.is_grad_enabled() else call(*args)
 
     return run
-
-
-def _contexts(host: BlockOnHost | None = None) -> Any:
-    run = Run(host)
-    return run.forward(), run.recomputation()
 
 
 def mark(graph: fx.Graph, remat: Remat, *, compiled: bool) -> None:

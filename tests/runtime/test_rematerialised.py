@@ -20,6 +20,8 @@ from autopar.ir.lowered import blockwise
 from autopar.ir.primitives.collective_counter import CollectiveCounter
 from autopar.ir.sequence import Block, Sight, Span
 from autopar.passes.normalise import normalise
+from autopar.runtime import kept_results
+from autopar.runtime.kept_results import Mark, marked
 from autopar.runtime.rematerialised import mark, rematerialised
 from autopar.search.api import predict_plan
 from tests.end_to_end.stacks import WIDTH, Attention, FeedForward, batch, stack, tensor_parallel_plan
@@ -169,6 +171,25 @@ def test_a_second_run_ends_where_the_cost_model_says(last: Callable[[Tensor], Te
 
     one = 2 * 4 * 8 * 32
     assert flops("full") - flops("none") == one * (1 if "linear" in unreached else 2)
+
+
+def test_what_nobody_reads_is_not_a_number_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that reads it after all shows; later steps do not take the time to write it."""
+    unread = marked(torch.ops.aten.mul.Tensor, Mark(unread="all"))
+    block = rematerialised(lambda x: torch.sin(unread(x, 2.0)), remat="listed", preserve_rng_state=False)
+    filled, nothing = [], kept_results._Like.nothing
+
+    def noted(like: Any, *, fill: bool) -> Tensor:
+        filled.append(fill)
+        return nothing(like, fill=fill)
+
+    monkeypatch.setattr(kept_results._Like, "nothing", noted)
+    x = torch.ones(3, requires_grad=True)
+    results = [block(x) for _ in range(2)]
+    (grad,) = torch.autograd.grad(results[0].sum(), x)
+    assert grad.isnan().all()
+    torch.autograd.grad(results[1].sum(), x)
+    assert filled == [True, False]
 
 
 def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
