@@ -163,6 +163,16 @@ def test_least_times_bound_every_cut(problem, named) -> None:
         assert found is None or times.step_s(shape, links) <= found.time_s * (1 + 1e-9)
 
 
+def test_of_no_microbatch_everything_is_saved() -> None:
+    """A stage of which only gradients of weights are left to compute, where keeping less takes less time."""
+    times, saved = (1.0, 0.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)
+    blocks = [BlockCost(time_s=times, saved_bytes=saved, static_bytes=0.0, delayed_bytes=1.0)] * 2
+    found = cut(blocks, [2, 1], (1.0, 0.0), [2.0, 1.0], waiting=[2, 0])
+    assert found is not None
+    assert found.time_s == 0.0
+    assert cut(blocks, [2, 1], (1.0, 0.0), [1.0, 1.0], waiting=[2, 0]) is None
+
+
 def test_least_times_are_those_of_the_most_even_ranks() -> None:
     """Of fourteen equal blocks some of four ranks has four, however many stages it has."""
     block = BlockCost(time_s=(3.0, 3.2, 3.5, 4.0), saved_bytes=(0.0,) * 4, static_bytes=0.0)

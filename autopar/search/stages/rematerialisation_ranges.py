@@ -249,7 +249,9 @@ class Ranges:
                 candidates = [m]
             elif change.monotonous:
                 # More blocks at that level take less memory and more time: the fewest that fit are best.
-                k = np.searchsorted(change.spared, saved - room / live)
+                with np.errstate(divide="ignore"):  # of no microbatch everything is saved
+                    least = saved - room / live
+                k = np.searchsorted(change.spared, least)
                 candidates = [np.minimum(np.maximum(k, m + 1), self.n)]
             else:
                 candidates = [np.minimum(m + more, self.n) for more in range(1, length + 1)]
@@ -280,7 +282,7 @@ class Ranges:
         # By pair (rows) and range (columns).
         room = np.minimum(budgets - fixed - pairs.recomputed[:, number], most - self._delayed(begin, end, waiting))
         room += 1e-9 * np.abs(room) + 1e-6
-        with np.errstate(divide="ignore"):  # of no microbatch everything is saved
+        with np.errstate(divide="ignore"):
             target = room / lives - (pairs.saved[:, end] - pairs.saved[:, begin]) - pairs.spared[:, begin]
         found = [np.searchsorted(own, -least) for own, least in zip(pairs.spared, target, strict=True)]
         k = np.maximum(np.array(found), begin)
