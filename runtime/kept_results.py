@@ -106,7 +106,10 @@ class _Marked:
         self.is_kernel = False
 
     def becomes(self, kernel: Any) -> tuple[bool, bool]:
-        """Whether a kernel's results are kept, and whether it does not run again."""
+        """Whether a kernel's results are kept, and whether it does not run again. What autocast adds to a call that is
+        a kernel runs both times."""
+        if self.is_kernel and kernel is not self._target:
+            return False, False
         found = self._known.get(kernel)
         if found is None:
             found = self._known[kernel] = self.mark.keeps(kernel), self.mark.skips(kernel)

@@ -192,6 +192,22 @@ def test_what_nobody_reads_is_not_a_number_the_first_time(monkeypatch: pytest.Mo
     assert filled == [True, False]
 
 
+def test_what_autocast_adds_to_a_kernel_is_not_taken_for_it() -> None:
+    """A call that was one kernel is three under autocast, which casts both operands."""
+    product = marked(torch.ops.aten.mm.default, Mark(kept="all"))
+    x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+
+    def run(op: Any, remat: Any, narrow: bool) -> tuple[Tensor, ...]:
+        block = rematerialised(lambda x, y: torch.sin(op(x, y)).float(), remat=remat, preserve_rng_state=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            loss = block(x, y).sum()
+        return torch.autograd.grad(loss, (x, y))
+
+    for narrow in (False, True):
+        expected = run(torch.ops.aten.mm.default, "none", narrow)
+        assert all(map(torch.equal, run(product, "listed", narrow), expected))
+
+
 def test_tiles_of_an_attention_are_neither_kept_nor_used_twice() -> None:
     """Their products are written to in place, so that one kept from the first run would be wrong in the second."""
 
